@@ -400,9 +400,10 @@ class Machines:
     def _unreachable(self, node_rank: int, how: str) -> Outcome:
         first, name = sum(self.ranks_by_node[:node_rank]), self.names([node_rank])
         host = name.partition(" (")[2].removesuffix(")")
-        text = f"error: rank {first} ({host}) cannot be reached: {name} {how}; all ranks were stopped"
+        what = f"rank {first} ({host}) cannot be reached: {name} {how}"
         hint = "see whether that machine is on and its network is up; what it still wrote is in its own output"
-        return Outcome(code=LOST, rank=first, message=f"{text}\n\nhint: {hint}", cause="unreachable")
+        text = f"error: {what}; all ranks were stopped\n\nhint: {hint}"
+        return Outcome(code=LOST, rank=first, message=text, what=what, cause="unreachable")
 
 
 def _plain(value: Facts) -> Facts:

@@ -8,7 +8,6 @@ recomputation, else an answer; the rows of each step stay the same, so the losse
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -147,7 +146,7 @@ def announcement(
     config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int
 ) -> str:
     """Return the one line that says what happened, what changes and where it continues."""
-    what = re.sub(r" \(\w*Error: .*$", "", outcome.first_line)  # the allocator's own words are in the rank's log
+    what = outcome.first_line
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []

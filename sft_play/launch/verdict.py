@@ -88,6 +88,8 @@ class Outcome:
     """Where that is, of a run on several machines."""
     message: str = ""
     """Its error, for the user; empty when all went well."""
+    what: str = ""
+    """What happened, without what follows from it, where that is not the first line of the message."""
     cause: Cause | None = None
     """Why a rank was lost (code 75); `None` for everything else."""
     doing: Mapping[str, Any] = field(default_factory=dict)
@@ -98,10 +100,7 @@ class Outcome:
     @property
     def first_line(self) -> str:
         """What happened, without what follows from it."""
-        line = self.message.strip().partition("\n")[0].removeprefix("error: ")
-        if self.cause == PEER:
-            return f"rank {self.rank} lost its connection to another rank ({line[:100]})"
-        return line.removesuffix("; all other ranks were stopped").removesuffix("; all ranks were stopped")
+        return self.what or self.message.strip().partition("\n")[0].removeprefix("error: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,15 +234,14 @@ def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
     """What a rank said of its own end, or of the rank that made it leave."""
     rank, error, cause, log = record["rank"], _error(record), record.get("cause"), run.rank_log(record["rank"])
     if "blames" in record:
-        text = (
-            f"error: {error.removeprefix('error: ')}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log:"
-            f" {log}"
-        )
-        return Outcome(code=LOST, rank=record["blames"], message=text, cause=cause)
+        what = error.removeprefix("error: ")
+        text = f"error: {what}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
+        return Outcome(code=LOST, rank=record["blames"], message=text, what=what, cause=cause)
     if cause == PEER:  # not the rank that failed: that one ran elsewhere, or would be told of here
         why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
         text = f"{error}\n\n{why}; the log of rank {rank}: {log}; docs/troubleshooting.md#nccl-timeout"
-        return Outcome(code=record["code"], rank=rank, message=text, cause=PEER)
+        what = f"rank {rank} lost its connection to another rank ({error.partition(chr(10))[0][:100]})"
+        return Outcome(code=record["code"], rank=rank, message=text, what=what, cause=PEER)
     return Outcome(code=record["code"], rank=rank, message=f"{error}\n\n{_who(rank)} failed first; its log: {log}")
 
 
@@ -252,13 +250,14 @@ def _seen(run: RunFolder, loss: Loss) -> Outcome:
     log = f"the log of rank {loss.rank}: {run.rank_log(loss.rank)}" if loss.rank is not None else f"logs: {run.logs}"
     hint = f"{loss.hint}; {log}" if loss.hint else log
     text = "\n".join([f"error: {loss.text}; all ranks were stopped", *loss.lines])
-    return Outcome(code=LOST, rank=loss.rank, message=f"{text}\n\nhint: {hint}", cause=loss.cause)
+    return Outcome(code=LOST, rank=loss.rank, message=f"{text}\n\nhint: {hint}", what=loss.text, cause=loss.cause)
 
 
 def _out_of_memory(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
     rank = record["rank"]
     text = f"{_error(record)}\n\n{_who(rank)} ran out of memory; its log: {run.rank_log(rank)}"
-    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY, doing=record.get("doing") or {})
+    doing, what = record.get("doing") or {}, str(record.get("what") or "")
+    return Outcome(code=LOST, rank=rank, message=text, what=what, cause=OUT_OF_MEMORY, doing=doing)
 
 
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
@@ -272,8 +271,9 @@ def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> O
         return Outcome(code=3, rank=rank, message=f"error: {run.path}: {problem}; {_who(rank)} {how}\n\nhint: {hint}")
     why = " (nothing shows that memory was short; see `dmesg`)" if "SIGKILL" in how else ""
     why = f" because memory ran out ({memory_kill})" if memory_kill else why
-    text = f"error: {_who(rank)} {how}{why}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
-    return Outcome(code=LOST, rank=rank, message=text, cause=OUT_OF_MEMORY if memory_kill else "killed")
+    what, cause = f"{_who(rank)} {how}{why}", OUT_OF_MEMORY if memory_kill else "killed"
+    text = f"error: {what}; all other ranks were stopped\n\nhint: its log: {run.rank_log(rank)}"
+    return Outcome(code=LOST, rank=rank, message=text, what=what, cause=cause)
 
 
 def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:

@@ -111,8 +111,9 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
         return {"code": 3, "error": describe_full_disk(problem, run), "cause": "disk_full"}
     if ran_out_of_memory(problem):
         said = str(problem).strip().splitlines()
-        error = f"error: memory ran out {activity} ({type(problem).__name__}{f': {said[0][:400]}' if said else ''})"
-        return {"code": LOST, "error": error, "cause": "out_of_memory", "doing": activity.facts()}
+        what = f"memory ran out {activity}"  # the allocator's own words are in the log
+        error = f"error: {what} ({type(problem).__name__}{f': {said[0][:400]}' if said else ''})"
+        return {"code": LOST, "error": error, "what": what, "cause": "out_of_memory", "doing": activity.facts()}
     if isinstance(problem, OSError):
         return {"code": 3, "error": f"error: {problem.filename or run.path}: {problem.strerror or problem}"}
     error = f"{type(problem).__name__}: {problem}"

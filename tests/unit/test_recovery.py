@@ -66,6 +66,7 @@ LOST_MEMORY = Outcome(
     rank=0,
     cause=OUT_OF_MEMORY,
     message="error: memory ran out in step 3 (RuntimeError: x)",
+    what="memory ran out in step 3",
     doing={"phase": "training"},
 )
 
