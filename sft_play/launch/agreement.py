@@ -28,7 +28,7 @@ from sft_play.launch.run_folder import has_started, remove_left, require_disk_sp
 from sft_play.launch.store import print_line
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
-from sft_play.plan.request import devices_for
+from sft_play.plan.ranks import devices_for
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import SHARDED, checksum

@@ -28,7 +28,7 @@ from sft_play.files import text_sha256
 from sft_play.launch.process import signals_to_hear
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
-from sft_play.plan.request import visible_names
+from sft_play.plan.ranks import visible_names
 
 VARIABLE = "MASTER_KEY"
 LEAST = 16

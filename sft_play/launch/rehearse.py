@@ -23,7 +23,8 @@ from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import LaunchRequest, Plan, command_of
-from sft_play.plan.request import DoesNotFitError, devices_of, with_network
+from sft_play.plan.ranks import devices_of
+from sft_play.plan.request import DoesNotFitError, with_network
 from sft_play.plan.show import (
     misfit_json,
     parse_price,

@@ -26,7 +26,8 @@ from sft_play.launch.run_folder import cannot_continue, has_started, launches, r
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, make_stamp
-from sft_play.plan.request import global_rows, group_size
+from sft_play.plan.ranks import group_size
+from sft_play.plan.request import global_rows
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.manifest import check_states, read_facts

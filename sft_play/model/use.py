@@ -49,7 +49,7 @@ from sft_play.model.tokenizer import ends_of_answers, load_tokenizer, with_chat,
 from sft_play.plan.detect import compare_versions, detect
 from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
-from sft_play.plan.request import devices_for
+from sft_play.plan.ranks import devices_for
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
 from sft_play.runs.folder import RunFolder

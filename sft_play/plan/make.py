@@ -26,13 +26,13 @@ from sft_play.plan.memory import (
     unsloth_host_bytes,
 )
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
+from sft_play.plan.ranks import devices_of
 from sft_play.plan.request import (
     MOST_ROWS,
     DoesNotFitError,
     Remedy,
     Request,
     describe_machines,
-    devices_of,
     try_plan,
     with_machines,
 )

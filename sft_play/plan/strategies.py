@@ -29,7 +29,8 @@ from sft_play.plan.network import (
     slow_network,
 )
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
-from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan, visible_variable
+from sft_play.plan.ranks import visible_variable
+from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan
 
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""

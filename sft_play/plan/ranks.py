@@ -1,0 +1,200 @@
+"""How many ranks there are, on which devices of which machine. Pure.
+
+Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's
+plan; without it each takes the others to be like itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sft_play.config.schema import LaunchConfig
+from sft_play.errors import HardwareError, UserError
+from sft_play.plan.hardware import FULL, GIB, HEADROOM, Device, Hardware, device_of, find_card
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """Where a run's ranks are."""
+
+    devices: tuple[Device, ...]
+    places: tuple[int, ...]
+    """Index of each rank's device on its machine."""
+    nodes: tuple[int, ...]
+    """Ranks of each machine."""
+    own: int
+    """Which machine this is."""
+
+    @property
+    def local(self) -> int:
+        """Ranks of this machine."""
+        return self.nodes[self.own]
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of a machine."""
+        start = sum(self.nodes[:node])
+        return tuple(range(start, start + self.nodes[node]))
+
+    def name_of(self, node: int) -> str:
+        """Return the devices of a machine in words."""
+        names = [self.devices[rank].name for rank in self.ranks_of(node)]
+        return (
+            names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
+        )
+
+
+def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
+    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many cards as machines: then each has one of them.
+
+    Like cards too, where each is written by itself (`8GB+8GB`): `2x8GB` are two cards in each machine.
+    """
+    apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
+    named = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
+    return (
+        apart
+        and named
+        and len(hardware.devices) == launch.num_nodes
+        and launch.num_gpus in (None, 1)
+        and not launch.node_devices
+    )
+
+
+def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
+    """Return the devices of each node's ranks as a plan had them, with the memory that was free then.
+
+    What is known of a card by its name is there too; processes on a CPU share its memory.
+    """
+    found, first = [], 0
+    for count in plan.ranks_by_node:
+        ranks = plan.ranks[first : first + count]
+        share = count if plan.device == "cpu" else 1
+        found.append(tuple(_as_planned(rank, plan, share) for rank in ranks))
+        first += count
+    return tuple(found)
+
+
+def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
+    free = round(rank.capacity_bytes * share / HEADROOM[plan.device])
+    card = find_card(rank.device_name) if plan.device == "cuda" else None
+    if card is None:
+        return Device(name=rank.device_name, memory_bytes=free, free_bytes=free, bf16=plan.precision == "bf16")
+    return replace(device_of(*card), name=rank.device_name, free_bytes=free)
+
+
+def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
+    """Return the ranks of all machines. Raise `HardwareError` for devices that are not there, or full."""
+    single, nodes = launch.command_strategy == "single", launch.num_nodes
+    if launch.node_devices and not single:
+        assert len(launch.node_devices) == nodes, (len(launch.node_devices), nodes)
+        for node, devices in enumerate(launch.node_devices):
+            _refuse_full_node(node, devices)
+        machines = [(tuple(range(len(devices))), devices) for devices in launch.node_devices]
+    else:
+        machines = [devices_for(hardware, launch, single)] * nodes
+    return Ranks(
+        devices=tuple(device for _, devices in machines for device in devices),
+        places=tuple(place for places, _ in machines for place in places),
+        nodes=tuple(len(devices) for _, devices in machines),
+        own=min(launch.node_rank, nodes - 1),
+    )
+
+
+def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
+    full = next(((index, device) for index, device in enumerate(devices) if device.full), None)
+    if full is not None:
+        index, device = full
+        free = f"{device.free_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB free"
+        raise HardwareError(
+            f"GPU {index} of node {node} ({device.name}) is full: {free}",
+            hint=(
+                "`make memory-check` there says who holds it; leave it out by NUM_GPUS or CUDA_VISIBLE_DEVICES on that"
+                " node"
+            ),
+        )
+
+
+MOST_CPU_PROCESSES = 64
+
+
+def devices_for(
+    hardware: Hardware, request: LaunchRequest, wants_one: bool
+) -> tuple[tuple[int, ...], tuple[Device, ...]]:
+    """Return the index and the device of each of this machine's ranks.
+
+    Raise `HardwareError` when there are not enough, or when other programs fill one that would be used.
+    """
+    asked = request.num_gpus
+    if wants_one and (asked or 1) > 1:
+        raise UserError(f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use make train-distributed")
+    if hardware.kind == "cpu":
+        count = 1 if wants_one else asked or min(2, hardware.cpu_threads)
+        if count > MOST_CPU_PROCESSES:
+            raise HardwareError(
+                f"`NUM_GPUS` is {count}, but there is no GPU, and {MOST_CPU_PROCESSES} processes on a CPU are the most",
+                hint=f"this machine has {hardware.cpu_threads} CPU threads: NUM_GPUS={min(2, hardware.cpu_threads)}",
+            )
+        return (0,) * count, hardware.devices * count
+    if asked and asked > len(hardware.devices):
+        names = ", ".join(device.name for device in hardware.devices)
+        raise HardwareError(
+            f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)}"
+            f" ({names})",
+            hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
+        )
+    if wants_one:
+        # The one with the most free memory, in steps of a GiB; among equals, the fastest.
+        best = max(hardware.devices, key=lambda device: (device.free_bytes // GIB, device.peak_flops or 0.0))
+        _refuse_full(hardware, (best,))
+        return (hardware.devices.index(best),), (best,)
+    chosen = hardware.devices[: asked or len(hardware.devices)]
+    _refuse_full(hardware, chosen)
+    return tuple(range(len(chosen))), chosen
+
+
+def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
+    """Raise `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
+    full = [index for index, device in enumerate(chosen) if device.full]
+    if not full:
+        return
+    first = chosen[full[0]]
+    share = first.free_bytes / max(1, first.memory_bytes)
+    usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
+    if not usable:
+        hint = "`make memory-check` says who holds them; wait, or end those programs"
+    else:
+        free = sum(device.free_bytes for _, device in usable) / GIB
+        hint = f"{visible_variable(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
+        hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
+    raise HardwareError(
+        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of"
+        f" {first.memory_bytes / GIB:.1f} GiB free = {share:.1%}, less than the {FULL:.0%} that CUDA and the first"
+        " layers take",
+        hint=hint,
+    )
+
+
+def visible_variable(hardware: Hardware, indices: list[int]) -> str:
+    """Return the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
+    return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
+
+
+def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:
+    """Return how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by
+    place.
+    """
+    chosen = [(index, devices[index]) for index in indices]
+    return [device.mig_uuid or str(index if device.number is None else device.number) for index, device in chosen]
+
+
+def group_size(launch: LaunchConfig, world: int) -> int:
+    """Return how many of `world` ranks train the same rows."""
+    return launch.sequence_parallel * launch.tensor_parallel * stages(launch, world)
+
+
+def stages(launch: LaunchConfig, world: int) -> int:
+    """Return how many of `world` ranks make one pipeline; 1 without one."""
+    if launch.strategy != "pipeline":
+        return 1
+    return world if launch.stages == "auto" else launch.stages
