@@ -248,7 +248,6 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
             f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them"
             " in fp32 until the last"
         )
-    found |= network.describe_waiting(request, setup, micro_steps)
     tightest = least_room(ranks)
     if tightest.peak_bytes > tightest.capacity_bytes:
         found["room"] = (
@@ -295,7 +294,7 @@ def _on_the_host(
 
 GAIN = 1.02
 """What is not faster than this is as fast."""
-MOST_TRIED = 12
+MOST_TRIED = 8
 """Numbers of cards or machines that are planned for to see whether fewer are faster, at most."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
@@ -303,7 +302,8 @@ ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_para
 def _faster_with_fewer(request: Request, plan: Plan) -> list[str]:
     """Return a note where fewer cards or machines would make the same step sooner than all, by the same forecast."""
     found: list[tuple[float, str]] = []
-    for words, fewer in _fewer(request)[:MOST_TRIED] if plan.seconds_per_step else ():
+    tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices)) if plan.seconds_per_step else []
+    for words, fewer in tried[:MOST_TRIED]:
         other = try_plan(request, fewer, _decide)
         if isinstance(other, Plan) and not other.remedies and other.global_batch_size == plan.global_batch_size:
             found.append((other.seconds_per_step or math.inf, words))
@@ -329,10 +329,11 @@ def _fewer(request: Request) -> list[tuple[str, Request]]:
         name = f"node {place} ({ranks.name_of(place)})" if several else f"rank {place} ({unit[0].name})"
         others = [*units[:place], *units[place + 1 :]]
         apart = several or network is not None or len(set(units)) > 1
-        for words, staying in ((f"without {name}", others if apart else []), (f"on {name} alone", [unit])):
-            devices, nodes = tuple(device for one in staying for device in one), len(staying) if several else 1
-            if not devices or (len(staying) == 1 and words.startswith("without")):
-                continue
+        ways = [(f"on {name} alone", [unit])]
+        ways += [(f"without {name}", others)] if apart and len(others) > 1 else []
+        for words, staying in ways:
+            devices = tuple(device for those in staying for device in those)
+            nodes = len(staying) if several else 1
             launch = replace(
                 request.launch,
                 num_gpus=len(devices) if cpu else None,

@@ -215,21 +215,6 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def describe_waiting(request: Request, setup: Setup, micro_steps: int) -> dict[str, str]:
-    """Return what a step sends where the speed of the network was given."""
-    config, speed = request.config, request.hardware.network_bytes_per_second
-    if speed is None or setup.world_size == 1:
-        return {}
-    seconds = exchange_seconds(request, setup, micro_steps, speed)
-    what = "weights and gradients" if setup.strategy in GATHERING else "gradients"
-    if config.launch.local_steps > 1:
-        what = f"trained weights, once in {config.launch.local_steps} steps,"
-    return {
-        "network": f"a step waits {figure(seconds, 2)} s for {what} over the network of {rate_in_words(speed)}, unless"
-        " computation hides it"
-    }
-
-
 def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
     """Return which keys of slow networks have no effect with one process. Raise `UserError` for those that fp16 rules
     out.
