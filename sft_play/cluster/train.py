@@ -246,6 +246,7 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> li
     if task.begun and task.call.options.get("RUN"):
         words = ["resume", f"RUN={task.run.name}"]
         words += [f"{variable_name(override.key)}={override.text}" for override in task.call.overrides]
+        words += ["MODEL_TRUST_REMOTE_CODE=true"] if task.call.trusts_code else []
     else:
         words = ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
         words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
