@@ -294,7 +294,7 @@ FETCH_POLL_SECONDS = 0.2
 
 def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
     """Wait until this machine has the checkpoint from which node 0 continues, where that has to be brought
-    (`cluster.remote`).
+    (`cluster.train`).
     """
     if os.environ.get(FETCH):
         wish = run.path / f".fetch-node{node_rank}"
