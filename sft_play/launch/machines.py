@@ -215,7 +215,7 @@ class Machines:
                 raise self._refuse(errors)
             if not came:
                 self._report(waiting, missing, meets=meets)
-                pause(POLL_SECONDS)
+                self._pause()
 
     def _read_all(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
         return {k: facts for k in missing if (facts := self._connection.read(raw, f"{name}/{k}"))}

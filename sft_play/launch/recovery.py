@@ -1,7 +1,7 @@
 """What follows the end of an attempt: another one after a lost rank (`launch.max_restarts`), or with less at a time
 when memory ran out.
 
-Deciding is pure; `commands.run_attempts` does it. This is the launcher's work, not torchrun's, which knows nothing of
+Deciding is pure; `attempt.run_attempts` does it. This is the launcher's work, not torchrun's, which knows nothing of
 checkpoints. When memory runs out (STATUS B10), it is half the micro-batch and twice the accumulation, else
 recomputation, else an answer; the rows of each step stay the same, so the losses do too.
 """
