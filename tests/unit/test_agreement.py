@@ -12,7 +12,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.launch.agreement import compare_facts, compare_prepared, config_here, versions_here
 from sft_play.plan.hardware import GIB, Device, Hardware
 from sft_play.plan.plan import LaunchRequest
-from sft_play.plan.request import ranks_of
+from sft_play.plan.ranks import ranks_of
 from tests.documents import on_page
 
 
