@@ -99,7 +99,7 @@ COMMANDS: dict[str, Command] = {
         "sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"
     ),
     "serve": Command(
-        "sft_play.serve:main",
+        "sft_play.serve.server:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
         "RUN JSON MODEL CHECKPOINT HOST PORT",
     ),

@@ -198,35 +198,6 @@ def compare_parts(tokenizer: Any, row: Mapping[str, Any], answer: Said) -> tuple
     return reference, marks.called(answer) if reference.calls else answer
 
 
-def response_template(tokenizer: Any) -> dict[str, Any] | None:
-    """Return the marks as transformers' server takes them, so that it shows thoughts apart from the text; `None`
-    without thoughts.
-
-    Calls are apart too where they are messages of their own, else they stay in the text.
-    """
-    marks, stops = marks_of(tokenizer), tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer))
-    if not (marks.closing or marks.begun):
-        return None
-    headed = bool(marks.lead) and marks.closing != marks.lead and marks.closing.endswith(marks.lead)
-    closing = marks.closing.removesuffix(marks.lead) if headed else marks.closing
-    text: dict[str, Any] = {"close": stops, "content": "text"}
-    thought = {"open": marks.opening or OPEN, "close": closing or CLOSE, "content": "text"}
-    fields = {"reasoning_content": thought, "content": text | ({"open": marks.lead} if headed else {})}
-    if headed and marks.form and marks.form.opening:
-        call = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-        opening = re.escape(marks.form.opening) + r"(?P<name>[\w.-]+)[^{]*"
-        fields["tool_calls"] = {
-            "open_pattern": opening,
-            "close": stops,
-            "repeats": True,
-            "content": "json",
-            "transform": call,
-        }
-    # What a prompt holds is no part of the answer, but for a thought that it has opened.
-    anchor = f".*(?={re.escape(OPEN)})" if marks.begun else ".+"
-    return {"defaults": {"role": "assistant"}, "start_anchor_pattern": anchor, "fields": fields}
-
-
 def _written(
     tokenizer: Any, turn: Mapping[str, Any], stops: Sequence[str], tools: Sequence[Any] | None = None
 ) -> tuple[str, str]:

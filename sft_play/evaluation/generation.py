@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicLayer
 
 from sft_play.data.answers import Said, marks_of, parts_of
@@ -51,8 +57,12 @@ class AnswerSettings:
     """Prompts answered together."""
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, **variables: Any
+) -> list[int]:
     """Return the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
+
+    `variables` are the chat template's.
 
     Raise `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order)
     or leaves out its tools, a call or a result.
@@ -61,7 +71,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]
 
     def render(turns: Sequence[Message], offered: Sequence[Any] | None, prompt: bool) -> str:
         options: dict[str, Any] = {"tools": list(offered)} if offered else {}
-        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **options)
+        return write_chat(tokenizer, turns, add_generation_prompt=prompt, **options, **variables)
 
     try:
         if has_tools(messages, tools):
@@ -155,7 +165,7 @@ def answer_batch(
                 model, prompts, generation, at_once=max(1, settings.batch_size), device=device, enough=enough
             )
         else:
-            batch = _pad_left(prompts, range(len(prompts)), 0, generation.pad_token_id, device)
+            batch = pad_left(prompts, range(len(prompts)), 0, generation.pad_token_id, device)
             output = model.generate(
                 input_ids=batch.ids,
                 attention_mask=batch.mask,
@@ -243,7 +253,7 @@ def cut_when(enough: Enough | None) -> StoppingCriteriaList:
 
 
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """The prompts that are being answered, padded on the left; T grows with their answers."""
 
     ids: Tensor
@@ -290,20 +300,28 @@ def generate_refilling(
     stops = torch.tensor(generation.eos_token_id, device=device)
     found: list[list[int]] = [[] for _ in prompts]
     waiting = list(range(len(prompts)))
-    batch: _Batch | None = None
+    batch: Batch | None = None
     while (waiting or batch is not None) and not (enough and enough()):
         room = at_once - (len(batch.places) if batch else 0)
-        if waiting and room and (batch is None or _refillable(batch.cache)):
+        if waiting and room and (batch is None or refillable(batch.cache)):
             chosen, waiting = waiting[:room], waiting[room:]
-            batch = _admit(model, batch, _pad_left(prompts, chosen, most, generation.pad_token_id, device))
+            batch = admit(model, batch, pad_left(prompts, chosen, most, generation.pad_token_id, device))
         assert batch is not None, "a batch that is not there yet always admits prompts"
-        batch = _advance(model, batch, generation, stops, found, more=bool(waiting), cut=cut_when(enough))
+        changes = len(batch.places) > 1 or bool(waiting) or bool((batch.left < int(batch.left.max())).any())
+        ended = [_EnoughStopped(stops, batch.left, SHARE_STOPPED)] if changes else []
+        criteria = StoppingCriteriaList([*cut_when(enough), *ended])
+        batch = advance(model, batch, generation, stops, criteria, found=found)
     return [tokens[:most] for tokens in found]
 
 
-def _pad_left(
-    prompts: Sequence[Sequence[int]], chosen: Sequence[int], most: int, pad_token: int, device: Any
-) -> _Batch:
+def pad_left(
+    prompts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    chosen: Sequence[int],
+    most: int,
+    pad_token: int,
+    device: Any,
+) -> Batch:
+    """Return the batch of the `chosen` of `prompts`, which may each get `most` new tokens."""
     longest = max(len(prompts[place]) for place in chosen)
     ids = torch.full((len(chosen), longest), pad_token, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -311,10 +329,10 @@ def _pad_left(
         ids[row, longest - len(prompts[place]) :] = torch.tensor(list(prompts[place]), dtype=torch.long)
         mask[row, longest - len(prompts[place]) :] = 1
     left = torch.full((len(chosen),), most, device=device)
-    return _Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), left=left)
+    return Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), left=left)
 
 
-def _admit(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
+def admit(model: Any, batch: Batch | None, new: Batch) -> Batch:
     """Return `batch` with `new` in it; the keys and values of new prompts are computed here, but for the last token."""
     if batch is None:
         return new
@@ -335,7 +353,7 @@ def _admit(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
     one, two = _widen(batch, width), _widen(new, width)
     for mine, theirs in zip(one.cache.layers, two.cache.layers, strict=True):
         mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
-    return _Batch(
+    return Batch(
         ids=torch.cat([one.ids, two.ids]),
         mask=torch.cat([one.mask, two.mask]),
         places=one.places + two.places,
@@ -344,7 +362,7 @@ def _admit(model: Any, batch: _Batch | None, new: _Batch) -> _Batch:
     )
 
 
-def _widen(batch: _Batch, width: int) -> _Batch:
+def _widen(batch: Batch, width: int) -> Batch:
     """Return the batch with more padding on the left (or less: `width` counts from the right), its cache too."""
     more = width - batch.ids.shape[1]
     if more:
@@ -354,37 +372,35 @@ def _widen(batch: _Batch, width: int) -> _Batch:
     return batch
 
 
-def _advance(
+def advance(
     model: Any,
-    batch: _Batch,
+    batch: Batch,
     generation: GenerationConfig,
     stops: Tensor,
-    found: list[list[int]],
+    criteria: StoppingCriteriaList,
     *,
-    more: bool,
-    cut: StoppingCriteriaList,
-) -> _Batch | None:
-    """Generate until enough of the batch has ended and add the tokens to `found`; return those that continue, if
-    any.
-    """
+    found: list[list[int]] | None = None,
+    processors: LogitsProcessorList | None = None,
+) -> Batch | None:
+    """Generate until `criteria` interrupt it, and add the tokens to `found`; return those that continue, if any."""
     generation.max_new_tokens = int(batch.left.max())
     generation.return_dict_in_generate = True
-    ended = _EnoughStopped(stops, batch.left, SHARE_STOPPED)
-    changes = len(batch.places) > 1 or more or bool((batch.left < generation.max_new_tokens).any())
     output = model.generate(
         input_ids=batch.ids,
         attention_mask=batch.mask,
         generation_config=generation,
         past_key_values=batch.cache,
-        stopping_criteria=StoppingCriteriaList([*cut, *([ended] if changes else [])]),
+        stopping_criteria=criteria,
+        logits_processor=processors,
     )
     new = output.sequences[:, batch.ids.shape[1] :]
     for place, tokens, left in zip(batch.places, new.tolist(), batch.left.tolist(), strict=True):
-        found[place] += tokens[:left]
+        if found is not None:
+            found[place] += tokens[:left]
     keep = (~torch.isin(new, stops).any(dim=1) & (batch.left > new.shape[1])).nonzero()[:, 0]
     if not len(keep):
         return None
-    rest = _Batch(
+    rest = Batch(
         ids=output.sequences[keep],
         mask=torch.cat([batch.mask, torch.ones_like(new)], dim=1)[keep],
         places=[batch.places[row] for row in keep.tolist()],
@@ -393,7 +409,7 @@ def _advance(
     )
     if rest.cache is not None:
         rest.cache.batch_select_indices(keep)
-        if _refillable(rest.cache):
+        if refillable(rest.cache):
             # Padding that all have is dropped, so that the batch is never wider than its longest row.
             return _widen(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
     return rest
@@ -404,6 +420,6 @@ def _selectable(cache: Any) -> bool:
     return isinstance(cache, DynamicCache) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
 
 
-def _refillable(cache: Any) -> bool:
+def refillable(cache: Any) -> bool:
     """Whether rows may be added to a cache: it holds plain keys and values of all tokens, in every layer."""
     return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -1,27 +1,16 @@
-"""`infer`, `merge` and `serve` as a user calls them, on a run that `train` has made."""
+"""`infer` and `merge` as a user calls them, on a run that `train` has made."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import http.client
 import io
 import json
 import shutil
-import signal
 import stat
-import subprocess
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sft_play.launch.environment import free_port
 from tests.places import Place
 from tests.tiny_models import build_tiny_llama
 
@@ -217,81 +206,3 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
 )
 def test_wrong_calls(place: Place, merged: Path, command: str, words: str, code: int, message: str) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))
-
-
-def ask(url: str, body: dict[str, Any] | None = None) -> Any:
-    data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=240) as answer:
-        return json.load(answer)
-
-
-@contextlib.contextmanager
-def served(place: Place, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Yields a server and what it says of itself."""
-    log = place.folder / "serve.log"
-    with log.open("w") as stderr:
-        server = subprocess.Popen(
-            place.command("serve", *words, "JSON=1"),
-            env=place.environment,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    try:
-        assert server.stdout
-        facts = json.loads(server.stdout.readline() or "{}")
-        assert facts, log.read_text()
-        yield server, facts
-    finally:
-        server.kill()
-        server.communicate(timeout=240)
-
-
-def test_serve_answers_under_the_runs_name_and_ends_on_sigterm(place: Place, merged: Path) -> None:
-    port = free_port()
-    with served(place, "RUN=demo", f"PORT={port}") as (server, facts):
-        assert facts["url"] == f"http://127.0.0.1:{port}/v1"
-        assert [model["id"] for model in ask(f"{facts['url']}/models")["data"]] == ["demo"]
-        body = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": QUESTIONS[0]}],
-            "max_tokens": 8,
-            "temperature": 0,
-        }
-        answer = ask(f"{facts['url']}/chat/completions", body)
-        assert answer["choices"][0]["message"]["role"] == "assistant"
-        for wrong in ({**body, "model": "another"}, {**body, "messages": []}, {**body, "model": 5}):
-            with pytest.raises(urllib.error.HTTPError):
-                ask(f"{facts['url']}/chat/completions", wrong)
-        for keys in (
-            {"chat_template": "{% if 7**(9**10) > 3 %}x{% endif %}"},
-            {"tokenize": False},
-            {"thinking": [1]},
-            "x",
-        ):
-            with pytest.raises(urllib.error.HTTPError, match="400"):
-                ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": keys})
-            with pytest.raises(urllib.error.HTTPError, match="400"):
-                ask(f"{facts['url']}/responses", {"model": "demo", "input": "a", "chat_template_kwargs": keys})
-        assert ask(f"{facts['url']}/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": False}})[
-            "choices"
-        ]
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            ask(f"http://127.0.0.1:{port}/reset")
-        with served(place, f"MODEL={merged}", f"PORT={port}") as (_, other):
-            assert f"port {port} is taken; using" in (place.folder / "serve.log").read_text()
-            assert ask(f"{other['url']}/chat/completions", body | {"model": "merged"})["choices"]
-
-        def ask_for_much() -> None:
-            with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-                ask(f"{facts['url']}/chat/completions", {**body, "max_tokens": 30_000})
-
-        long = threading.Thread(target=ask_for_much)
-        long.start()
-        time.sleep(1)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=240) == 143
-        long.join(30)
-        with pytest.raises(urllib.error.URLError):
-            ask(f"{facts['url']}/models")

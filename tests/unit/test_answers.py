@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_parsing import parse_response
 
-from sft_play.data.answers import Marks, Said, marks_of, parts_of, response_template
+from sft_play.data.answers import Marks, Said, marks_of, parts_of
 from tests.chat_families import CHAT_FAMILIES, TOOL, asked, call, save_family
 from tests.chat_tokenizers import load_with, rows_of
 
@@ -97,27 +96,3 @@ def test_a_template_that_writes_nothing_leaves_answers_as_they_are(tmp_path: Pat
     tokenizer = load_with(save_family(tmp_path / "t", "qwen3"), text="{{ raise_exception('no') }}")
     marks: Marks = marks_of(tokenizer)
     assert marks.cut(" Oslo ") == Said("Oslo") and marks.form is None
-
-
-@pytest.mark.parametrize("name", THINKING)
-def test_transformers_server_parts_answers_by_the_same_marks(name: str, tokenizers: dict[str, Any]) -> None:
-    tokenizer = tokenizers[name]
-    template = response_template(tokenizer)
-    assert template
-
-    def parsed(tools: Any = None, **answer: Any) -> dict[str, Any]:
-        row = rows_of(tokenizer, [*asked("2+2?", content="So."), *asked("again?", **answer)], tools)[-1]
-        prompt, said = (tokenizer.decode(part) for part in (row.prompt_ids, row.input_ids[len(row.prompt_ids) :]))
-        found: dict[str, Any] = parse_response(said, template, prefix=prompt)
-        return found
-
-    assert parsed(content="Oslo {x}") == {"role": "assistant", "content": "Oslo {x}"}
-    found = parsed(content="Oslo", reasoning_content="It is.")
-    assert (found["content"], found["reasoning_content"]) == ("Oslo", "It is.")
-    if name == "gpt_oss":
-        (called,) = parsed([TOOL], tool_calls=[call(a=2)])["tool_calls"]
-        assert called["function"] == {"name": "add", "arguments": {"a": 2}}
-
-
-def test_families_without_thoughts_are_served_as_before(tokenizers: dict[str, Any]) -> None:
-    assert response_template(tokenizers["mistral"]) is None and response_template(tokenizers["llama3_1"]) is None

@@ -1,0 +1,246 @@
+"""What a request may ask for: each parameter of OpenAI's API is honoured or refused by name; `docs/use.md` has the
+table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], Any]
+"""Returns a parameter's value as it is used. Raises `ValueError` with what is expected."""
+
+
+class Refused(Exception):
+    """A request that is not answered, as OpenAI's API words it."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def between(low: float, high: float) -> Check:
+    """Take a number of a range."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    return check
+
+
+def whole(low: int, high: int = 2**63 - 1) -> Check:
+    """Take an integer of a range."""
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"an integer from {low}{f' to {high}' if high < 2**62 else ''}")
+        return value
+
+    return check
+
+
+def only(*values: Any) -> Check:
+    """Take what changes nothing here, and refuse what would."""
+
+    def check(value: Any) -> Any:
+        if not any(type(value) is type(one) and value == one for one in values):
+            raise ValueError(
+                " or ".join(f"`{one}`".replace("True", "true").replace("False", "false") for one in values)
+            )
+        return value
+
+    return check
+
+
+def of_type(kind: type, name: str) -> Check:
+    """Take one kind of value."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(name)
+        return value
+
+    return check
+
+
+def anything(value: Any) -> Any:
+    """Take what says who asks, and does not change the answer."""
+    return value
+
+
+def nothing(_: Any) -> Any:
+    """Refuse a parameter altogether."""
+    raise ValueError("nothing: this server does not have it")
+
+
+BOOLEAN = of_type(bool, "true or false")
+MOST_ANSWERS = 16
+MOST_STOPS = 16
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"a text, or a list of up to {MOST_STOPS}")
+    return tuple(stops)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    try:
+        return {int(token): between(-100, 100)(bias) for token, bias in dict(value).items()}
+    except (TypeError, ValueError):
+        raise ValueError("an object of token numbers with numbers from -100 to 100") from None
+
+
+def _format(value: Any) -> dict[str, Any] | None:
+    """Return the JSON schema that `response_format` (`text.format`) asks for; `None` for free text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = value.get("json_schema", value).get("schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise ValueError("`text`, `json_object`, or `json_schema` with a `schema`")
+    return schema
+
+
+def _text(value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
+        raise ValueError("an object with `format`")
+    if value.get("verbosity") not in (None, "medium"):
+        raise ValueError("no other `verbosity` than `medium`")
+    return _format(value["format"]) if value.get("format") else None
+
+
+def _stream_options(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() - {"include_usage", "include_obfuscation"}:
+        raise ValueError("an object with `include_usage`")
+    return bool(value.get("include_usage"))
+
+
+def _effort(value: Any) -> Any:
+    if not isinstance(value, dict) or value.keys() - {"effort", "summary"} or value.get("summary"):
+        raise ValueError("an object with `effort`")
+    return value.get("effort")
+
+
+TEMPLATE_VARIABLES = frozenset(
+    {"enable_thinking", "preserve_thinking", "reasoning_effort", "thinking", "thinking_budget"}
+)
+"""What a request may tell the chat template."""
+LONGEST_TEMPLATE_VALUE = 64
+
+
+def _template_variables(value: Any) -> dict[str, Any]:
+    """Take short values of known names: a request that brings a template would run it, for ever and in C."""
+    short = isinstance(value, dict) and all(
+        one is None or (isinstance(one, bool | int | float | str) and len(str(one)) <= LONGEST_TEMPLATE_VALUE)
+        for one in value.values()
+    )
+    if not short or value.keys() - TEMPLATE_VARIABLES:
+        raise ValueError(f"{', '.join(sorted(TEMPLATE_VARIABLES))}, each a short text, number or true")
+    return dict(value)
+
+
+SAMPLING: dict[str, Check] = {
+    "temperature": between(0, 2),
+    "top_p": between(0, 1),
+    "top_k": whole(0),
+    "seed": whole(-(2**63)),
+    "presence_penalty": between(-2, 2),
+    "frequency_penalty": between(-2, 2),
+    "logit_bias": _bias,
+    "stop": _stops,
+}
+ALL: dict[str, Check] = {
+    "model": of_type(str, "the name of the model"),
+    "stream": BOOLEAN,
+    "store": only(False),
+    "service_tier": only("auto", "default"),
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), anything),
+}
+CHATTING: dict[str, Check] = {
+    "tools": of_type(list, "a list of functions"),
+    "tool_choice": only("auto", "none"),
+    "parallel_tool_calls": only(True),
+    "chat_template_kwargs": _template_variables,
+}
+SEVERAL: dict[str, Check] = {"n": whole(1, MOST_ANSWERS), "stream_options": _stream_options}
+ENDPOINTS: dict[str, dict[str, Check]] = {
+    "/v1/chat/completions": ALL
+    | SAMPLING
+    | CHATTING
+    | SEVERAL
+    | {
+        "messages": of_type(list, "a list of messages"),
+        "max_tokens": whole(1),
+        "max_completion_tokens": whole(1),
+        "logprobs": BOOLEAN,
+        "top_logprobs": whole(0, 20),
+        "response_format": _format,
+        "reasoning_effort": of_type(str, "a text"),
+        "verbosity": only("medium"),
+        "modalities": only(["text"]),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "functions", "function_call"), nothing),
+    },
+    "/v1/completions": ALL
+    | SAMPLING
+    | SEVERAL
+    | {
+        "prompt": anything,
+        "max_tokens": whole(1),
+        "logprobs": whole(0, 5),
+        "best_of": only(1),
+        "echo": only(False),
+        "suffix": only(""),
+    },
+    "/v1/responses": ALL
+    | CHATTING
+    | {
+        **{name: SAMPLING[name] for name in ("temperature", "top_p")},
+        "input": anything,
+        "instructions": of_type(str, "a text"),
+        "max_output_tokens": whole(1),
+        "text": _text,
+        "reasoning": _effort,
+        "truncation": only("disabled"),
+        "background": only(False),
+        "include": only([]),
+        "top_logprobs": only(0),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), nothing),
+    },
+}
+"""Path -> the parameters that its requests may have."""
+
+
+def read_parameters(path: str, body: Any) -> dict[str, Any]:
+    """Return the parameters of a request that are not null. Raise `Refused` for the first that is not taken."""
+    if not isinstance(body, dict):
+        raise Refused("the request's body is not a JSON object")
+    checks, found = ENDPOINTS[path], {}
+    for name, value in body.items():
+        if name not in checks:
+            raise Refused(f"`{name}` is not a parameter of `{path}` here", param=name, code="unknown_parameter")
+        if value is not None:
+            try:
+                found[name] = checks[name](value)
+            except ValueError as error:
+                raise Refused(f"`{name}` is `{_short(value)}`; expected {error}", param=name) from None
+    return found
+
+
+def require(parameters: Mapping[str, Any], name: str) -> Any:
+    """Return a parameter that a request must have."""
+    if name not in parameters:
+        raise Refused(f"`{name}` is missing", param=name, code="missing_required_parameter")
+    return parameters[name]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:59]}\N{HORIZONTAL ELLIPSIS}"

@@ -1,0 +1,510 @@
+"""Requests read into answers to be made, and answers written as OpenAI's API has them: at once, or piece by piece."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft_play.data.answers import OPEN, Said, marks_of, parts_of
+from sft_play.data.turns import chat_turns, tools_of
+from sft_play.errors import DataError
+from sft_play.evaluation.generation import prompt_ids
+from sft_play.model.tokenizer import write_chat
+from sft_play.serve.engine import Answering, Engine, Sampling
+from sft_play.serve.parameters import Refused, read_parameters, require
+
+DEFAULT_TOKENS = 1024
+"""Of an answer where the request does not say."""
+Event = Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A request: its answers, and how they are written."""
+
+    id: str
+    created: int
+    model: str
+    """As the request names it."""
+    path: str
+    stream: bool
+    usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+    parse: Callable[[Sequence[int]], Said]
+    called: bool
+    """Whether calls are calls of functions that the request offers."""
+    tokenizer: Any
+    answerings: list[Answering] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+
+
+def read_job(engine: Engine, path: str, body: Any, name: str, notify: Callable[[], None]) -> Job:
+    """Return what a request asks for. Raise `Refused`."""
+    asked = read_parameters(path, body)
+    model = require(asked, "model")
+    if model != name:
+        raise Refused(
+            f"there is one model here: `{name}`, not `{model}`", param="model", status=404, code="model_not_found"
+        )
+    prompts = _plain_prompts(engine, asked) if path == "/v1/completions" else [_chat_prompt(engine, path, asked)]
+    for prompt in prompts:
+        if len(prompt) >= engine.positions:
+            raise Refused(
+                f"the prompt has {len(prompt)} tokens, and the model takes at most {engine.positions - 1}",
+                param="prompt" if path == "/v1/completions" else "input" if "input" in asked else "messages",
+                code="context_length_exceeded",
+            )
+    tokenizer = engine.tokenizer
+    chat = path != "/v1/completions"
+    called = chat and bool(asked.get("tools")) and asked.get("tool_choice") != "none"
+
+    def parse(tokens: Sequence[int]) -> Said:
+        if not chat:
+            return Said(tokenizer.decode(tokens, skip_special_tokens=True))
+        said = parts_of(tokenizer, tokens)
+        return marks_of(tokenizer).called(said) if called else said
+
+    job = Job(
+        id=uuid.uuid4().hex,
+        created=int(time.time()),
+        model=model,
+        path=path,
+        stream=asked.get("stream", False),
+        usage=asked.get("stream_options", False),
+        parse=parse,
+        called=called,
+        tokenizer=tokenizer,
+        prompts=prompts,
+    )
+    for prompt in prompts:
+        for number in range(asked.get("n", 1)):
+            sampling = _sampling(engine, asked, len(prompt), number)
+            text_of = lambda tokens: parse(tokens).text  # noqa: E731
+            job.answerings.append(Answering(prompt, sampling, text_of=text_of, notify=notify))
+    return job
+
+
+def _sampling(engine: Engine, asked: Mapping[str, Any], prompt: int, number: int) -> Sampling:
+    most = next(
+        (asked[key] for key in ("max_completion_tokens", "max_output_tokens", "max_tokens") if key in asked),
+        DEFAULT_TOKENS,
+    )
+    varied = asked.keys() & {"top_p", "top_k", "seed"} or asked.get("n", 1) > 1
+    schema = asked.get("response_format") or asked.get("text")
+    logprobs = asked.get("logprobs")
+    if logprobs is True:
+        logprobs = asked.get("top_logprobs", 0)
+    elif asked.get("top_logprobs") and not logprobs:
+        raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+    try:
+        return Sampling(
+            max_tokens=min(most, engine.positions - prompt),
+            temperature=asked.get("temperature", 1.0 if varied else 0.0),
+            top_p=asked.get("top_p", 1.0),
+            top_k=asked.get("top_k", 0),
+            seed=asked["seed"] + number if "seed" in asked else None,
+            presence_penalty=asked.get("presence_penalty", 0.0),
+            frequency_penalty=asked.get("frequency_penalty", 0.0),
+            bias=asked.get("logit_bias", {}),
+            stops=asked.get("stop", ()),
+            logprobs=None if logprobs is False else logprobs,
+            grammar=None if schema is None else engine.grammar_of(schema),
+        )
+    except ValueError as error:
+        raise Refused(f"the JSON schema cannot be followed: {error}", param="response_format") from None
+
+
+def _plain_prompts(engine: Engine, asked: Mapping[str, Any]) -> list[list[int]]:
+    given = require(asked, "prompt")
+    several = [given] if isinstance(given, str) or (isinstance(given, list) and _are_tokens(given)) else given
+    vocabulary = len(engine.tokenizer)
+    prompts = [
+        engine.tokenizer(one)["input_ids"] if isinstance(one, str) else one
+        for one in (several if isinstance(several, list) else [])
+        if isinstance(one, str) or (_are_tokens(one) and max(one) < vocabulary)
+    ]
+    if not prompts or len(prompts) != len(several) or not all(prompts):
+        raise Refused("`prompt` is not a text, tokens of the model, or a list of them", param="prompt")
+    return prompts
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _chat_prompt(engine: Engine, path: str, asked: Mapping[str, Any]) -> list[int]:
+    column = "input" if path == "/v1/responses" else "messages"
+    found, tools = require(asked, column), asked.get("tools")
+    if column == "input":
+        found, tools = _messages_of(found, asked.get("instructions")), _functions_of(tools)
+    variables = dict(asked.get("chat_template_kwargs", {}))
+    if effort := asked.get("reasoning_effort", asked.get("reasoning")):
+        if "reasoning_effort" not in str(engine.tokenizer.chat_template):
+            raise Refused("this model's chat template does not read `reasoning_effort`", param="reasoning_effort")
+        variables["reasoning_effort"] = effort
+    if not found:
+        raise Refused(f"`{column}` is empty", param=column)
+    if asked.get("tool_choice") == "none":
+        tools = None
+    try:
+        turns = chat_turns(found, column)
+        if turns[-1]["role"] == "assistant":
+            raise Refused("the last message is the assistant's; answers are not continued here", param=column)
+        described = tools_of({"tools": tools}) if tools else None
+        prompt = prompt_ids(engine.tokenizer, turns, described, **variables)
+    except DataError as error:
+        raise Refused(error.message, param=column) from None
+    if asked.get("response_format") or asked.get("text"):
+        if tools:
+            raise Refused("`response_format` and `tools` exclude each other here", param="response_format")
+        text = write_chat(engine.tokenizer, turns, add_generation_prompt=True, **variables)
+        if text.rstrip().endswith(OPEN):
+            raise Refused(
+                "this model thinks before it answers, and JSON cannot begin with a thought;"
+                ' `chat_template_kwargs: {"enable_thinking": false}` may turn it off',
+                param="response_format",
+            )
+    return prompt
+
+
+def _messages_of(found: Any, instructions: str | None) -> Any:
+    """Return the messages of `input`: a text, or a list of messages, calls and their results."""
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(found, str):
+        return [*first, {"role": "user", "content": found}]
+    if not isinstance(found, list) or not found:
+        raise Refused("`input` is not a text or a list of messages", param="input")
+    messages: list[Any] = []
+    for item in found:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            messages.append({"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind == "message":
+            messages.append({key: item[key] for key in ("role", "content") if key in item})
+        elif kind != "reasoning":
+            raise Refused(f"`input` holds an item of type `{kind}`, which is not read here", param="input")
+    return [*first, *messages]
+
+
+def _functions_of(tools: Any) -> Any:
+    """Return the functions of `tools` as a chat has them: one level deeper."""
+    if any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools or ()):
+        raise Refused("`tools` holds another type than `function`", param="tools")
+    return [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        for tool in tools or ()
+    ]
+
+
+# What is written.
+
+
+def _said(job: Job, answering: Answering) -> tuple[Said, list[dict[str, Any]]]:
+    """Return an answer without the text that stopped it, and its calls; calls that cannot be read are text."""
+    said = job.parse(answering.tokens)
+    cut = min((at for stop in answering.sampling.stops if (at := said.text.find(stop)) >= 0), default=None)
+    said = said if cut is None else said._replace(text=said.text[:cut])
+    calls = []
+    for index, text in enumerate(said.calls if job.called else ()):
+        try:
+            call = json.loads(text)
+            calls.append({"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)})
+        except (ValueError, TypeError, KeyError):
+            return Said(said.shown, said.thought), []
+        calls[-1]["id"] = f"call_{job.id[:16]}{index}"
+    return (said._replace(calls=()) if calls else Said(said.shown, said.thought)), calls
+
+
+def _usage(job: Job) -> dict[str, int]:
+    prompt, made = sum(map(len, job.prompts)), sum(len(answering.tokens) for answering in job.answerings)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _finish(answering: Answering, calls: Sequence[Any]) -> str:
+    return "tool_calls" if calls else str(answering.finish)
+
+
+def _tool_calls(calls: Sequence[Mapping[str, Any]], *, numbered: bool = False) -> list[dict[str, Any]]:
+    return [
+        {
+            **({"index": index} if numbered else {}),
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["arguments"]},
+        }
+        for index, call in enumerate(calls)
+    ]
+
+
+def _logprobs(job: Job, answering: Answering, start: int = 0) -> dict[str, Any] | None:
+    """Return the log-probabilities of an answer's tokens from `start` on, in the form of the request's path."""
+    if answering.sampling.logprobs is None:
+        return None
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = job.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    found = answering.chosen[start:]
+    if job.path == "/v1/completions":
+        texts = [job.tokenizer.decode([one.token]) for one in found]
+        before = len(job.tokenizer.decode(answering.tokens[:start]))
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [{job.tokenizer.decode([t]): p for t, p in one.likeliest} for one in found],
+            "text_offset": [before + sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
+    return {
+        "content": [
+            entry(one.token, one.logprob) | {"top_logprobs": [entry(*likely) for likely in one.likeliest]}
+            for one in found
+        ],
+        "refusal": None,
+    }
+
+
+def reply(job: Job) -> dict[str, Any]:
+    """Return the whole answer to a request whose answers are all made."""
+    if job.path == "/v1/responses":
+        return _response(job, "completed", _items(job, *_said(job, job.answerings[0])))
+    choices = []
+    for index, answering in enumerate(job.answerings):
+        said, calls = _said(job, answering)
+        choice = {"index": index, "finish_reason": _finish(answering, calls), "logprobs": _logprobs(job, answering)}
+        if job.path == "/v1/completions":
+            choices.append(choice | {"text": said.text})
+            continue
+        message: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not calls else None}
+        message |= {"tool_calls": _tool_calls(calls)} if calls else {}
+        message |= {"reasoning_content": said.thought} if said.thought else {}
+        choices.append(choice | {"message": message})
+    return _head(job, chunk=False) | {"choices": choices, "usage": _usage(job)}
+
+
+def _head(job: Job, *, chunk: bool) -> dict[str, Any]:
+    chat = job.path == "/v1/chat/completions"
+    kind = "text_completion" if not chat else "chat.completion.chunk" if chunk else "chat.completion"
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{job.id}",
+        "object": kind,
+        "created": job.created,
+        "model": job.model,
+    }
+
+
+def _response(job: Job, status: str, output: Sequence[Event]) -> dict[str, Any]:
+    answering = job.answerings[0]
+    cut = status == "completed" and answering.finish == "length"
+    usage = _usage(job)
+    return {
+        "id": f"resp_{job.id}",
+        "object": "response",
+        "created_at": job.created,
+        "status": "incomplete" if cut else status,
+        "model": job.model,
+        "output": list(output),
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "temperature": answering.sampling.temperature,
+        "top_p": answering.sampling.top_p,
+        "store": False,
+        "usage": None
+        if status != "completed"
+        else {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def _items(job: Job, said: Said, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of `output`: a thought, the message, calls."""
+    items: list[dict[str, Any]] = []
+    if said.thought:
+        content = [{"type": "reasoning_text", "text": said.thought}]
+        items.append({"id": f"rs_{job.id}", "type": "reasoning", "summary": [], "content": content})
+    if said.text or not calls:
+        items.append(_message(job, "completed", [_part(said.text)]))
+    for call in calls:
+        items.append(
+            {
+                "id": f"fc_{call['id']}",
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": call["name"],
+                "arguments": call["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _message(job: Job, status: str, content: list[Any]) -> dict[str, Any]:
+    return {"id": f"msg_{job.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class Pieces:
+    """What of a growing answer can be sent: text that can no longer turn out to be a mark or a stop."""
+
+    def __init__(self, job: Job, answering: Answering) -> None:
+        self.job, self.answering = job, answering
+        self.text = self.thought = ""
+        """What was sent."""
+        self._seen = self._told = 0
+
+    def next(self) -> tuple[str, str, int]:
+        """Return the new text, the new thought, and from which token on the log-probabilities were not sent yet."""
+        answering, job, start = self.answering, self.job, self._told
+        if not answering.done and len(answering.tokens) == self._seen:
+            return "", "", start
+        tokens = list(answering.tokens)
+        self._seen = len(tokens)
+        if answering.done:
+            said = _said(job, answering)[0]
+        elif self._holds(tokens):
+            return "", "", start
+        else:
+            said = job.parse(tokens)
+            said = said._replace(text=_certain(said.text, (*answering.sampling.stops, *self._opening())))
+        text, self.text = _rest(said.text, self.text)
+        thought, self.thought = _rest(said.thought.removesuffix("\ufffd"), self.thought)
+        if text or answering.done:
+            self._told = len(answering.chosen)
+        return text, thought, start
+
+    def _holds(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing can be sent: a mark has only begun, or a call is told from text by its end alone."""
+        if self.job.path == "/v1/completions":
+            return False
+        marks = marks_of(self.job.tokenizer)
+        return marks.awaits(self.job.tokenizer.decode(tokens)) or bool(
+            self.job.called and marks.form and not marks.form.opening
+        )
+
+    def _opening(self) -> tuple[str, ...]:
+        form = marks_of(self.job.tokenizer).form if self.job.called else None
+        return (form.opening,) if form and form.opening else ()
+
+
+def _certain(text: str, stops: Sequence[str]) -> str:
+    """Return a text without what may be the beginning of a stop, or of a letter whose other bytes are to come."""
+    text = text.removesuffix("\ufffd")
+    held = max(
+        (n for stop in stops for n in range(1, len(stop) + 1) if text.endswith(stop[:n])),
+        default=0,
+    )
+    found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+    return text[: min(found, len(text) - held)]
+
+
+def _rest(text: str, sent: str) -> tuple[str, str]:
+    return (text[len(sent) :], text) if text.startswith(sent) else ("", sent)
+
+
+def chunks(job: Job, pieces: Sequence[Pieces], begun: bool) -> Iterator[Event]:
+    """Yield what can be sent now of a stream of completions; `begun`: not for the first time."""
+    chat = job.path == "/v1/chat/completions"
+
+    def chunk(index: int, content: dict[str, Any], **others: Any) -> Event:
+        choice = {"index": index, "finish_reason": None, "logprobs": None, **others}
+        return _head(job, chunk=True) | {"choices": [choice | ({"delta": content} if chat else content)]}
+
+    for index, piece in enumerate(pieces):
+        if chat and not begun:
+            yield chunk(index, {"role": "assistant", "content": ""})
+        text, thought, start = piece.next()
+        if thought and chat:
+            yield chunk(index, {"reasoning_content": thought})
+        if text:
+            content = {"content": text} if chat else {"text": text}
+            yield chunk(index, content, logprobs=_logprobs(job, piece.answering, start))
+
+
+def last_chunks(job: Job, index: int) -> Iterator[Event]:
+    """Yield the end of one answer in a stream of completions."""
+    chat = job.path == "/v1/chat/completions"
+    answering = job.answerings[index]
+    _, calls = _said(job, answering)
+    choice: dict[str, Any] = {"index": index, "logprobs": None}
+    if calls and chat:
+        delta = {"tool_calls": _tool_calls(calls, numbered=True)}
+        yield _head(job, chunk=True) | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
+    empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    yield _head(job, chunk=True) | {"choices": [choice | empty | {"finish_reason": _finish(answering, calls)}]}
+
+
+def usage_chunk(job: Job) -> Event:
+    return _head(job, chunk=True) | {"choices": [], "usage": _usage(job)}
+
+
+class ResponseEvents:
+    """The events of a streamed response, numbered."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.piece = job, Pieces(job, job.answerings[0])
+        self._number, self._opened = -1, False
+
+    def _event(self, kind: str, **parts: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **parts}
+
+    def begin(self) -> Iterator[Event]:
+        started = _response(self.job, "in_progress", [])
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+
+    def grown(self) -> Iterator[Event]:
+        """Yield the text that can be sent now."""
+        text, _, _ = self.piece.next()
+        if not text:
+            return
+        place = {"item_id": f"msg_{self.job.id}", "output_index": 0, "content_index": 0}
+        if not self._opened:
+            self._opened = True
+            opened = _message(self.job, "in_progress", [])
+            yield self._event("response.output_item.added", output_index=0, item=opened)
+            yield self._event("response.content_part.added", part=_part(""), **place)
+        yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
+
+    def end(self) -> Iterator[Event]:
+        """Yield the items as they are at the end: the message first, which was streamed."""
+        items = _items(self.job, *_said(self.job, self.job.answerings[0]))
+        items.sort(key=lambda item: item["type"] != "message")
+        for index, item in enumerate(items):
+            if item["type"] == "message" and self._opened:
+                place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+                [part] = item["content"]
+                yield self._event("response.output_text.done", text=part["text"], logprobs=[], **place)
+                yield self._event("response.content_part.done", part=part, **place)
+            else:
+                yield self._event("response.output_item.added", output_index=index, item=item)
+            if item["type"] == "function_call":
+                yield self._event(
+                    "response.function_call_arguments.done",
+                    item_id=item["id"],
+                    output_index=index,
+                    name=item["name"],
+                    arguments=item["arguments"],
+                )
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        cut = self.job.answerings[0].finish == "length"
+        kind = "response.incomplete" if cut else "response.completed"
+        yield self._event(kind, response=_response(self.job, "completed", items))
