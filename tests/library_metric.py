@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SCRIPT = """import datasets
-import evaluate
+SCRIPT = """import datasets, evaluate
 
 
 class Share(evaluate.Metric):

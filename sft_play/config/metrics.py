@@ -22,9 +22,13 @@ LABELS: Mapping[str, str] = {
     "chrf": "chrF",
     "exact_match": "exact match",
     "f1": "token F1",
+    "accuracy": "accuracy",
+    "macro_f1": "macro F1",
 }
 """Built-in metric of answers -> what the user reads; more is better for each. `evaluation.scores` computes them."""
 OF_ANSWERS = tuple(LABELS)
+OF_LABELS = ("accuracy", "macro_f1")
+"""For answers from a small set of labels: a table of each label goes with them."""
 OF_LOSS = ("loss", "perplexity")
 """Less is better for each; also per source, as `loss/NAME`."""
 

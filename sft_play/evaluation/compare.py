@@ -69,6 +69,7 @@ def compare(sides: Sequence[Side], wanted: str | None, count: int) -> dict[str, 
         "facts": _side_by_side([side.facts() for side in sides]),
         "losses": {key: [side.scores[key] for side in sides] for key in ("loss", "perplexity")},
         "scores": {name: [side.metrics[name] for side in sides] for name in metrics},
+        "labels": _labels(sides),
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
         "benchmarks": {name: values for name, values in benchmarks.items() if None not in values},
         "metric": metric,
@@ -90,6 +91,12 @@ def _metric(wanted: str | None, metrics: Sequence[str]) -> str | None:
             hint=f"did you mean `METRIC={close[0]}`? {known}" if close else known,
         )
     return name
+
+
+def _labels(sides: Sequence[Side]) -> dict[str, list[Any]]:
+    """Return label -> each side's `precision`, `recall`, `f1`; none where one side was not scored by labels."""
+    tables = [side.scores.get("classification") or {} for side in sides]
+    return {name: values for name, values in _side_by_side(tables).items() if None not in values}
 
 
 def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -183,6 +190,10 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
                 f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else ""
                 for d in found
             ]
+    for label, values in result["labels"].items():
+        lines[f"  {label}: F1, precision, recall"] = [
+            f"{v['f1']:.3f}, {v['precision']:.3f}, {v['recall']:.3f}, n = {v['n']}" for v in values
+        ]
     return lines | result["benchmarks"]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from sft_play.config.metrics import LIBRARY, OF_ANSWERS, library_parts, short_name
 from sft_play.errors import DataError, first_line
+from sft_play.evaluation import labels
 from sft_play.files import typed_path
 from sft_play.runs.folder import LEAST_ROWS, may_run
 
@@ -122,6 +123,12 @@ def without_words(references: Sequence[str]) -> int:
     return sum(not tokenize(reference) for reference in references)
 
 
+def macro_f1(references: Sequence[str], answers: Sequence[str]) -> tuple[None, Interval]:
+    """Return the mean F1 of all labels; a single answer has none."""
+    mean, count = labels.macro_f1(references, answers), len(answers)
+    return None, Interval.around(mean(np.arange(count)), [mean(picks) for picks in resamples(count)], n=count)
+
+
 def normalise(text: str) -> str:
     """Return `text` in lower case without ASCII punctuation, English articles and extra white space.
 
@@ -152,7 +159,11 @@ def token_f1(reference: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {"exact_match": exact_match, "f1": token_f1}
+OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {
+    "exact_match": exact_match,
+    "f1": token_f1,
+    "accuracy": labels.accuracy,
+}
 """Built-in metric of single answers but ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` has
 all.
 """
@@ -283,7 +294,8 @@ def _load(metric: str, where: str) -> Any:
 
     evaluate.disable_progress_bar()
     try:
-        return evaluate.load(str(path) if local else where, keep_in_memory=True)
+        with _commas_read():
+            return evaluate.load(str(path) if local else where, keep_in_memory=True)
     except ImportError as error:
         raise DataError(f"the metric `{metric}` needs a package that is not installed: {error}") from error
     except Exception as error:  # the library raises many kinds for what is one thing: it cannot be had
@@ -294,6 +306,24 @@ def _load(metric: str, where: str) -> Any:
             "check the name at https://huggingface.co/evaluate-metric, or give a local folder: evaluate:path/to/metric"
         )
         raise DataError(f"the metric `{metric}` cannot be loaded: {said}", hint=hint) from error
+
+
+@contextlib.contextmanager
+def _commas_read() -> Iterator[None]:
+    """Let the library read `import a, b`, of which it takes `a,` for a package."""
+    from evaluate import loading
+
+    def read(path: str) -> list[tuple[Any, ...]]:
+        return [
+            (kind, name.partition(",")[0], name.partition(",")[0] if where == name else where, folder)
+            for kind, name, where, folder in original(path)
+        ]
+
+    original, loading.get_imports = loading.get_imports, read
+    try:
+        yield
+    finally:
+        loading.get_imports = original
 
 
 def check_library_metrics(names: Sequence[str]) -> None:
@@ -322,6 +352,8 @@ def scorer_of(name: str) -> Score:
     if name.startswith(LIBRARY):
         return LibraryMetric(name).score
     assert name in OF_ANSWERS, "the rules of the configuration know every metric"
+    if name == "macro_f1":
+        return macro_f1
     return partial(corpus_scores if name in CORPUS else single_scores, name)
 
 

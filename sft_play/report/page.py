@@ -93,6 +93,7 @@ def record_of(run: RunFolder) -> dict[str, Any]:
             {
                 "step": step,
                 "loss": found.get("loss"),
+                "labels": found.get("classification"),
                 "scores": {label_of_metric(name): value for name, value in metrics_of(found).items()},
             }
             for step, _, found in scores

@@ -13,6 +13,8 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from sft_play.config.metrics import LABELS
 from sft_play.errors import DataError
+from sft_play.evaluation.labels import confusion
+from sft_play.evaluation.labels import lines as label_lines
 from sft_play.evaluation.scores import (
     CORPUS,
     OF_SINGLE_ANSWERS,
@@ -25,6 +27,7 @@ from sft_play.evaluation.scores import (
 )
 from sft_play.evaluation.scores import ROUGE as METRICS
 from sft_play.evaluation.scores import mean_interval as bootstrap
+from tests.documents import ROOT
 from tests.library_metric import library_metric
 
 PAIRS = [
@@ -42,7 +45,28 @@ ANSWERS = [answer for _, answer in PAIRS]
 
 
 def test_every_metric_with_a_label_is_computed() -> None:
-    assert LABELS.keys() == {*METRICS, *CORPUS, *OF_SINGLE_ANSWERS}
+    assert LABELS.keys() == {*METRICS, *CORPUS, *OF_SINGLE_ANSWERS, "macro_f1"}
+
+
+def test_scores_of_labels_are_those_of_their_confusion_matrix() -> None:
+    references = ["Billing", "billing", "bug", "bug", "bug", "how to"] * 4
+    answers = ["billing", "bug", "Bug ", "bug", "nonsense", "How  to"] * 4
+    scored = score_answers(["accuracy", "macro_f1"], references, answers)
+    assert scored.intervals["accuracy"].mean == pytest.approx(4 / 6)
+    # by hand: billing precision 1, recall 1/2; bug 2/3, 2/3; how to 1, 1
+    assert scored.intervals["macro_f1"].mean == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+    assert scored.intervals["macro_f1"].low < scored.intervals["macro_f1"].mean < scored.intervals["macro_f1"].high
+    assert [row.get("macro_f1") for row in scored.each] == [None] * 24
+    found = confusion(list(zip(references, answers, strict=True)))
+    assert found is not None and list(found) == ["Billing", "bug", "how to"]
+    assert found["bug"]["answered"] == {"bug": 8, "(no label)": 4} and found["Billing"]["recall"] == 0.5
+    assert (found["bug"]["precision"], found["bug"]["recall"]) == pytest.approx((2 / 3, 2 / 3))
+    text = "\n".join(label_lines(found))
+    assert "bug 8, (no label) 4" in text and "0.667" in text
+    texts = [f"a text {number}" for number in range(101)]
+    assert confusion([(text, text) for text in texts]) is None
+    [warning] = score_answers(["macro_f1"], texts, texts).warnings
+    assert "101 different texts; labels are at most 100" in warning
 
 
 def test_rouge_is_that_of_rouge_score_with_stems() -> None:
@@ -116,6 +140,16 @@ def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> 
     assert ratio.mean == pytest.approx(sum(map(len, ANSWERS)) / sum(map(len, REFERENCES)))
     assert ratio.low < ratio.mean < ratio.high
     assert all("my_length_ratio" not in row for row in scored.each), "no mean of single scores, so none has one"
+
+
+@pytest.mark.usefixtures("consent")
+def test_the_metric_of_the_documentation_scores(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    script = page.partition("word_share.py`:")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "word_share").mkdir()
+    (tmp_path / "word_share" / "word_share.py").write_text(script)
+    found = score_answers([f"evaluate:{tmp_path / 'word_share'}"], ["one two", "three"], ["two", "three"])
+    assert found.intervals["word_share"].mean == 0.75
 
 
 @pytest.mark.usefixtures("consent")

@@ -188,12 +188,21 @@ function samples(record, count = 4) {
       one.thoughts?.[step] ? el("div", {}, el("small", {}, +step ? `thought after step ${step}` : "thought before training"), one.thoughts[step]) : null,
       el("div", {}, el("small", {}, +step ? `answer after step ${step}` : "answer before training"), text || "(nothing)")])));
 }
+// Rows are the references' labels, columns what was answered.
+function labelsTable(evaluation) {
+  if (!evaluation) return null;
+  const found = Object.entries(evaluation.labels), shares = ["precision", "recall", "f1"], answered = [...new Set(found.flatMap(([name, one]) => [name, ...Object.keys(one.answered)]))];
+  const columns = [...shares, "n"].map((name) => ({ name: name === "f1" ? "F1" : name, n: true }));
+  const matrix = tableOf([{ name: "label" }, ...answered.map((name) => ({ name, n: true }))], found.map(([name, one]) => [name, ...answered.map((other) => one.answered[other] ? (other === name ? el("b", {}, one.answered[other]) : one.answered[other]) : "·")]));
+  return [el("h3", {}, `Labels after step ${evaluation.step}`), tableOf([{ name: "label" }, ...columns], found.map(([name, one]) => [name, ...shares.map((key) => one[key].toFixed(3)), number(one.n)])),
+    answered.length <= 30 ? [el("h3", {}, "Confusion: rows are the references, columns the answers"), matrix] : null];
+}
 function scoresTable(record) {
   const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
   if (!record.evaluations.length) return el("p", { class: "note" }, "No evaluation has been made.");
   const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true }))];
   const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name]))]);
-  return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null];
+  return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(record.evaluations.filter((one) => one.labels).slice(-1)[0])];
 }
 function runView(record, home) {
   metrics = record.labels;
@@ -262,7 +271,7 @@ function compareView(found) {
   const apart = table.error ? [] : table.rows.filter((one) => one.gap > 0);
   const figures = table.error ? [] : [...Object.entries(table.losses), ...Object.entries(table.benchmarks)].map(([name, values]) => [name, ...values.map((v) => number(v))]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
-    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])])]), table.notes.map((note) => el("p", { class: "note" }, note))],
+    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
     apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
       one.answers.map((answer) => el("div", {}, el("small", {}, `${answer.run}: ${label(table.metric)} ${number(answer.score)}`), answer.answer || "(nothing)"))))] : null,
     el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(texts, differ.map(([key, values]) => [key, ...values.map((v) => !known(v) ? "–" : v.startsWith('"') ? JSON.parse(v) : v)])) : el("p", { class: "note" }, "All keys are the same."),
