@@ -163,7 +163,7 @@ COMMANDS: dict[str, Command] = {
     "push": Command(
         "sft_play.report.card:push",
         "a RUN's model to the hub as REPO: shows what would go; YES=1 uploads it, PRIVATE=0 publicly",
-        "RUN JSON CHECKPOINT PRIVATE REPO YES",
+        "RUN JSON CHECKPOINT MERGED PRIVATE REPO YES",
         overrides=False,
     ),
     "ui": Command(

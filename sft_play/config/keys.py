@@ -189,7 +189,7 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "save_on_each_node": (None, "rank 0 writes to the run folder"),
     **dict.fromkeys(
         ("push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-        (None, "nothing is uploaded while training; `make merge` writes a folder that `hf upload` takes"),
+        (None, "nothing is uploaded while training; `make push RUN=name REPO=owner/name` does it afterwards"),
     ),
     "hub_token": (None, "give the token as the environment variable `HF_TOKEN`, which is not kept in the run folder"),
     "ignore_data_skip": (None, "a resumed run continues with the next row"),

@@ -51,9 +51,8 @@ from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.ranks import devices_for
 from sft_play.plan.shape import VARLEN
-from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
+from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 from sft_play.text import as_typed
@@ -446,8 +445,8 @@ def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
 
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
-    files = sorted(p for p in weights.iterdir() if p.suffix == ".safetensors" and not is_state_file(p.name))
-    made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": {p.name: file_sha256(p) for p in files}}
+    sums = {path.name: file_sha256(path) for path in weight_files(weights)}
+    made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": sums}
     write_json(partial / "stamp.json", {**read_object(weights / "stamp.json"), "merged_from": made_from})
 
 
@@ -527,4 +526,6 @@ def main(call: Call) -> int:
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
         print(_next_steps(out), file=sys.stderr)
+        if out == run.path / "merged":
+            print(f"to the hub: make push RUN={run.typed} REPO=owner/name MERGED=1", file=sys.stderr)
     return 0

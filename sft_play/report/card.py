@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import label_of_metric
-from sft_play.errors import DataError, HardwareError, UserError
-from sft_play.files import read_object, write_text
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.files import file_sha256, read_object, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
-from sft_play.runs.checkpoints import kind_of, label_of, model_files, weights_folder
+from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
@@ -27,7 +27,7 @@ from sft_play.text import gib, tell
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CARD, ADAPTER = "README.md", "adapter_config.json"
+CARD, ADAPTER, MERGED = "README.md", "adapter_config.json", "merged"
 PUSHED = re.compile(
     r"(adapter_model|model)[\w.-]*\.safetensors(\.index\.json)?|[\w.-]+\.(model|jinja)|(vocab|merges)\.txt|(LICEN[CS]E|NOTICE)[\w.-]*"
     r"|(adapter_config|config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config"
@@ -43,6 +43,8 @@ def main(call: Call) -> int:
     run, weights = _weights(call)
     path = Path(call.options["OUT"]) if call.options.get("OUT") else weights / CARD
     write_text(path, card_of(run, weights))
+    if note := _base_note(run, weights):
+        tell(note)
     print(json.dumps({"run": str(run.path), "card": str(path)}) if call.json else f"card: {path}")
     return 0
 
@@ -54,9 +56,13 @@ def push(call: Call) -> int:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
     private = call.flag("PRIVATE") or "PRIVATE" not in call.options
     run, weights = _weights(call)
-    files: dict[str, Path | bytes] = {path.name: path for path in model_files(weights) if PUSHED.fullmatch(path.name)}
-    if (settings := weights / ADAPTER) in files.values():
-        files[ADAPTER] = _without_paths(settings, Stamp.load(weights))
+    if call.flag("MERGED"):
+        weights = _merged(run, weights)
+    files = {
+        path.name: _without_paths(path, run, weights) if path.suffix == ".json" else path
+        for path in model_files(weights)
+        if PUSHED.fullmatch(path.name)
+    }
     card = card_of(run, weights)
     _check_name(repo)
     facts = {
@@ -66,6 +72,7 @@ def push(call: Call) -> int:
             CARD: len(card.encode()),
             **{name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()},
         },
+        "note": _base_note(run, weights),
     }
     dry = not call.flag("YES")
     try:
@@ -89,11 +96,49 @@ def push(call: Call) -> int:
     return 0
 
 
-def _without_paths(settings: Path, stamp: Stamp) -> bytes:
-    """Return an adapter's configuration that names its base as the card does, and not where that is on this machine."""
+def _without_paths(path: Path, run: RunFolder, weights: Path) -> Path | bytes:
+    """Return a file that names the base as the card does, and not where it is on this machine; itself where it has no
+    such name.
+    """
+    stamp, prepared = Stamp.load(weights), Prepared.load(run.prepared)
+    if path.name == ADAPTER:
+        settings = read_object(path) | {"base_model_name_or_path": stamp.public_base[0]}
+        return f"{json.dumps(settings, indent=2)}\n".encode()
+    text = path.read_text(encoding="utf-8")
+    folders = {prepared.model.path, str(weights), str(run.path), str(run.path.resolve())}
+    if not stamp.public_base[1]:
+        folders |= {stamp.base_model, str(Path(stamp.base_model).resolve())}
+    found = text
+    for folder in sorted((folder for folder in folders if "/" in folder), key=len, reverse=True):
+        found = found.replace(json.dumps(folder), json.dumps(stamp.public_base[0]))
+    return path if found == text else found.encode()
+
+
+def _base_note(run: RunFolder, weights: Path) -> str | None:
+    """Return why nobody else could load adapters, and the ways out; `None` where the base is on the hub."""
+    base, on_hub = Stamp.load(weights).public_base
+    if kind_of(weights) != "adapter" or on_hub:
+        return None
+    merge = "" if (run.path / MERGED).is_dir() else f"make merge RUN={run.typed} && "
     return (
-        json.dumps(read_object(settings) | {"base_model_name_or_path": stamp.public_base[0]}, indent=2) + "\n"
-    ).encode()
+        f"note: nobody else can load these adapters: their base, `{base}`, is a folder of this machine; publish that"
+        f" too and name it in {ADAPTER}, or push all weights: {merge}make push RUN={run.typed} REPO=owner/name MERGED=1"
+    )
+
+
+def _merged(run: RunFolder, weights: Path) -> Path:
+    """Return the folder that `make merge` made of these weights. Raise `CheckpointError`."""
+    folder, hint = run.path / MERGED, f"make merge RUN={run.typed}"
+    if not (folder / "stamp.json").is_file():
+        raise CheckpointError("there are no merged weights", place=str(folder), hint=hint)
+    made = read_object(folder / "stamp.json").get("merged_from")
+    if isinstance(made, dict) and made.get("sha256") != {
+        path.name: file_sha256(path) for path in weight_files(weights)
+    }:
+        raise CheckpointError(
+            "these were merged from other weights", place=str(folder), hint=f"remove the folder, then {hint}"
+        )
+    return folder
 
 
 def _weights(call: Call) -> tuple[RunFolder, Path]:
@@ -110,6 +155,8 @@ def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]
     for name, length in facts["files"].items():
         yield f"  {length:>14,}  {name}{'  (replaces the one there)' if name in (facts['replaced'] or ()) else ''}"
     yield f"  {sum(facts['files'].values()):>14,}  bytes in all; no optimizer states, logs, data or stamp"
+    if facts["note"]:
+        yield facts["note"]
     if facts["exists"] is None:
         yield f"not compared with the hub: {facts['not_compared']}"
 
@@ -158,7 +205,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         f"# {_plain(run.name)}\n",
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
         "## Use\n",
-        *_use(base, adapter, plan, weights),
+        *_use(base, adapter, on_hub, plan, weights),
         "## Data\n",
         "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
         *(
@@ -186,7 +233,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
 ENDS_OF_THOUGHTS = ("<|channel|>final<|message|>", "</think>")
 
 
-def _use(base: str, adapter: bool, plan: Plan, weights: Path) -> list[str]:
+def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> list[str]:
     dtype = "bfloat16" if plan.precision == "bf16" else "float32"
     load = (
         "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER, "
@@ -203,6 +250,8 @@ def _use(base: str, adapter: bool, plan: Plan, weights: Path) -> list[str]:
         else f"print({whole})"
     )
     note = f"The base, `{base}`, is loaded with it." if adapter else ""
+    if adapter and not on_hub:
+        note = f"The base, `{base}`, is not published here: put its name or folder into `{ADAPTER}` first."
     return [
         (
             f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer ='

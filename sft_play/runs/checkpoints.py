@@ -249,6 +249,11 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
     return name
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of trained weights, without optimizer states."""
+    return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" and not is_state_file(path.name))
+
+
 def model_files(folder: Path) -> list[Path]:
     """Return the files of trained weights that may be copied to what is published: no states, no pickles, no code, no
     links.

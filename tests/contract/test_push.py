@@ -87,6 +87,26 @@ def test_an_adapter_of_another_making_is_refused_in_a_sentence(
         call_program(list(words), environment(runs / "cache", runs)).refused(5, said)
 
 
+def test_all_weights_go_to_the_hub_where_the_base_is_a_folder(runs: Path, tiny: Path) -> None:
+    words = ("push", "RUN=tuned", "REPO=me/whole", "MERGED=1", "YES=1")
+    typed(runs, *words).refused(5, "there are no merged weights", "make merge RUN=tuned")
+    assert "make merge RUN=tuned && make push RUN=tuned" in typed(runs, *words[:3]).out
+    made = typed(runs, "merge", "RUN=tuned")
+    assert made.code == 0 and "make push RUN=tuned REPO=owner/name MERGED=1" in made.err, made.err
+    config = runs / "tuned" / "merged" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": str(tiny)}))
+    with serve_repository() as hub:
+        done = typed(runs, *words, hub=hub)
+        assert done.code == 0 and "nobody else" not in done.out, done.err
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(hub.files)
+        assert not any(str(path).encode() in text for text in hub.files.values() for path in (tiny, runs))
+        assert b"AutoModelForCausalLM" in hub.files["README.md"]
+    stamp = runs / "tuned" / "merged" / "stamp.json"
+    made_of = json.loads(stamp.read_text())
+    stamp.write_text(json.dumps(made_of | {"merged_from": {"sha256": {"adapter_model.safetensors": "0"}}}))
+    typed(runs, *words).refused(5, "merged from other weights")
+
+
 def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
     with serve_repository() as hub:
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", hub=hub)
@@ -109,6 +129,9 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
             b"mine alone" in content or str(runs.parent).encode() in content for content in hub.files.values()
         )
         assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "tiny"
+        assert "nobody else can load these adapters: their base, `tiny`, is a folder" in done.out
+        assert "make push RUN=tuned REPO=owner/name MERGED=1" in done.out
+        assert b"is not published here" in hub.files["README.md"]
         assert hub.name == "me/tuned" and hub.private is True
         assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= set(hub.files)
         assert not {"stamp.json", "optimizer-rank0.safetensors"} & set(hub.files)
