@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from sft_play.config.keys import REFUSED, extra_keys, find_key, schema_keys, sections, variable_name
-from sft_play.config.reader import shown
+from sft_play.config.reader import fields_of, shown
+from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import Node
 from sft_play.errors import HUB_LOGIN, SECRET, UserError
 
@@ -175,6 +176,7 @@ VARIABLES: Mapping[str, str] = {
     "SUBMIT": "`1` submits the script with `sbatch`, see docs/slurm.md",
     "REPO": "a hub repository, `owner/name`",
     "YES": "`1`: `push` uploads",
+    "MERGED": "`1`: `push` takes the weights that `merge` wrote into the run's folder",
     "PRIVATE": "`0`: `push` makes a public repository",
     "RUNS": "runs to compare",
     "METRIC": "the score to compare by",
@@ -277,6 +279,11 @@ def unknown_key(key: str, place: str, node: Node) -> UserError:
     if leaf == "<<":
         hint = "`extends:` takes the keys of another file"
         return UserError("YAML 1.2 has no merge key `<<`", place=place, hint=hint)
+    if section == "data" and leaf in fields_of(DataSource):
+        hint = (
+            f"it belongs to a source: `data.sources: [{{path: FILE, {leaf}: {shown(node)}}}]` instead of `train_path`"
+        )
+        return UserError(f"unknown key `{key}`", place=place, hint=hint)
     better = suggest(leaf, section)
     if isinstance(node.value, dict):
         named = {name.rpartition(".")[2]: name for name in sections() if name.rpartition(".")[0] == section}

@@ -65,6 +65,8 @@ class Example:
     """With `input_ids`: -100 where not trained; `None` trains all."""
     group: str | None = None
     """The value of `data.group_by`."""
+    beside: str | None = None
+    """Column that may be the answer to a text."""
 
     @property
     def key(self) -> str:
@@ -276,12 +278,18 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
 """Each format: the columns it needs, of a conversation the one that asks first, and the conversion."""
 
 
+ANSWERS = (
+    *("response", "output", "answer", "completion", "target", "reply", "summary", "highlights", "translation"),
+    *("label", "labels", "category", "class", "sentiment", "intent", "topic", "emotion", "tag"),
+)
+ASKS = (
+    *("prompt", "query", "input", "instruction", "question", "text", "review", "comment", "comment_text", "tweet"),
+    *("message", "sentence", "utterance", "ticket", "email", "article", "document", "body", "description", "source"),
+    *("content", "headline", "title"),
+)
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("output", "answer", "completion"),
-        ("response", "output", "answer", "completion", "target", "reply", "summary", "label"),
-    ),
-    **dict.fromkeys(("prompt", "question", "instruction"), ("prompt", "query", "input", "instruction", "question")),
+    **dict.fromkeys(("output", "answer", "completion"), ANSWERS),
+    **dict.fromkeys(("prompt", "question", "instruction"), ASKS),
     "input": ("context",),
 }
 """Column of a format -> what data sets call it, for hints."""
@@ -360,6 +368,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         _require(row, form)
         refuse_media(row)
         parts = FORMATS[form][1](row)
+        if form == "text":
+            parts["beside"] = next((name for alias in ANSWERS for name in row if name.lower() == alias), None)
         if "messages" in parts:
             _refuse_mask(row)
             _take_thought(row, form, parts["messages"])
@@ -465,6 +475,10 @@ def _alike(row: Row, form: str) -> dict[str, str]:
 
 def _suggest_columns(row: Row, form: str) -> str:
     """Return the `columns` that would give `row` what a format lacks; what it has no name for is left open."""
-    columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | _alike(row, form)
+    alike, texts = _alike(row, form), [name for name, value in row.items() if isinstance(value, str)]
+    if not alike and len(row) == len(texts) == 2:  # of a text and its label the text is longer
+        texts.sort(key=lambda name: -len(row[name]))
+        form, alike = "prompt_completion", dict(zip(("prompt", "completion"), texts, strict=True))
+    columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | alike
     listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
     return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"

@@ -75,7 +75,11 @@ class Encoder:
         for index, example in enumerate(examples):
             try:
                 if refused := refused_format(self.task, example.form):
-                    raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=refused[1])
+                    hint = refused[1]
+                    if example.beside is not None:
+                        columns = f"{{prompt: text, completion: {example.beside}}}"
+                        hint = f"`sources: [{{path: FILE, columns: {columns}}}]` learns `{example.beside}`; else {hint}"
+                    raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=hint)
                 if example.text is not None:
                     texts.append(index)
                 elif example.messages is None:

@@ -334,6 +334,18 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, t
     )
 
 
+def test_a_text_with_a_label_is_told_how_to_learn_the_label(data: Data, tmp_path: Path) -> None:
+    file = tmp_path / "tickets.csv"
+    file.write_text("text,label\nMy invoice is wrong,billing\n")
+    told = data(f"data.train_path: {file}")
+    hint = "`sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
+    assert told.code == 4 and hint in told.err
+    columns = "columns: {prompt: text, completion: label}"
+    beside = data(f"data.train_path: {file}", f"data.{columns}")
+    assert beside.code == 2 and "it belongs to a source: `data.sources: [{path: FILE, columns: {" in beside.err
+    assert answers(data(f"data.sources: [{{path: {file}, {columns}}}]")) == ["billing"]
+
+
 def test_rows_of_preferences_are_told_how_to_train_on_the_chosen(data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
     refused = data(f"data.train_path: {file}")
