@@ -57,6 +57,8 @@ override others := install install-unsloth audit test test-oldest check test-all
 .PHONY: $(commands) $(others)
 
 # A command refuses the variables that it does not know; without one, nobody would.
+override files := $(filter %.yaml %.yml,$(MAKECMDGOALS))
+$(if $(files),$(error `$(firstword $(files))` is no target: make $(firstword $(filter-out $(files),$(MAKECMDGOALS))) CONFIG=$(firstword $(files))))
 ifneq ($(MAKECMDGOALS),)
 ifeq ($(filter-out $(others),$(MAKECMDGOALS)),)
 override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS) \

@@ -16,6 +16,7 @@ from sft_play.config.schema import ProfileSettings
 from sft_play.errors import UserError
 from sft_play.files import read_object
 from sft_play.launch.commands import finish, start_run
+from sft_play.launch.rehearse import usual_strategy
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import RunFolder
 from sft_play.text import table
@@ -41,7 +42,8 @@ def main(call: Call) -> int:
             )
         run = find_run(name)
     else:
-        run, outcome = start_run(_short(call), "auto")
+        call = _short(call)
+        run, outcome = start_run(call, usual_strategy(call))
         if outcome.code:
             return finish(call, run, outcome)
     found = summaries(run)

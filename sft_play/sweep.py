@@ -27,7 +27,7 @@ from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
-from sft_play.launch.rehearse import plan_ahead
+from sft_play.launch.rehearse import plan_ahead, usual_strategy
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.runs import Summary, list_run
 from sft_play.plan.detect import detect
@@ -130,7 +130,8 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
         tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}")
-        _, outcome = start_run(_call(call, trial.name, *trial.overrides()), "auto")
+        one = _call(call, trial.name, *trial.overrides())
+        _, outcome = start_run(one, usual_strategy(one))
         if outcome.code in STOPPED:
             tell("stopped; the same command continues the sweep")
             return outcome.code

@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if seconds >= 1 or not seconds else f"{seconds:.1g} s"
 
 
 # How far long work is: on a terminal a bar, elsewhere a line now and then.
@@ -138,10 +138,8 @@ def _lines(what: str, unit: str) -> Show:
         nonlocal shown
         if (now := time.monotonic()) - shown >= SECONDS_BETWEEN_LINES:
             shown = now
-            print(
-                f"{what}: {_count(done, total, unit)}, {done / (now - began):,.3g} a second",
-                file=sys.stderr,
-                flush=True,
-            )
+            speed = done / (now - began)
+            left = f", about {duration((total - done) / speed)} left" if total and done else ""
+            print(f"{what}: {_count(done, total, unit)}, {speed:,.3g} a second{left}", file=sys.stderr, flush=True)
 
     return show

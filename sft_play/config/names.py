@@ -249,9 +249,8 @@ def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = st
 def closest_file(path: Path, folder: Path) -> str | None:
     """Return a YAML file next to `path` or in `folder` whose name is close to it, as the user would type it."""
     known = {p.stem.lower(): f"configs/{p.name}" for p in folder.glob("*.yaml")}
-    if path.parent != Path():
-        known |= {p.stem.lower(): str(p) for p in path.parent.glob("*.yaml")}
-    close = get_close_matches(path.name.lower().removesuffix(".yaml"), known, n=1, cutoff=0.65)
+    known |= {p.stem.lower(): str(p) for ending in ("yaml", "yml") for p in path.parent.glob(f"*.{ending}")}
+    close = get_close_matches(re.sub(r"\.ya?ml$", "", path.name.lower()), known, n=1, cutoff=0.65)
     return known[close[0]] if close else None
 
 

@@ -331,10 +331,10 @@ def _settings(run: RunFolder) -> dict[str, Any]:
     """Return key -> value of the configuration; of a plain model without what is about training, which it never had."""
     found = flatten(read_config(run.config))
     for key in ("data.sources", "data.validation"):
+        for index, source in enumerate(found[key] if isinstance(found[key], list) else ()):
+            found |= {f"{key}[{index}].{k}": v for k, v in source.items() if v not in (None, False, "auto", {})}
         if isinstance(found[key], list):
-            found[key] = [
-                {k: v for k, v in source.items() if v not in (None, False, "auto", {})} for source in found[key]
-            ]
+            del found[key]
     trained = has_started(run)
     return {
         key: value

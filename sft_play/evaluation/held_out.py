@@ -241,15 +241,15 @@ def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "
         (asked is False, "`train.predict_with_generate` is `false`"),
         (config.eval.samples == 0, "`eval.samples` is 0"),
         (not config.eval.metrics, "`eval.metrics` is empty"),
+        (not ready, "no validation row asks for an answer (documents, plain text and tokens have no reference)"),
         (
             asked == "auto" and purpose == "train",
-            "`train.predict_with_generate` is `auto`: `make eval` scores answers, training does not",
+            "`make eval` scores answers; `train.predict_with_generate: true` scores them while training too",
         ),
-        (not ready, "no validation row asks for an answer (documents, plain text and tokens have no reference)"),
     )
     for holds, reason in reasons:
         if holds:
-            return False, f"loss only: {reason}"
+            return False, f"loss only; {reason}"
     how = "greedy" if config.train.generation_num_beams == 1 else f"{config.train.generation_num_beams} beams"
     said = f"{_names(config.eval.metrics)} of {min(config.eval.samples, ready)} answers, {how}, "
     said += f"at most {config.train.generation_max_new_tokens} new tokens"

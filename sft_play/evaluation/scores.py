@@ -12,7 +12,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,17 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval.around(float(array.mean()), means, n=len(array))
 
 
+def share_interval(values: Sequence[float]) -> Interval:
+    """Return `mean_interval`; of answers that are all wrong or all right, where resamples are all alike, the exact
+    interval of a share (Clopper and Pearson 1934).
+    """
+    found, same = mean_interval(values), set(values)
+    reach = 1 - ((1 - CONFIDENCE) / 2) ** (1 / len(values))
+    if same == {0.0}:
+        return replace(found, high=reach)
+    return replace(found, low=1 - reach) if same == {1.0} else found
+
+
 Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float | None] | None, Interval]]
 """Gives, of references and answers in the order of the rows, a score for each answer alone (`None` where one has none),
 and the score of all.
@@ -85,7 +96,7 @@ def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) 
     """Return scores of single answers, whose mean is the score of all."""
     score = OF_SINGLE_ANSWERS.get(name) or (lambda reference, answer: rouge(reference, answer)[name])
     each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
-    return each, mean_interval(each)
+    return each, share_interval(each)
 
 
 def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:

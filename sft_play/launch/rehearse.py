@@ -16,7 +16,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError
 from sft_play.launch.attempt import obtain_prepared, probe
-from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
+from sft_play.launch.job import CommandStrategy, LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
@@ -182,6 +182,14 @@ class Ahead:
     def target(self) -> str:
         """The command that trains by this plan, such as `train-distributed`."""
         return command_of(self.plan.strategy)
+
+
+def usual_strategy(call: Call) -> CommandStrategy:
+    """Return what a run is whose command does not say: one process, or several where there are several GPUs or they are
+    asked for.
+    """
+    options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
+    return "auto" if needs_several(loaded, hardware_of(call), options.request) else "single"
 
 
 def plan_ahead(call: Call) -> Ahead:

@@ -49,6 +49,8 @@ def describe_source(config: Config, model: ResolvedModel) -> str:
     """Return one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
     if model.source == "embedded":
         return f"model: {LABEL}, from a package: the hub cannot be reached"
+    if model.source == "folder" and model.name == model.path:
+        return f"model: the folder {model.path}"
     if model.source != "scratch":
         origin = (
             f"from the hub at commit {(model.revision or '')[:12]}"

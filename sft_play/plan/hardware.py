@@ -134,7 +134,7 @@ def _devices(part: str, text: str) -> list[Device]:
         re.sub(r"^(\d{1,2}) +(?=[A-WYZa-wyz])(?!Gi?B?$)", r"\1x", part)
     )  # `2 RTX 3090`, but neither `2 x A100` nor `24 GB`
     count = int(match.group(1) or match.group(3) or 1) if match and not (match.group(1) and match.group(3)) else 0
-    name = match.group(2).strip() if match else ""
+    name = re.sub(r"([- ]\d+)G$", r"\1GB", match.group(2).strip()) if match else ""
     if not 1 <= count <= 4096:
         raise _nonsense(part, text)
     if memory := MEMORY.fullmatch(name):

@@ -69,6 +69,13 @@ def test_scores_of_labels_are_those_of_their_confusion_matrix() -> None:
     assert "101 different texts; labels are at most 100" in warning
 
 
+def test_answers_that_are_all_wrong_or_all_right_are_not_certain() -> None:
+    none = score_answers(["exact_match"], ["a b"] * 54, ["c"] * 54).intervals["exact_match"]
+    assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(0.066, abs=1e-3)  # 1 - 0.025 ** (1 / 54)
+    every = score_answers(["exact_match"], ["b"] * 54, ["b"] * 54).intervals["exact_match"]
+    assert (every.mean, every.high) == (1.0, 1.0) and every.low == pytest.approx(1 - none.high)
+
+
 def test_rouge_is_that_of_rouge_score_with_stems() -> None:
     scorer = RougeScorer(list(METRICS), use_stemmer=True)
     expected = [{name: score.fmeasure for name, score in scorer.score(*pair).items()} for pair in PAIRS]
