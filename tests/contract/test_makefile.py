@@ -82,6 +82,7 @@ def make(*words: str, before: Callable[[], object] | None = None) -> subprocess.
         (["test", "FOO=2", "TRAIN_X=1"], "takes no TRAIN_X FOO"),
         (["check", "TESTS=tests/unit"], "takes no TESTS"),
         (["bench-training", "CONFIG=$(shell false)"], "takes no CONFIG"),
+        (["plan", "tickets.yaml"], "`tickets.yaml` is no target: make plan CONFIG=tickets.yaml"),
         (["test", "TESTS=a\ntouch x"], "holds a newline; write it on one line"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

@@ -21,6 +21,7 @@ def test_names_from_the_catalogue() -> None:
         "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"],
         "2 x A100 80GB": ["A100"] * 2,
         "A100x2": ["A100"] * 2,
+        "2xA100-80G": ["A100"] * 2,
         "24 GB": ["24 GB GPU"],
         "A6000": ["RTXA6000"],
         "3080 12GB": ["RTX3080 12GB"],
