@@ -185,7 +185,7 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
     for metric, values in result["scores"].items():
         label = label_of_metric(metric)
         lines[label] = [f"{v['mean']:.4f} [{v['low']:.4f}, {v['high']:.4f}], n = {v['n']}" for v in values]
-        if found := result["differences"].get(metric):
+        if any(found := result["differences"].get(metric) or []):
             lines[f"  {label}, paired difference"] = [
                 f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else ""
                 for d in found

@@ -120,7 +120,7 @@ def test_sampling_is_by_the_request(chat: Any, answer: str) -> None:
     assert len({*wild, answer}) == 5 and wild == texts(n=4, temperature=2.0, seed=3) != texts(
         n=4, temperature=2, seed=9
     )
-    assert texts(temperature=2.0, top_p=0.0001, seed=1) == texts(temperature=2.0, top_k=1) == texts()
+    assert texts(temperature=2.0, top_p=0.0001, seed=1) == texts(temperature=2.0, extra_body={"top_k": 1}) == texts()
     first = chat(max_tokens=1, logprobs=True, top_logprobs=3).choices[0].logprobs.content[0]
     likely = [top.logprob for top in first.top_logprobs]
     assert likely == sorted(likely, reverse=True) and first.logprob == likely[0] <= 0

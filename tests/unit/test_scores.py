@@ -152,7 +152,7 @@ def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> 
 @pytest.mark.usefixtures("consent")
 def test_the_metric_of_the_documentation_scores(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    script = page.partition("word_share.py`:")[2].partition("```python\n")[2].partition("```")[0]
+    script = page.partition("A metric of your own")[2].partition("```python\n")[2].partition("```")[0]
     (tmp_path / "word_share").mkdir()
     (tmp_path / "word_share" / "word_share.py").write_text(script)
     found = score_answers([f"evaluate:{tmp_path / 'word_share'}"], ["one two", "three"], ["two", "three"])
