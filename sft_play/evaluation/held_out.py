@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from sft_play.config.metrics import OF_LABELS, short_name
+from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
 from sft_play.data.answers import Said, compare_parts
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
 from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, settings_for, use_our_settings
-from sft_play.evaluation.labels import confusion
+from sft_play.evaluation.labels import classification
 from sft_play.evaluation.scores import (
     DEFAULT_METRICS,
     ROUGE,
@@ -565,14 +565,6 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
     return to_answer(model, device), tokenizer
 
 
-def _classification(result: GenerationResult | None) -> dict[str, Any]:
-    """Return the table of the labels where a score of labels was asked for."""
-    if result is None or not {*OF_LABELS} & {*result.scores}:
-        return {}
-    found = confusion([(one.reference, one.answer) for one in result.predictions])
-    return {"classification": found} if found else {}
-
-
 def write_evaluation(
     folder: Path, held_out: HeldOut, result: GenerationResult | None, *, step: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -595,7 +587,7 @@ def write_evaluation(
         **({"sources": sources} if sources else {}),
         "speed": speed | (result.speed() if result else {}),
         **({name: asdict(interval) for name, interval in result.scores.items()} if result else {}),
-        **_classification(result),
+        **(classification(result.scores, [(p.reference, p.answer) for p in result.predictions]) if result else {}),
         "answers": len(result.predictions) if result else 0,
         "answers_asked": result.asked if result else 0,
         "complete": result.complete if result else True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from sft_play.config.metrics import OF_LABELS
 from sft_play.errors import DataError
 
 MOST_LABELS = 100
@@ -69,6 +70,12 @@ def confusion(pairs: Sequence[tuple[str, str]]) -> dict[str, Any] | None:
             "answered": answered,
         }
     return found
+
+
+def classification(scores: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the table of the labels, as `scores.json` holds it, where a score of labels was asked for."""
+    found = confusion(pairs) if {*OF_LABELS} & {*scores} else None
+    return {"classification": found} if found else {}
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
