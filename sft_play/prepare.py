@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
+from sft_play.runs.adapters import parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
 from sft_play.text import tell
@@ -120,11 +121,20 @@ def prepare(
     _offline_when_unreachable(config)
     from sft_play.data.prepare import prepare_data
     from sft_play.data.store import summary
-    from sft_play.model.resolve import refuse_untrusted_code, runs_code
+    from sft_play.model.resolve import check_trained, refuse_other_base, refuse_untrusted_code, runs_code
     from sft_play.model.scratch import describe_source, resolve
     from sft_play.model.tokenizer import chat_format, with_chat
 
-    model = with_chat(resolve(config), chat_format(config.data))
+    chat = chat_format(config.data)
+    model = with_chat(resolve(config), chat)
+    if (adapter := parent_of(config)) is not None:
+        check_trained(Path(adapter.path))
+        refuse_other_base(adapter, model)
+        tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
+        if config.tuning.adapter == "merge":
+            from sft_play.model.use import merged_base
+
+            model = with_chat(merged_base(config, model, adapter), chat)
     tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
@@ -138,9 +148,10 @@ def prepare(
         refuse_other_weights(Path(model.path))
         return _tokenizer(model, trust=trust)
 
-    prepared, manifests = prepare_data(config, model, tokenizer, day, before)
+    made, manifests = prepare_data(config, model, tokenizer, day, before)
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
+    prepared = replace(made, adapter=adapter)
     remember(config, prepared)
     return prepared, manifests
 

@@ -366,7 +366,8 @@ def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterabl
     there.
     """
     model = Path(prepared.model.path).absolute()
-    for folder in dict.fromkeys([model, *folders]):
+    adapter = prepared.adapter
+    for folder in dict.fromkeys([model, *folders, *([Path(adapter.path)] if adapter else [])]):
         if folder.is_dir():
             send_model(host, facts, folder, place_there(folder, facts))
     splits = []
@@ -378,7 +379,8 @@ def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterabl
             deliver(host, rows, there, names)  # its name is made of its content
         splits.append(replace(split, path=there) if split else None)
     moved = replace(prepared.model, path=place_there(model, facts))
-    return Prepared(model=moved, train=splits[0], validation=splits[1])
+    adapter = adapter and replace(adapter, path=place_there(Path(adapter.path), facts))
+    return Prepared(model=moved, train=splits[0], validation=splits[1], adapter=adapter)
 
 
 def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:

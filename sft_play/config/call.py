@@ -27,6 +27,7 @@ from sft_play.config.load import LoadedConfig, load_config, override_config, rea
 from sft_play.config.names import VARIABLES
 from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
+from sft_play.runs.adapters import settle_parents
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
 from sft_play.runs.origin import has_unsloth
@@ -127,7 +128,7 @@ class Call:
                 raise UserError(
                     f"`{self.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart"
                 )
-            loaded = load_config(config_path(name), self.overrides)
+            loaded = settle_parents(load_config(config_path(name), self.overrides))
         else:
             folder = run_path(run) or (Path(run) if Path(run).is_dir() else runs_folder() / run)
             saved = read_config(check_run(RunFolder(folder)).config)

@@ -82,6 +82,67 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
     yield from _shape(config)
 
 
+def adapter(config: Config) -> Iterator[Conflict]:
+    """What an adapter to start from goes with."""
+    model, tuning = config.model, config.tuning
+    if model.adapter is None:
+        if tuning.adapter != "continue":
+            yield Conflict("tuning.adapter", ", but there is no `model.adapter`", "MODEL_ADAPTER=run, folder or hub id")
+        return
+    if model.init == "random" or model.tokenizer is not None:
+        key = "model.init" if model.init == "random" else "model.tokenizer"
+        yield Conflict(
+            key, ", but `model.adapter` belongs to the weights and tokens of its base", "omit one of the two"
+        )
+    if tuning.mode == "full" and tuning.adapter == "continue":
+        yield Conflict(
+            "tuning.mode",
+            ", but `model.adapter` names an adapter to train on, which has few of the weights",
+            "`tuning.mode: lora` trains it on; `tuning.adapter: merge` merges it into the model whose weights are trained",
+        )
+
+
+def adapters(config: Config) -> Iterator[Conflict]:
+    """What shapes of adapters go with."""
+    tuning, lora, launch = config.tuning, config.tuning.lora, config.launch
+    if tuning.mode == "full":
+        return
+    mutates = lora.init in ("pissa", "olora")
+    others = {
+        "variant": lora.variant != "lora",
+        "init": lora.init != "default",
+        "rank_pattern": lora.rank_pattern,
+        "alpha_pattern": lora.alpha_pattern,
+        "modules_to_save": lora.modules_to_save,
+        "bias": lora.bias != "none",
+        "rslora": lora.rslora,
+    }
+    given = [name for name, asked in others.items() if asked]
+    sliced = [name for name in ("variant", "modules_to_save", "bias") if name in given]
+    if given and tuning.backend == "unsloth":
+        yield Conflict(
+            f"tuning.lora.{given[0]}", ", but `tuning.backend: unsloth` makes plain LoRA", "`tuning.backend: bnb`"
+        )
+    if sliced and launch.tensor_parallel > 1:
+        yield Conflict(
+            f"tuning.lora.{sliced[0]}",
+            f", but `launch.tensor_parallel` is {launch.tensor_parallel}",
+            "omit one of the two",
+        )
+    if mutates and tuning.mode == "qlora":
+        yield Conflict(
+            "tuning.lora.init",
+            ", which takes a part out of the base, but `tuning.mode: qlora` quantises it",
+            "`tuning.mode: lora`",
+        )
+    if mutates and lora.variant == "dora":
+        yield Conflict("tuning.lora.init", ", but `tuning.lora.variant` is `dora`", "omit one of the two")
+    if config.model.adapter and tuning.adapter == "continue" and lora.init != "default":
+        yield Conflict("tuning.lora.init", ", but an adapter that is trained on starts as it is", "omit one of the two")
+    if lora.init == "orthogonal" and any(rank % 2 for rank in (lora.r, *lora.rank_pattern.values())):
+        yield Conflict("tuning.lora.init", ", which needs even ranks", "TUNING_LORA_R=16")
+
+
 def _shape(config: Config) -> Iterator[Conflict]:
     """Numbers that do not go together."""
     model = config.model
@@ -191,7 +252,7 @@ def weights(config: Config) -> Iterator[Conflict]:
         )
 
 
-RULES = (pretrained, from_scratch, both, task, entries, weights)
+RULES = (pretrained, from_scratch, adapter, adapters, both, task, entries, weights)
 
 
 # `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax.

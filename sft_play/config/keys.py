@@ -219,7 +219,10 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "do_train": (None, COMMAND),
     "do_eval": ("train.eval_strategy", COMMAND),
     "do_predict": ("train.predict_with_generate", COMMAND),
-    "resume_from_checkpoint": (None, "`make resume RUN=` continues from the newest valid checkpoint"),
+    "resume_from_checkpoint": (
+        None,
+        "`make resume RUN=` continues a run from its newest checkpoint; `model.adapter: RUN` starts another on its adapter",
+    ),
     "local_rank": (None, "the launcher sets it"),
 }
 """Field -> (name to use, why). The plan or a command decides these, or they are named differently."""

@@ -205,7 +205,7 @@ def _convert(values: Mapping[str, Value], path: Path | None, problems: list[User
         problems += [_as_error(mismatch, value, path) for mismatch in mismatches]
         if not mismatches and not is_writable("".join(texts_in(value.node))):
             problems.append(UserError(f"`{key}` holds a character that no file can hold", place=value.origin))
-    if "model.name" not in values and converted.get("model.init") != "random":
+    if not {"model.name", "model.adapter"} & values.keys() and converted.get("model.init") != "random":
         hint = "set MODEL_NAME, or write it in the file"
         problems.append(UserError("`model.name` is missing", place=str(path) if path else None, hint=hint))
     return converted

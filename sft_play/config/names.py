@@ -22,6 +22,7 @@ SECRETS_HINT = (
 ELSEWHERE: Mapping[str, str] = {
     "model.name": "model_name_or_path model_id pretrained_model_name_or_path model_name model_path base_model base_model_config "
     "model.path model.id",
+    "model.adapter": "adapter_name_or_path adapters lora_model_dir peft_model_id adapter_path lora_path resume_adapter",
     "model.revision": "model_revision",
     "model.dtype": "torch_dtype",
     "model.max_seq_len": "max_seq_length max_length seq_len sequence_length max_sequence_length model_max_length block_size "
@@ -43,6 +44,12 @@ ELSEWHERE: Mapping[str, str] = {
     "tuning.lora.alpha": "lora_alpha",
     "tuning.lora.dropout": "lora_dropout tuning.dropout",
     "tuning.lora.target_modules": "lora_target_modules target_modules lora_target_linear lora_target tuning.lora.modules",
+    "tuning.lora.variant": "use_dora dora peft_use_dora",
+    "tuning.lora.rslora": "use_rslora peft_use_rslora",
+    "tuning.lora.init": "init_lora_weights pissa_init init_weights peft_init_lora_weights",
+    "tuning.lora.plus_ratio": "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
+    "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
+    "tuning.lora.bias": "lora_bias",
     "data.train_path": "dataset_name dataset_path train_file train_data data_path train_dataset datasets dataset data.path "
     "data.train data.file",
     "data.val_path": "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval data.validation_path",

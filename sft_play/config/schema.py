@@ -25,7 +25,11 @@ class ModelConfig:
     """Which model is tuned."""
 
     name: str = ""
-    """Hub id (`Qwen/Qwen2.5-7B-Instruct`) or folder with `config.json`, weights and tokenizer."""
+    """Hub id (`Qwen/Qwen2.5-7B-Instruct`), folder with `config.json`, weights and tokenizer, or a run with a whole
+    model.
+    """
+    adapter: str | None = None
+    """A LoRA adapter to [train on](training.md#training-on): a run, a folder that PEFT wrote, or a hub id."""
     revision: str | None = None
     """Hub branch, tag or commit."""
     max_seq_len: Annotated[int, Range(minimum=8)] = 2048
@@ -64,6 +68,22 @@ class LoraSettings:
     """Linear layers with an adapter, also as `q_proj,v_proj`. `auto` (or `all-linear`): [all
     but](models.md#adapters-tuninglora) the head, routers and experts.
     """
+    variant: Literal["lora", "dora"] = "lora"
+    """`dora`: a trained length for each output beside it ([shapes](models.md#shapes-of-adapters))."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(r) instead."""
+    init: Literal["default", "pissa", "olora", "orthogonal"] = "default"
+    """Start; `pissa` and `olora` take it out of the base, and are published as plain LoRA on the untouched base."""
+    plus_ratio: AboveZero | None = None
+    """LoRA+: learning rate of the B matrices as a multiple of the others'; 16 in its paper."""
+    rank_pattern: Mapping[str, Positive] = field(default_factory=dict)
+    """Ranks of modules that differ: `{down_proj: 8}`."""
+    alpha_pattern: Mapping[str, AboveZero] = field(default_factory=dict)
+    """Alphas of modules that differ."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules trained as a whole, such as `embed_tokens`; the adapter's files hold them."""
+    bias: Literal["none", "lora_only", "all"] = "none"
+    """Trained biases: of the modules with an adapter, or all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +98,8 @@ class TuningConfig:
     """bitsandbytes with PEFT, or Unsloth."""
     quantization: Literal["nf4", "int8"] = "nf4"
     """For `qlora`: 4-bit NormalFloat or 8-bit integers."""
+    adapter: Literal["continue", "merge"] = "continue"
+    """What becomes of `model.adapter`: its weights are trained on, or merged into the base for a new start."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """The adapters' shape."""
 

@@ -346,7 +346,7 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
     """
     from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
 
-    model = config.model
+    model = replace(config.model, adapter=None)
     if run is not None and (model.init == "random" or model.tokenizer is not None):
         # The run made its model or tokenizer, perhaps of its training data: here they must be those, not made again.
         made = Path(Prepared.load(run.prepared).model.path)

@@ -230,7 +230,7 @@ OWN_CHOICE = frozenset(
     }
 )
 """Keys that each node may have its own way: none of them is seen by another."""
-PLACES = ("model.name", "model.tokenizer", "data.")
+PLACES = ("model.name", "model.adapter", "model.tokenizer", "data.")
 """Keys that may name a file by a path of this machine; their content is compared after the preparation."""
 SECRET_KEY = re.compile(r"(?:hub_token|password|api_key)$")
 
@@ -278,6 +278,7 @@ def _content(prepared: Prepared) -> dict[str, str]:
     return {
         "base model": model.fingerprint[:12],
         "tokenizer and template": model.tokenizer_fingerprint[:12],
+        **({"adapter": prepared.adapter.fingerprint[:12]} if prepared.adapter else {}),
         **{
             name: f"{split.rows} rows, {split.tokens} tokens, {split.fingerprint[:12]}"
             for name, split in splits.items()

@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,15 +261,14 @@ def compare_early(checkpoint: Path, config: Config) -> None:
     """
     old = Stamp.load(checkpoint)
     read_facts(checkpoint)
-    tuning, lora = config.tuning, config.tuning.lora
-    shape = {"r": lora.r, "alpha": lora.alpha, "dropout": lora.dropout, "target_modules": lora.target_modules}
+    tuning = config.tuning
     new = replace(
         old,
         backend=tuning.backend,
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" else "none",
-        base_model=label(config.model),
-        lora=None if tuning.mode == "full" else shape,
+        base_model=old.base_model if tuning.adapter == "merge" else label(config.model),
+        lora=None if tuning.mode == "full" else asdict(tuning.lora),
         max_seq_len=config.model.max_seq_len,
         seed=config.train.seed,
         settings=kept_settings(config),

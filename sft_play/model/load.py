@@ -69,18 +69,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
             said = f"multimodal model: `{prefix}` and the head are tuned"
             tell(f"{said}; {frozen:,} parameters of vision tower and projector are frozen")
     else:
-        model.requires_grad_(False)
-        # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
-        set_seed(config.train.seed)
-        with all_layers(model) if plan.stages else contextlib.nullcontext():
-            model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, adapter_dtype(config, plan))
-            if plan.stages:
-                keep_outline(model)
-        if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
-            lora.leave_casts_to_autocast(model)
-        if fuses_adapters(plan.strategy):
-            lora.fuse_adapters(model)
-        tell(*notes)
+        model = _adapted(model, config, plan, prepared)
     if plan.stages:
         freeze_others(model)
     if plan.loss_chunk:
@@ -88,6 +77,32 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     if plan.gradient_checkpointing and config.tuning.mode != "full":
         model.enable_input_require_grads()
     return model, tokenizer
+
+
+def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared) -> Any:
+    """Return the frozen model with the adapters that are trained."""
+    model.requires_grad_(False)
+    # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
+    set_seed(config.train.seed)
+    with all_layers(model) if plan.stages else contextlib.nullcontext():
+        dtype, notes = adapter_dtype(config, plan), tuple[str, ...]()
+        if parent := continued(config, prepared):
+            model = lora.continue_adapter(model, parent, prepared.model, config.tuning.lora.dropout, dtype)
+        else:
+            model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, dtype)
+        if plan.stages:
+            keep_outline(model)
+    if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
+        lora.leave_casts_to_autocast(model)
+    if fuses_adapters(plan.strategy, config.tuning.lora):
+        lora.fuse_adapters(model)
+    tell(*notes)
+    return model
+
+
+def continued(config: Config, prepared: Prepared) -> Path | None:
+    """Return the folder of the adapter that is trained on, `None` where adapters are new or merged into the base."""
+    return Path(prepared.adapter.path) if prepared.adapter and config.tuning.adapter == "continue" else None
 
 
 def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> None:
@@ -508,6 +523,8 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
             random_state=config.train.seed,
             max_seq_length=config.model.max_seq_len,
         )
+        if parent := continued(config, prepared):
+            lora.load_weights(model, parent)
     model.config.get_text_config().use_cache = False
     return _select_positions(model)
 

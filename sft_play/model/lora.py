@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +12,23 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import transformers_weight_conversion as conversion
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import LoraSettings
-from sft_play.errors import UserError
+from sft_play.errors import CheckpointError, UserError, first_line
+from sft_play.files import read_json, write_json
 from sft_play.plan.shape import READ_BY_KERNELS, READ_DIRECTLY, ROUTER, ROUTES
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, CONFIG, MUTATING, peft_settings
 from sft_play.runs.prepared import ResolvedModel
 
 
@@ -280,6 +284,67 @@ def saved_config(base: nn.Module, folder: Path) -> LoraConfig:
     return config
 
 
+def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
+    """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not
+    fit.
+    """
+    try:
+        with warnings.catch_warnings(), as_named():
+            # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
+            warnings.filterwarnings("error", message=".*missing adapter keys.*")
+            warnings.filterwarnings("ignore", message=CHECKPOINTING, category=FutureWarning)
+            return PeftModel.from_pretrained(
+                base,
+                str(folder),
+                config=saved_config(base, folder),
+                is_trainable=trainable,
+                autocast_adapter_dtype=False,
+                torch_device="cpu",
+            )
+    except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the adapter does not fit the base model: {' '.join(str(error).split())[:400]}", place=str(folder)
+        ) from error
+
+
+CHECKPOINTING = ".*is_gradient_checkpointing.*"
+"""In a warning that PEFT 0.21 causes itself."""
+
+
+def continue_adapter(model: nn.Module, folder: Path, base: ResolvedModel, dropout: float, dtype: torch.dtype) -> Any:
+    """Return the frozen model with the adapter of `folder` to be trained on, its weights of `dtype`."""
+    adapted = read_adapter(model, folder, trainable=True)
+    config = adapted.peft_config["default"]
+    config.revision, config.inference_mode = base.revision, False
+    if config.lora_dropout != dropout:
+        config.lora_dropout = dropout
+        for layer in (
+            module for module in adapted.modules() if isinstance(module, LoraLayer) and len(module.lora_dropout)
+        ):
+            layer.lora_dropout["default"] = nn.Dropout(p=dropout) if dropout else nn.Identity()
+    return _as_trained(adapted, base, dtype)
+
+
+def load_weights(adapted: Any, folder: Path) -> None:
+    """Put the weights of `folder` into a model's adapters. Raise `CheckpointError` where they are of another shape."""
+    try:
+        result = set_peft_model_state_dict(adapted, load_file(folder / ADAPTER_WEIGHTS))
+        missing = [name for name in result.missing_keys if "lora_" in name]
+        if wrong := [*missing, *result.unexpected_keys]:
+            raise ValueError(f"{len(wrong)} weights differ, such as `{wrong[0]}`")
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"the adapter does not fit the model: {str(error)[:400]}", place=str(folder)) from error
+
+
+def _as_trained(adapted: Any, base: ResolvedModel, dtype: torch.dtype) -> Any:
+    # Other tools find the base by this; the folder that it was read from may be a cache of this machine.
+    adapted.peft_config["default"].base_model_name_or_path = base.name
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
 def add_adapters(
     model: nn.Module, settings: LoraSettings, base: ResolvedModel, dtype: torch.dtype
 ) -> tuple[Any, tuple[str, ...]]:
@@ -288,34 +353,66 @@ def add_adapters(
     The base is frozen. Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
     targets = find_targets(model, settings.target_modules)
-    alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     config = LoraConfig(
-        r=settings.r,
-        lora_alpha=alpha,
-        lora_dropout=settings.dropout,
+        **peft_settings(settings),
+        ensure_weight_tying=bool(settings.modules_to_save) and _is_tied(model),
         target_modules=_pattern(model, targets.modules) if targets.modules else [],
         target_parameters=_parameter_ends(model, targets.parameters) or None,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets.modules),
-        bias="none",
         task_type="CAUSAL_LM",
         revision=base.revision,
     )
     saved = _as_saved(model, targets)
     with warnings.catch_warnings(), as_named():
-        warnings.filterwarnings(
-            "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
-        )  # peft 0.21's own
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        warnings.filterwarnings("ignore", message=CHECKPOINTING, category=FutureWarning)
+        try:
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UserError(f"PEFT refuses this shape of adapters: {first_line(error)}") from error
     placed = {*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names}
     assert placed == {*targets.modules, *targets.parameters}, "PEFT put adapters elsewhere than they were planned"
     for name, value in saved.items():
         setattr(config, name, value)
-    # Other tools find the base by this; the folder that it was read from may be a cache of this machine.
-    adapted.peft_config["default"].base_model_name_or_path = base.name
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-    return adapted, targets.notes
+    trained = _as_trained(adapted, base, dtype)
+    if settings.init in MUTATING:
+        trained.initial_adapters = {name: one.detach().cpu().clone() for name, one in _pairs(trained)}
+    return trained, targets.notes
+
+
+def _is_tied(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+
+def _pairs(adapted: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the matrices of the adapters by the names that their file has."""
+    for name, parameter in adapted.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            yield name.replace(".default.", "."), parameter
+
+
+def publish_on_base(adapted: Any, folder: Path) -> None:
+    """Rewrite the files of an adapter that began with a part of the base (`init: pissa`, `olora`) as plain LoRA on the
+    untouched base: of twice the rank, what was learnt less what it began with, as PEFT's `subtract_mutated_init`.
+    """
+    initial: Mapping[str, Tensor] | None = getattr(adapted, "initial_adapters", None)
+    if initial is None:
+        return
+    path, settings = folder / ADAPTER_WEIGHTS, folder / CONFIG
+    found = load_file(path)
+    for name, began in initial.items():
+        side, sign = (0, 1) if ".lora_A." in name else (1, -1)
+        found[name] = torch.cat([found[name], sign * began.to(found[name].dtype)], dim=side)
+    save_file(found, path, metadata={"format": "pt"})
+    saved = read_json(settings)
+    scale = 2**0.5 if saved["use_rslora"] else 2
+    for rank, alpha in (("r", "lora_alpha"), ("rank_pattern", "alpha_pattern")):
+        saved[rank] = _times(saved[rank], 2)
+        saved[alpha] = _times(saved[alpha], scale)
+    write_json(settings, saved | {"init_lora_weights": True})
+
+
+def _times(value: Any, factor: float) -> Any:
+    return {name: part * factor for name, part in value.items()} if isinstance(value, dict) else value * factor
 
 
 def leave_casts_to_autocast(model: nn.Module) -> None:

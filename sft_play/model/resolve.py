@@ -7,21 +7,23 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from sft_play.config.reader import misfit
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, is_expanded
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, check_adapter
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
-from sft_play.runs.prepared import ResolvedModel
+from sft_play.runs.prepared import ParentAdapter, ResolvedModel
+from sft_play.runs.stamp import NAME as STAMP
+from sft_play.runs.stamp import Stamp
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
@@ -221,7 +223,7 @@ def check_trained(folder: Path) -> None:
     """Raise `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors
     file, for an index that names files elsewhere, and for what is not a plain file of this folder.
     """
-    _check_adapter(folder / "adapter_config.json")
+    check_adapter(folder / "adapter_config.json")
     try:
         require_plain(folder)
         _indexed_files(folder)
@@ -231,74 +233,50 @@ def check_trained(folder: Path) -> None:
         raise CheckpointError(error.message, place=error.place, hint=hint) from None
 
 
-Patterns = Mapping[str, float]
-ADAPTER: Mapping[str, Any] = {
-    "peft_type": Literal["LORA"],
-    "r": int,
-    "lora_alpha": float,
-    "lora_dropout": float,
-    "target_modules": list[str] | str | None,
-    "target_parameters": list[str] | None,
-    "layer_replication": type(None),
-    "rank_pattern": Patterns,
-    "alpha_pattern": Patterns,
-    "modules_to_save": list[str] | None,
-    "exclude_modules": list[str] | str | None,
-    "base_model_name_or_path": str | None,
-}
-"""Types of what an adapter's configuration says; PEFT's `layer_replication` would make the model as large as it likes.
-"""
-MOST_REPEATS, LARGEST_RANK = 2, 2**16
-
-
-def _check_adapter(path: Path) -> None:
-    """Raise `CheckpointError` for an adapter's configuration that no run of ours writes: another kind, or names matched
-    without end.
+def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
+    """Raise `CheckpointError` where an adapter was trained over another model than `base`, as its stamp says, or the
+    shapes of its weights where it has none.
     """
-    if not path.exists():
-        return
-    hint, value = "train the adapter again, or take another CHECKPOINT=", dict[str, Any]()
-    try:
-        value = dict(read_json(path, follow=False))
-        wrong = misfit(value, ADAPTER)
-        if wrong is None:
-            ranks = [value.get("r", 1), *value.get("rank_pattern", {}).values()]
-            wrong = (
-                "peft_type"
-                if "peft_type" not in value
-                else "r"
-                if not all(0 < rank <= LARGEST_RANK for rank in ranks)
-                else None
+    folder = Path(parent.path)
+    hint = "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run first"
+    if (folder / STAMP).is_file():
+        stamp = Stamp.load(folder)
+        for what, then, now in (
+            (f"over `{stamp.base_model}`", stamp.base_fingerprint, base.fingerprint),
+            ("with another tokenizer or chat template", stamp.tokenizer_fingerprint, base.tokenizer_fingerprint),
+        ):
+            if then != now:
+                raise CheckpointError(
+                    f"the adapter `{parent.name}` was trained {what}, not as `{base.name}` is here",
+                    place=parent.path,
+                    hint=hint,
+                )
+    shapes = {name: shape for path in weight_files(Path(base.path)) for name, shape in _shapes(path).items()}
+    for name, shape in _shapes(folder / ADAPTER_WEIGHTS).items():
+        match = OF_LAYER.fullmatch(name)
+        of_base = shapes.get(f"{match['layer']}.{match['leaf'] or 'weight'}") if match else None
+        if not match or of_base is None or len(of_base) != 2 or len(shape) != 2:
+            continue
+        fits = shape == of_base if match["leaf"] else shape[1 if match["side"] == "A" else 0] in of_base
+        if not fits:
+            raise CheckpointError(
+                f"the adapter `{parent.name}` does not fit `{base.name}`: its `{name}` is {shape}, and the model's weight is"
+                f" {of_base}",
+                place=parent.path,
+                hint="set `model.name` to the model that it was trained over",
             )
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"not the configuration of an adapter: {error}", place=str(path), hint=hint) from None
-    if wrong is not None:
-        raise CheckpointError(
-            f"not the configuration of a LoRA adapter of ours: `{wrong}` is `{_short(value, wrong)}`",
-            place=str(path),
-            hint=hint,
-        )
-    patterns = [
-        value.get("target_modules"),
-        value.get("exclude_modules"),
-        *value.get("rank_pattern", ()),
-        *value.get("alpha_pattern", ()),
-    ]
-    endless = (
-        one
-        for one in patterns
-        if isinstance(one, str) and (REPEATED.search(one) or len(REPEAT.findall(one)) > MOST_REPEATS)
-    )
-    if (pattern := next(endless, None)) is not None:
-        raise CheckpointError(f"`{pattern[:80]}` may match names without end", place=str(path), hint=hint)
 
 
-REPEAT, REPEATED = re.compile(r"(?<!\\)[*+{]"), re.compile(r"\)[*+{]")
-"""A repetition in a pattern, and one of a group, which may take exponentially long."""
+OF_LAYER = re.compile(r"base_model\.model\.(?P<layer>.+?)\.(?:lora_(?P<side>[AB])\.weight|(?P<leaf>weight))")
 
 
-def _short(value: Mapping[str, Any], key: str) -> str:
-    return str(value.get(key.partition(".")[0]))[:80]
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Return name -> shape of a safetensors file, without what is packed."""
+    if path.suffix != ".safetensors":
+        return {}
+    file: Any = safe_open(path, framework="np")
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+    return {name: list(part.get_shape()) for name, part in parts.items() if part.get_dtype() != "U8"}
 
 
 def refuse_embedded_adapter(folder: Path, place: str) -> None:

@@ -5,7 +5,6 @@ merge RUN=`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -13,17 +12,25 @@ import shlex
 import shutil
 import sys
 import time
-import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from sft_play.config.load import load_config, read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, UserError
-from sft_play.files import current_umask, file_sha256, read_json, read_object, sync_path, write_json
+from sft_play.files import (
+    current_umask,
+    file_sha256,
+    make_once,
+    read_json,
+    read_object,
+    sync_path,
+    text_sha256,
+    write_json,
+)
 from sft_play.launch.environment import visible_cards
 from sft_play.launch.run_folder import find_run
 from sft_play.model import lora, published
@@ -31,7 +38,6 @@ from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
     COMPUTE_TYPES,
     bnb_settings,
-    first_lines,
     quantisation_method,
     quantisation_name,
     read_model,
@@ -40,6 +46,7 @@ from sft_play.model.load import (
 from sft_play.model.resolve import (
     check_trained,
     count_numbers,
+    describe,
     quantisation_of,
     refuse_untrusted_code,
     resolve_model,
@@ -51,9 +58,11 @@ from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.ranks import devices_for
 from sft_play.plan.shape import VARLEN
+from sft_play.runs.adapters import MERGED
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import Prepared, ResolvedModel
+from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.runs.manifest import is_state_file
+from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 from sft_play.text import as_typed
 
@@ -95,7 +104,7 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     if base is None:
         model = read_model(folder, config.model, dtype=use_dtype(plan, device), attention=use_attention(plan, device))
     else:
-        model = add_trained_adapter(read_base(config, plan, base, device), folder)
+        model = lora.read_adapter(read_base(config, plan, base, device), folder)
     tokenizer = tokenizer_of(folder, prepared.model, config)
     return to_answer(model, device), tokenizer
 
@@ -160,7 +169,7 @@ def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, pur
         raise CheckpointError("there are no weights here", place=str(folder), hint=hint)
     check_trained(folder)
     base = current_base(config, prepared) if kind == "adapter" else prepared.model
-    now = make_stamp(config, plan, dataclasses.replace(prepared, model=base))
+    now = make_stamp(config, plan, replace(prepared, model=base))
     tell(*refuse(compare(Stamp.load(folder), now, purpose), f"`{folder.name}`"))
     return base if kind == "adapter" else None
 
@@ -170,12 +179,18 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     kept, source = Path(prepared.model.path), prepared.model.source
     if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
         return prepared.model
+    if source == MERGED:
+        raise CheckpointError(
+            "the base, into which an adapter was merged, is gone from the cache",
+            place=str(kept),
+            hint="`make data RUN=` makes it again from its base and `model.adapter`",
+        )
     if source == "embedded":  # also when the hub can be reached by now: its files are not rounded to 4 bits
-        return dataclasses.replace(prepared.model, path=str(embedded_folder()))
+        return replace(prepared.model, path=str(embedded_folder()))
     name = prepared.model.path if source == "folder" else prepared.model.name
     revision = prepared.model.revision or config.model.revision
-    again = resolve_model(dataclasses.replace(config.model, name=name, revision=revision))
-    return with_chat(dataclasses.replace(again, name=prepared.model.name), prepared.model.chat)
+    again = resolve_model(replace(config.model, name=name, revision=revision))
+    return with_chat(replace(again, name=prepared.model.name), prepared.model.chat)
 
 
 def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
@@ -201,7 +216,7 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
     folder = Path(base.path)
     settings = None
     if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
-        settings = bnb_settings(config.tuning, dataclasses.replace(plan, strategy="single"))
+        settings = bnb_settings(config.tuning, replace(plan, strategy="single"))
     return read_model(
         folder,
         config.model,
@@ -210,29 +225,6 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
         quantization_config=settings,
         device=device if device != "cpu" else None,
     )
-
-
-def add_trained_adapter(base: Any, folder: Path) -> Any:
-    """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not
-    fit.
-    """
-    from peft import PeftModel
-
-    try:
-        with warnings.catch_warnings(), lora.as_named():
-            # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
-            warnings.filterwarnings("error", message=".*missing adapter keys.*")
-            warnings.filterwarnings(
-                "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
-            )  # peft 0.21's own
-            config = lora.saved_config(base, folder)
-            return PeftModel.from_pretrained(
-                base, str(folder), config=config, is_trainable=False, autocast_adapter_dtype=False
-            )
-    except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the adapter does not fit the base model: {first_lines(error)[:400]}", place=str(folder)
-        ) from error
 
 
 def tokenizer_of(weights: Path, base: ResolvedModel, config: Config) -> Any:
@@ -359,8 +351,40 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
 def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Path, partial: Path) -> dict[str, Any]:
     folder = Path(base.path)
     tokenizer = tokenizer_of(weights, base, config)
+    merged, prompts, wanted = _merge_and_compare(config, folder, weights, tokenizer, partial)
+    if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
+        quantised = lora.read_adapter(read_base(config, plan, base, "cpu"), weights).eval()
+        apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
+        tell(
+            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ"
+            f" by {apart:.2e} on average: the error of quantisation, which merging takes out of the base"
+        )
+    return merged
+
+
+def merged_base(config: Config, base: ResolvedModel, adapter: ParentAdapter) -> ResolvedModel:
+    """Return the base with an adapter merged into it, a folder of the cache that is made on first use; `make merge`
+    makes it in the same way.
+    """
+
+    def make(target: Path) -> None:
+        target.mkdir()
+        tokenizer = load_tokenizer(base.path, trust=config.model.trust_remote_code)
+        _merge_and_compare(config, Path(base.path), Path(adapter.path), tokenizer, target)
+
+    name = text_sha256(f"{base.fingerprint} {adapter.fingerprint}")[:24]
+    folder = make_once(cache_folder() / "models" / f"{MERGED}-{name}", "config.json", make)
+    return replace(describe(str(folder), folder, MERGED, None), fingerprint=text_sha256(name))
+
+
+def _merge_and_compare(
+    config: Config, folder: Path, weights: Path, tokenizer: Any, partial: Path
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """Write the base in `folder` with the adapter `weights` merged into it; return what `merge` says of it, the prompts
+    that both models were asked, and the adapter model's logits.
+    """
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
-    model = add_trained_adapter(_full_precision_base(config, folder, partial), weights).eval()
+    model = lora.read_adapter(_full_precision_base(config, folder, partial), weights).eval()
     wanted = _logits(model, prompts)
     model = model.merge_and_unload()
     found = _logits(model, prompts)
@@ -378,16 +402,7 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
     saved = read_model(partial, config.model, dtype=getattr(torch, dtype)).eval()
     _, saved_difference = _compare(_logits(saved, prompts), wanted, allowed, "the saved model")
     tell(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
-    if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
-        del saved
-        gc.collect()
-        quantised = add_trained_adapter(read_base(config, plan, base, "cpu"), weights).eval()
-        apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
-        tell(
-            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ"
-            f" by {apart:.2e} on average: the error of quantisation, which merging takes out of the base"
-        )
-    return {
+    merged = {
         "dtype": dtype,
         "parameters": parameters,
         "size_bytes": _size(partial),
@@ -395,6 +410,7 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
         "saved_difference": saved_difference,
         "largest_logit": scale,
     }
+    return merged, prompts, wanted
 
 
 def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:

@@ -65,7 +65,7 @@ def trainable_parameters(config: Config, shape: ModelShape) -> int:
     """Return how many weights are trained."""
     if config.tuning.mode == "full":
         return shape.parameters - shape.vision_parameters
-    return shape.adapter_parameters(config.tuning.lora.r, config.tuning.lora.target_modules)
+    return shape.adapter_parameters(config.tuning.lora)
 
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
@@ -347,7 +347,7 @@ def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     adapters, narrow = config.tuning.mode != "full", setup.precision != "fp32"
     if adapters and not narrow and trained_bytes(config, setup) != width:
         return 8.0 * ffn
-    return (2 if adapters and narrow and fuses_adapters(setup.strategy) else 3) * width * ffn
+    return (2 if adapters and narrow and fuses_adapters(setup.strategy, config.tuning.lora) else 3) * width * ffn
 
 
 def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:

@@ -318,6 +318,7 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         base_fingerprint=prepared.model.fingerprint,
         tokenizer_fingerprint=prepared.model.tokenizer_fingerprint,
         lora=asdict(tuning.lora) if tuning.mode != "full" else None,
+        parent=parent_facts(config, prepared),
         max_seq_len=config.model.max_seq_len,
         precision=plan.precision,
         weights_dtype=plan.weights_dtype,
@@ -344,6 +345,14 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         git=git_state(),
         machine=machine([f"{count} x {name}" for name, count in devices.items()], cuda=plan.device == "cuda"),
     )
+
+
+def parent_facts(config: Config, prepared: Prepared) -> dict[str, Any] | None:
+    """Return what a stamp says of the adapter that a run started from."""
+    adapter = prepared.adapter
+    if adapter is None:
+        return None
+    return {"name": adapter.name, "fingerprint": adapter.fingerprint, "use": config.tuning.adapter}
 
 
 PLANNED = (

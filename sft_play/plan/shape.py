@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal
 
-from sft_play.config.schema import Config, TuningConfig
+from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import UserError
 
 ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
@@ -63,6 +63,11 @@ class Matrices:
     def typed(self) -> str:
         """What `target_modules` calls them."""
         return ".".join(self.name.split(".")[-2:]) if self.kind == "experts" else self.name.rsplit(".", 1)[-1]
+
+    def rank(self, lora: LoraSettings) -> int:
+        """Return the rank of adapters on them, by PEFT's rule for `rank_pattern`."""
+        other = (rank for name, rank in lora.rank_pattern.items() if re.fullmatch(rf"(?:.*\.)?(?:{name})", self.name))
+        return next(other, lora.r)
 
     def is_called(self, target: str) -> bool:
         """Whether a typed target is the end of their name."""
@@ -263,9 +268,23 @@ class ModelShape:
             found += [replace(one, count=min(one.count, alone))] if meant else []
         return found
 
-    def adapter_parameters(self, r: int, targets: str | Sequence[str]) -> int:
-        """Return the parameters of LoRA adapters of rank `r`."""
-        return r * sum(one.count * (one.inputs + one.outputs) for one in self.adapter_targets(targets))
+    def adapter_parameters(self, lora: LoraSettings) -> int:
+        """Return the parameters of adapters, of the modules and of the biases that are trained with them."""
+        targets = self.adapter_targets(lora.target_modules)
+        found = sum(one.count * one.rank(lora) * (one.inputs + one.outputs) for one in targets)
+        if lora.variant == "dora":
+            found += sum(one.count * one.outputs for one in targets)
+        saved = [one for one in self.matrices if any(one.is_called(name) for name in lora.modules_to_save)]
+        found += sum(one.parameters for one in saved)
+        if lora.bias != "none" and self.qkv_bias:
+            biased = [one for one in (self.matrices if lora.bias == "all" else targets) if one.typed in BIASED]
+            found += sum(one.count * one.outputs for one in biased)
+        return found
+
+
+BIASED = ("q_proj", "k_proj", "v_proj")
+CONV1D = ("gpt2", "openai-gpt", "imagegpt")
+"""Families whose linear layers are `Conv1D`, with the weight the other way round."""
 
 
 NEWER = (
@@ -431,8 +450,23 @@ WITHOUT_FLASH_ATTENTION = frozenset({
 def check_targets(config: Config, shape: ModelShape) -> None:
     """Raise `UserError` for typed LoRA targets that mean nothing in this model, or what no adapter can be on."""
     lora = config.tuning.lora
-    if config.tuning.mode == "full" or isinstance(lora.target_modules, str):
+    if config.tuning.mode == "full":
         return
+    own = {"tuning.lora.variant": lora.variant == "dora", "tuning.lora.init": lora.init in ("pissa", "olora")}
+    if shape.model_type in CONV1D and (key := next((key for key, asked in own.items() if asked), None)):
+        value = lora.variant if key.endswith("variant") else lora.init
+        raise UserError(
+            f"`{key}` is `{value}`, which PEFT does not do over the `Conv1D` layers of a `{shape.model_type}` model",
+            hint="omit it",
+        )
+    if isinstance(lora.target_modules, str):
+        return
+    on_experts = any(one.kind == "experts" for one in shape.adapter_targets(lora.target_modules))
+    if on_experts and (lora.variant != "lora" or lora.init != "default" or lora.bias != "none"):
+        raise UserError(
+            "`tuning.lora.target_modules` names experts, over which PEFT puts plain LoRA alone",
+            hint="omit `tuning.lora.variant`, `init` and `bias`, or the experts",
+        )
     missing = {name: "" for name in lora.target_modules if not shape.adapter_targets([name])}
     for name in missing:
         why = next((one.refused for one in shape.matrices if one.refused and one.is_called(name)), "")
@@ -452,7 +486,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
             " an adapter on one could not be merged without changing the other",
             hint="leave it out",
         )
-    if lora.dropout and any(one.kind == "experts" for one in shape.adapter_targets(lora.target_modules)):
+    if lora.dropout and on_experts:
         raise UserError(
             f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
             hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
@@ -467,7 +501,8 @@ def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:
     found = shape.adapter_targets(lora.target_modules)
     names = ", ".join(dict.fromkeys(one.typed for one in found))
     frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
-    text = f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora.r, lora.target_modules):,} parameters"
+    text = f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora):,} parameters"
+    text += "; DoRA runs as PEFT's own layers, which no kernel fuses" if lora.variant == "dora" else ""
     return {"adapters": text + (f"; {', '.join(frozen)} stay frozen" if frozen else "")}
 
 
@@ -486,9 +521,9 @@ def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:
     )
 
 
-def fuses_adapters(strategy: str) -> bool:
+def fuses_adapters(strategy: str, lora: LoraSettings) -> bool:
     """Whether a linear layer and its adapter run as one function (`model.kernels`).
 
     That needs weights that are whole outside their own forward pass: ZeRO-3 and FSDP2 gather them in hooks.
     """
-    return strategy in ("single", "ddp", "zero1", "zero2")
+    return strategy in ("single", "ddp", "zero1", "zero2") and lora.variant == "lora"

@@ -475,9 +475,8 @@ class Case:
     mode: str
     quantization: str
     """`nf4`, `int8`, or `none`."""
-    lora_r: int
-    lora_dropout: float
-    target_modules: str | list[str]
+    lora: dict[str, Any]
+    """`tuning.lora`."""
     weights_dtype: str
     adapter_dtype: str
     precision: str
@@ -529,9 +528,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
         nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
-        lora_r=lora.r,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
+        lora=asdict(replace(lora, init="default")),
         weights_dtype=base,
         adapter_dtype=computed if sharding else adapter,
         precision=setup.precision,
@@ -540,7 +537,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         layout=setup.layout,
         attention=setup.attn_implementation,
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
-        fused_adapters=fuses_adapters(setup.strategy),
+        fused_adapters=fuses_adapters(setup.strategy, lora),
         loss_chunk=setup.loss_chunk,
         rows=micro_batch,
         row_tokens=row_tokens,

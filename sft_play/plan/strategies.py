@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import cast
 
 from sft_play.config.rules import network_keys
-from sft_play.config.schema import Config, TuningConfig
+from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import host_bytes
@@ -31,6 +31,7 @@ from sft_play.plan.network import (
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
 from sft_play.plan.ranks import visible_variable
 from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan
+from sft_play.runs.adapters import MUTATING
 
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""
@@ -338,6 +339,14 @@ def conflict_for(tuning: TuningConfig, strategy: str) -> str | None:
             f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass"
             " by kernels that need whole weights on every GPU. It allows one GPU, or `ddp` with a whole copy on each"
         )
+    shape = tuning.lora if tuning.mode != "full" else LoraSettings()
+    if shape.init in MUTATING and strategy in ("zero3", "pipeline"):
+        return (
+            f"`tuning.lora.init: {shape.init}` and `{strategy}` do not go together: it takes whole weights apart, which no"
+            " rank holds there. Use `ddp`, `zero2` or `fsdp2`"
+        )
+    if shape.modules_to_save and strategy == "pipeline":
+        return "`tuning.lora.modules_to_save` and `pipeline` do not go together: a stage has no other stage's modules"
     if backend == "unsloth" and int8:
         return (
             "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for"

@@ -17,6 +17,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import file_sha256, read_object, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
+from sft_play.runs import adapters
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
@@ -58,6 +59,11 @@ def push(call: Call) -> int:
     run, weights = _weights(call)
     if call.flag("MERGED"):
         weights = _merged(run, weights)
+    elif kind_of(weights) == "adapter" and Prepared.load(run.prepared).model.source == adapters.MERGED:
+        raise UserError(
+            "the adapter's base is a merged model that only this machine has",
+            hint=f"make merge RUN={run.typed}, then push all weights: make push RUN={run.typed} REPO={repo} MERGED=1",
+        )
     files = {
         path.name: _without_paths(path, run, weights) if path.suffix == ".json" else path
         for path in model_files(weights)
@@ -265,6 +271,10 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> l
 
 def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "method", stamp.mode + (f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else "")
+    if parent := stamp.parent:
+        use = "trained on" if parent["use"] == "continue" else "merged into the base"
+        name = parent["name"] if parent["name"].count("/") == 1 else Path(parent["name"]).name
+        yield "started from", f"the adapter {name}, {use}"
     yield (
         "steps",
         (

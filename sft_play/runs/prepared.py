@@ -62,6 +62,18 @@ class ResolvedModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParentAdapter:
+    """The adapter that a run starts from (`model.adapter`)."""
+
+    name: str
+    """A run's name with the checkpoint's, a folder, or a hub id."""
+    path: str
+    """Folder with its configuration and weights."""
+    fingerprint: str
+    """sha256 over the content of both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFacts:
     """What one source gave to a split."""
 
@@ -115,6 +127,8 @@ class Prepared:
     model: ResolvedModel
     train: PreparedSplit | None
     validation: PreparedSplit | None
+    adapter: ParentAdapter | None = None
+    """What was trained on, or merged into the model."""
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -157,7 +171,7 @@ def lookup(config: Config) -> Prepared | None:
         prepared = Prepared.load(path)
     except CheckpointError:  # written by another version: as good as never
         return None
-    folders = [prepared.model.path, *(split.path for split in (prepared.train, prepared.validation) if split)]
+    folders = [*(part.path for part in (prepared.model, prepared.adapter, prepared.train, prepared.validation) if part)]
     return prepared if all(Path(folder).is_dir() for folder in folders) else None
 
 
@@ -214,8 +228,11 @@ def _path(config: Config) -> Path | None:
         "files": files,
         # A model folder that was written again may have another tokenizer; a hub id has no files here.
         "model_files": [
-            _stats(Path(name).expanduser().glob("*")) for name in (config.model.name, config.model.tokenizer) if name
+            _stats(Path(name).expanduser().glob("*"))
+            for name in (config.model.name, config.model.tokenizer, config.model.adapter)
+            if name
         ],
+        "adapter": config.tuning.adapter if config.model.adapter else None,
         "weights_seed": config.train.seed if config.model.init == "random" else None,
         "python": platform.python_version(),
         "code": preparation_code(),

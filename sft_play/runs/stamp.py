@@ -49,6 +49,8 @@ class Stamp:
     """What was changed because memory ran out, oldest first."""
     optimizer: str | None = None
     """Family of the optimizer, by what its states are: `adamw_torch` for `adamw_torch_fused` too."""
+    parent: Mapping[str, Any] | None = None
+    """The adapter that the run started from, and whether it was trained on or merged into the base."""
     template: str | None = None
     """sha256 of a conversation as the chat template writes it; `None` where rows have no template."""
     plan: Mapping[str, Any] = field(default_factory=dict)
@@ -123,6 +125,7 @@ RULES: Mapping[str, Rule] = {
         "refuse", "the tokenizer or its chat template has changed: restore it", "refuse", "refuse", "refuse"
     ),
     "lora": Rule("refuse", "use the adapter shape that made it, or start a new run", "refuse", "refuse", "refuse"),
+    "parent": Rule("refuse", "the adapter that the run started from has changed: restore it, or start a new run"),
     "max_seq_len": Rule("refuse", "set `model.max_seq_len` back"),
     "precision": Rule("warn", "losses will differ in the last digits"),
     "weights_dtype": Rule("warn", "losses will differ in the last digits"),
@@ -179,7 +182,7 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
         before, after = getattr(old, name), getattr(new, name)
         if name == "versions":  # a package that an earlier SFT-Play did not write down is no difference
             after = {package: version for package, version in after.items() if package in before}
-        if name == "settings":  # nor is a key that only one of the two versions knows
+        if name in ("settings", "lora") and before and after:  # nor is a key that only one of the two versions knows
             before, after = _shared(before, after), _shared(after, before)
             before, after = (
                 {key: _kept(part) if key == EXTRA else part for key, part in settings.items()}

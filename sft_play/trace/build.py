@@ -131,13 +131,7 @@ def prepare(case: Case, model: Any) -> nn.Module:
         lora.free_text_part(model)
     else:
         model.requires_grad_(False)
-        adapters = LoraSettings(
-            r=case.lora_r,
-            alpha=2.0 * case.lora_r,
-            dropout=case.lora_dropout,
-            target_modules=cast(Any, case.target_modules),
-        )
-        model, _ = lora.add_adapters(model, adapters, BASE, dtype_of(case.adapter_dtype))
+        model, _ = lora.add_adapters(model, LoraSettings(**case.lora), BASE, dtype_of(case.adapter_dtype))
         if case.autocast:
             lora.leave_casts_to_autocast(model)
         if case.fused_adapters:

@@ -92,6 +92,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
             ("epoch" if has_validation else "no") if train.eval_strategy == "auto" else train.eval_strategy
         ),
         "eval_steps": train.eval_steps,
+        "eval_on_start": has_validation and config.model.adapter is not None,  # what the parent ended with
         "logging_strategy": "steps",
         "logging_steps": train.logging_steps,
         "logging_nan_inf_filter": False,  # a loss that is not a number stops the run, it is not papered over

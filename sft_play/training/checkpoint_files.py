@@ -24,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from sft_play.errors import CheckpointError, HardwareError
 from sft_play.files import disk_problem, errno_of, sync_path, write_text
 from sft_play.model import published
+from sft_play.model.lora import publish_on_base
 from sft_play.model.parallel import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
@@ -207,6 +208,7 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     """Write weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raise `OSError`."""
     model = _model_of(trainer)
     model.save_pretrained(str(folder), state_dict=dict(weights))
+    publish_on_base(model, folder)
     trainer.processing_class.save_pretrained(str(folder))
     published.copy_code(model, folder)
     if context.config.tuning.mode == "full":

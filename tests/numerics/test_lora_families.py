@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.errors import UserError
-from sft_play.model.lora import add_adapters, expert_names, find_targets
-from sft_play.model.use import add_trained_adapter
+from sft_play.model.lora import add_adapters, expert_names, find_targets, read_adapter
 from sft_play.plan.shape import ModelShape, check_targets
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.run import count
@@ -54,7 +53,7 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     for read in (
         lambda base: PeftModel.from_pretrained(base, str(folder)),
-        lambda base: add_trained_adapter(base, folder),
+        lambda base: read_adapter(base, folder),
     ):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
@@ -139,7 +138,9 @@ def test_adapters_on_experts_are_planned_and_have_no_dropout() -> None:
     shape = ModelShape.read(count(tiny_config("qwen3_moe").to_dict()))
     typed = ["q_proj", "experts.down_proj"]
     model, _ = add_adapters(tiny_model("qwen3_moe"), LoraSettings(r=2, target_modules=typed), BASE, torch.float32)
-    assert shape.adapter_parameters(2, typed) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert shape.adapter_parameters(LoraSettings(r=2, target_modules=typed)) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
     check_targets(lora(typed), shape)
     with pytest.raises(UserError, match="adapters on fused experts have no dropout"):
         check_targets(lora(typed, dropout=0.1), shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_every_parameter_of_every_family_is_counted(name: str) -> None:
     assert shape.parameters - shape.vision_parameters == trained(model)
     with torch.device("meta"):
         adapted, _ = lora.add_adapters(model, LoraSettings(r=4), BASE, torch.float32)
-    assert shape.adapter_parameters(4, "auto") == trained(adapted)
+    assert shape.adapter_parameters(LoraSettings(r=4)) == trained(adapted)
     experts = sorted({one.typed for one in shape.matrices if one.kind == "experts"})
     assert bool(experts) == bool(shape.experts) and shape.experts in (0, 4) and shape.experts_per_token in (0, 2)
     if experts:
@@ -104,5 +104,10 @@ def test_the_formulas_say_what_is_counted(kind: str) -> None:
         "tied",
     ):
         assert getattr(formula, name) == getattr(counted, name), name
-    for targets in ("auto", ["q_proj", "v_proj"], ["self_attn.o_proj"]):
-        assert formula.adapter_parameters(8, targets) == counted.adapter_parameters(8, targets)
+    for settings in (
+        {},
+        {"target_modules": ["q_proj", "v_proj"], "variant": "dora"},
+        {"target_modules": ["self_attn.o_proj"], "rank_pattern": {"o_proj": 2}, "modules_to_save": ["embed_tokens"]},
+    ):
+        lora = LoraSettings(r=8, **cast(Any, settings))
+        assert formula.adapter_parameters(lora) == counted.adapter_parameters(lora)

@@ -1,0 +1,309 @@
+"""What a run starts from: an adapter (`model.adapter`), or another run's model (`model.name`). No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from sft_play.config.load import DEFAULT, LoadedConfig
+from sft_play.config.reader import misfit
+from sft_play.config.schema import Config, LoraSettings
+from sft_play.errors import CheckpointError, UserError, first_line
+from sft_play.files import file_sha256, read_json, text_sha256
+from sft_play.runs.checkpoints import kind_of, weights_folder
+from sft_play.runs.folder import RunFolder, run_path
+from sft_play.runs.prepared import ParentAdapter
+from sft_play.runs.stamp import NAME as STAMP
+from sft_play.runs.stamp import Stamp
+from sft_play.text import as_typed
+
+CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MERGED = "merged"
+"""Folder of `make merge` in a run; source of a base that an adapter was merged into."""
+Row = tuple[str, Mapping[Any, Any]]
+IN_PEFT: Mapping[str, Row] = {
+    "r": ("r", {}),
+    "alpha": ("lora_alpha", {}),
+    "dropout": ("lora_dropout", {}),
+    "variant": ("use_dora", {"lora": False, "dora": True}),
+    "rslora": ("use_rslora", {}),
+    "init": ("init_lora_weights", {"default": True}),
+    "rank_pattern": ("rank_pattern", {}),
+    "alpha_pattern": ("alpha_pattern", {}),
+    "modules_to_save": ("modules_to_save", {(): None}),
+    "bias": ("bias", {}),
+}
+"""Key of `tuning.lora` -> its name in PEFT's `LoraConfig`, and values that are called otherwise there; a new shape of
+adapters is a row here.
+"""
+CHANGED_FREELY = frozenset({"dropout"})
+"""What may differ from the adapter that is trained on: no weight depends on it."""
+MUTATING = ("pissa", "olora")
+"""Starts that take the adapter's product out of the base."""
+
+
+def peft_settings(lora: LoraSettings) -> dict[str, Any]:
+    """Return the keywords of PEFT's `LoraConfig`, its targets aside."""
+    values = {key: getattr(lora, key) for key in IN_PEFT}
+    values["alpha"] = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    found = {}
+    for key, (name, other) in IN_PEFT.items():
+        value = values[key]
+        value = dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
+        value = other.get(value, value) if not isinstance(value, dict) else value
+        found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _from_peft(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `tuning.lora` that an adapter's configuration says, of its start nothing."""
+    found = {}
+    for key, (name, other) in IN_PEFT.items():
+        value = saved.get(name)
+        if key != "init" and value is not None:
+            found[key] = next((ours for ours, theirs in other.items() if theirs == value), value)
+    return found | {"init": "default", "alpha": float(found.get("alpha", 8))}
+
+
+def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the configuration with runs as the folders of their weights, and the shape of an adapter that is trained
+    on. Raise `UserError`, `CheckpointError`.
+    """
+    config, origins = loaded.config, dict(loaded.origins)
+    name, adapter = config.model.name, config.model.adapter
+    if run := _run_of(name):
+        config = replace(config, model=replace(config.model, name=str(_whole_model(run, name, origins["model.name"]))))
+    if adapter is not None:
+        run = _run_of(adapter)
+        place = str(weights_folder(run, None)) if run else adapter
+        config = replace(config, model=replace(config.model, adapter=place))
+        folder = find_adapter(config, origins["model.adapter"])
+        stamp = Stamp.load(folder) if (folder / STAMP).is_file() else None
+        saved = dict(read_json(folder / CONFIG))
+        if not name and (base := stamp.base_model if stamp else saved.get("base_model_name_or_path")):
+            config, origins["model.name"] = (
+                replace(config, model=replace(config.model, name=base)),
+                f"adapter {adapter}",
+            )
+        if config.tuning.adapter == "continue":
+            lora = _shape(loaded, folder, saved, stamp)
+            config = replace(config, tuning=replace(config.tuning, lora=lora))
+            origins |= {
+                f"tuning.lora.{key}": f"adapter {adapter}"
+                for key in asdict(lora)
+                if origins[f"tuning.lora.{key}"] == DEFAULT
+            }
+    return replace(loaded, config=config, origins=MappingProxyType(origins))
+
+
+def _run_of(name: str) -> RunFolder | None:
+    """Return the run that a model or an adapter is named by; a folder that is none goes before a run of its name."""
+    found = None if not name or (Path(name).is_dir() and not (Path(name) / "plan.json").is_file()) else run_path(name)
+    return RunFolder(found) if found and (found / "plan.json").is_file() else None
+
+
+def _whole_model(run: RunFolder, name: str, place: str) -> Path:
+    for folder in (run.model, run.path / MERGED):
+        if kind_of(folder) == "full":
+            return folder
+    what = "holds an adapter, not a whole model" if kind_of(run.model) else "has no model yet"
+    run_word = as_typed(name)
+    raise UserError(
+        f"the run `{name}` {what}",
+        place=place,
+        hint=f"MODEL_ADAPTER={run_word} trains it on; `make merge RUN={run_word}` makes a whole model of it",
+    )
+
+
+def find_adapter(config: Config, place: str | None = None) -> Path:
+    """Return the folder of `model.adapter`, fetched from the hub where it is no folder. Raise `UserError` for what is
+    no complete LoRA adapter in safetensors.
+    """
+    name = config.model.adapter or ""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = _from_hub(name, place)
+    if kind_of(folder) == "adapter":
+        check_adapter(folder / CONFIG, ours=False)
+        return folder
+    if not (folder / CONFIG).is_file():
+        whole = kind_of(folder) == "full"
+        raise UserError(
+            f"`{name}` is {'a whole model' if whole else 'no adapter: it lacks'}{'' if whole else f' `{CONFIG}`'}",
+            place=place,
+            hint=f"MODEL_NAME={as_typed(name)}"
+            if whole
+            else "`model.adapter` takes a run, a folder that PEFT wrote, or a hub id",
+        )
+    pickled = next(folder.glob("adapter_model.*"), None)
+    raise UserError(
+        f"the adapter `{name}` lacks `{ADAPTER_WEIGHTS}`"
+        + (f"; `{pickled.name}` is not read, only safetensors" if pickled else ""),
+        place=place,
+        hint="load it with PEFT and save it with `save_pretrained`"
+        if pickled
+        else "copy the folder again, with all its files",
+    )
+
+
+def _from_hub(name: str, place: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hint = "a run's name, a folder, or the hub id of an adapter; paths count from the folder in which you typed make"
+    if name.count("/") != 1 or name[0] in "./~":
+        raise UserError(f"there is neither a run nor a folder `{name}`", place=place, hint=hint)
+    for offline in (True, False):
+        try:
+            return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], local_files_only=offline))
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            why = error
+    raise UserError(
+        f"there is no folder `{name}`, and the hub did not give it: {first_line(why)}", place=place, hint=hint
+    )
+
+
+def parent_of(config: Config) -> ParentAdapter | None:
+    """Return what a run keeps of `model.adapter`."""
+    if config.model.adapter is None:
+        return None
+    folder = find_adapter(config)
+    own = Path(config.model.adapter)
+    named = own.parent.parent.name + "@" + own.name if own.parent.name == "checkpoints" else own.parent.name
+    files = "\n".join(file_sha256(folder / file) for file in (CONFIG, ADAPTER_WEIGHTS))
+    return ParentAdapter(
+        name=named if (folder / STAMP).is_file() and folder == own else config.model.adapter,
+        path=str(folder.resolve()),
+        fingerprint=text_sha256(files),
+    )
+
+
+# The shape that an adapter has.
+
+
+def _shape(loaded: LoadedConfig, folder: Path, saved: Mapping[str, Any], stamp: Stamp | None) -> LoraSettings:
+    """Return `tuning.lora` as the adapter has it. Raise `UserError` where something else was typed."""
+    typed = loaded.config.tuning.lora
+    own = _from_peft(saved)
+    targets = (stamp.lora or {}).get("target_modules") if stamp else None
+    own["target_modules"] = targets or _targets(folder, saved)
+    for key, value in own.items():
+        asked = getattr(typed, key)
+        if not loaded.typed(f"tuning.lora.{key}") or _same(asked, value):
+            continue
+        if key in CHANGED_FREELY:
+            own[key] = asked
+            continue
+        raise UserError(
+            f"`tuning.lora.{key}` is `{_shown(asked)}`, but the adapter `{loaded.config.model.adapter}` has `{_shown(value)}`",
+            place=loaded.origins[f"tuning.lora.{key}"],
+            hint="leave it out: an adapter keeps its shape; `tuning.adapter: merge` starts a new one of any shape",
+        )
+    return replace(typed, **own)
+
+
+def _same(asked: Any, value: Any) -> bool:
+    if isinstance(asked, list) and isinstance(value, list):
+        return set(asked) == set(value)
+    return bool(asked in (value, "auto"))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+
+
+def _targets(folder: Path, saved: Mapping[str, Any]) -> list[str]:
+    """Return what the adapter's weights are on, as `tuning.lora.target_modules` names it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(folder / ADAPTER_WEIGHTS, framework="np")
+        names = list(file.keys())
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"is cut short, or is not a safetensors file: {error}",
+            place=str(folder / ADAPTER_WEIGHTS),
+            hint="copy it again",
+        ) from None
+    found = {
+        match[1] for name in names if (match := ON_LAYER.search(name)) and match[1] not in ("base_layer", "experts")
+    }
+    return sorted({*found, *(saved.get("target_parameters") or ())})
+
+
+ON_LAYER = re.compile(r"([^.]+)\.lora_(?:embedding_)?A\b")
+Patterns = Mapping[str, float]
+ADAPTER: Mapping[str, Any] = {
+    "peft_type": Literal["LORA"],
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout": float,
+    "target_modules": list[str] | str | None,
+    "target_parameters": list[str] | None,
+    "layer_replication": type(None),
+    "rank_pattern": Patterns,
+    "alpha_pattern": Patterns,
+    "modules_to_save": list[str] | None,
+    "exclude_modules": list[str] | str | None,
+    "base_model_name_or_path": str | None,
+}
+"""Types of what an adapter's configuration says; PEFT's `layer_replication` would make the model as large as it likes.
+"""
+MOST_REPEATS, LARGEST_RANK = 2, 2**16
+
+
+def check_adapter(path: Path, *, ours: bool = True) -> None:
+    """Raise `CheckpointError` for an adapter's configuration that is not read here: another kind, or names matched
+    without end. Those of others may be links, as in the hub's cache.
+    """
+    if not path.exists():
+        return
+    hint = "train the adapter again, or take another CHECKPOINT=" if ours else "take a LoRA adapter as PEFT writes it"
+    value = dict[str, Any]()
+    try:
+        value = dict(read_json(path, follow=not ours))
+        wrong = misfit(value, ADAPTER)
+        if wrong is None:
+            ranks = [value.get("r", 1), *value.get("rank_pattern", {}).values()]
+            wrong = (
+                "peft_type"
+                if "peft_type" not in value
+                else "r"
+                if not all(0 < rank <= LARGEST_RANK for rank in ranks)
+                else None
+            )
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"not the configuration of an adapter: {error}", place=str(path), hint=hint) from None
+    if wrong is not None:
+        raise CheckpointError(
+            f"not the configuration of a LoRA adapter{' of ours' if ours else ''}: `{wrong}` is `{_short(value, wrong)}`",
+            place=str(path),
+            hint=hint,
+        )
+    patterns = [
+        value.get("target_modules"),
+        value.get("exclude_modules"),
+        *value.get("rank_pattern", ()),
+        *value.get("alpha_pattern", ()),
+    ]
+    endless = (
+        one
+        for one in patterns
+        if isinstance(one, str) and (REPEATED.search(one) or len(REPEAT.findall(one)) > MOST_REPEATS)
+    )
+    if (pattern := next(endless, None)) is not None:
+        raise CheckpointError(f"`{pattern[:80]}` may match names without end", place=str(path), hint=hint)
+
+
+REPEAT, REPEATED = re.compile(r"(?<!\\)[*+{]"), re.compile(r"\)[*+{]")
+"""A repetition in a pattern, and one of a group, which may take exponentially long."""
+
+
+def _short(value: Mapping[str, Any], key: str) -> str:
+    return str(value.get(key.partition(".")[0]))[:80]

@@ -1,0 +1,256 @@
+"""A second training on the first one's adapter, as a user types it: the same start, files, refusals and merges."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import metrics
+from tests.places import Place, question_rows
+from tests.tiny_models import build_tiny_llama
+
+WAYS = {
+    "single": ("train", ["TRAIN_BATCH_SIZE=4"]),
+    "ddp": ("train-distributed", ["NUM_GPUS=2"]),
+    "zero2": ("train-deepspeed", ["NUM_GPUS=2"]),
+    "zero3": ("train-deepspeed", ["NUM_GPUS=2", "LAUNCH_STRATEGY=zero3"]),
+    "fsdp2": ("train-fsdp", ["NUM_GPUS=2"]),
+    "tensor": ("train-distributed", ["NUM_GPUS=2", "LAUNCH_TENSOR_PARALLEL=2"]),
+    "stages": ("train-distributed", ["NUM_GPUS=2", "LAUNCH_STRATEGY=pipeline"]),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(tmp_path_factory.mktemp("training-on"))
+    build_tiny_llama(place.folder / "model")
+    for name, start, count in (("rows", 0, 24), ("held", 50, 6)):
+        (place.folder / f"{name}.jsonl").write_text(question_rows(start, count, longest=6))
+    place.config.write_text(
+        f"model: {{name: {place.folder}/model, max_seq_len: 128}}\n"
+        f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/held.jsonl}}\n"
+        "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.01, predict_with_generate: false}\n"
+    )
+    train(place, "first", "TUNING_LORA_R=4")
+    return place
+
+
+def train(place: Place, name: str, *words: str, command: str = "train") -> Path:
+    done = place.run(command, f"CONFIG={place.config}", f"RUN_NAME={name}", *words)
+    assert done.returncode == 0, done.stderr
+    return place.folder / "runs" / name
+
+
+def losses(run: Path) -> list[float]:
+    return [row["eval_loss"] for row in metrics(run, "eval")]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def foreign(place: Place, folder: Path, **settings: Any) -> Path:
+    """Writes an adapter that is not the zero function by PEFT's own `save_pretrained`."""
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
+    adapted: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings))
+    for name, one in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(one, std=0.02)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def second(place: Place) -> Path:
+    return train(place, "second", "MODEL_ADAPTER=first")
+
+
+def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Path) -> None:
+    assert losses(second)[0] == pytest.approx(losses(place.folder / "runs/first")[-1], abs=1e-6)
+    assert losses(second)[-1] < losses(second)[0]
+    assert place.scores("RUN=first")["loss"] == pytest.approx(losses(second)[0], abs=1e-6)
+    stamp = json.loads((second / "model/stamp.json").read_text())
+    assert stamp["parent"]["name"] == "first" and stamp["parent"]["use"] == "continue" and stamp["lora"]["r"] == 4
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.long if way in ("ddp", "zero2") else []) for way in WAYS if way != "single"],
+)
+def test_every_strategy_trains_it_on_alike(place: Place, second: Path, way: str) -> None:
+    command, words = WAYS[way]
+    run = train(place, f"second-{way}", "MODEL_ADAPTER=first", *words, command=command)
+    assert losses(run) == pytest.approx(losses(second), abs=2e-5)
+    for name, one in weights(second / "model").items():
+        assert torch.allclose(one, weights(run / "model")[name].to(one.dtype), atol=2e-5), name
+
+
+FOREIGN = {
+    "rank-pattern": {
+        "r": 4,
+        "target_modules": ["q_proj", "down_proj"],
+        "rank_pattern": {"down_proj": 2},
+        "use_rslora": True,
+    },
+    "expression": {"r": 2, "lora_alpha": 3, "target_modules": r".*layers\.0\.(self_attn|mlp)\.(v|up)_proj"},
+}
+
+
+@pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
+def test_one_step_equals_pefts_own(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of an adapter with settings of others, as `PeftModel.from_pretrained(..., is_trainable=True)` trains it."""
+    folder = foreign(place, tmp_path / "adapter", **settings)
+    words = [
+        f"MODEL_ADAPTER={folder}",
+        "TRAIN_MAX_STEPS=1",
+        "TRAIN_OPTIM=sgd",
+        "TRAIN_MAX_GRAD_NORM=0",
+        "TRAIN_WARMUP_STEPS=0",
+    ]
+    run = train(place, f"foreign-{tmp_path.name}", *words, "TRAIN_GLOBAL_BATCH_SIZE=24", "TRAIN_BATCH_SIZE=8")
+    prepared = json.loads((run / "prepared.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
+    model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
+    rows = load_rows(prepared["train"]["path"])
+    tokens = sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
+    for row in rows:
+        logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(row["labels"][1:]), reduction="sum")
+        (loss / tokens).backward()
+    moved = weights(run / "model")
+    trained = {name.replace(".default", ""): one for name, one in model.named_parameters() if one.requires_grad}
+    assert moved.keys() == trained.keys()
+    for name, one in trained.items():
+        assert torch.allclose(moved[name], one - 0.01 * one.grad, atol=1e-6), name
+        assert one.grad.abs().max() > 1e-3, name
+
+
+def load_rows(folder: str) -> list[dict[str, Any]]:
+    from sft_play.data.store import Rows
+
+    rows = Rows(folder, ("input_ids", "labels", "row"))
+    return [{name: [int(one) for one in rows[i][name]] for name in ("input_ids", "labels")} for i in range(len(rows))]
+
+
+def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Place, second: Path) -> None:
+    run = train(place, "merged", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge", "TUNING_LORA_R=2")
+    assert losses(run)[0] == pytest.approx(losses(second)[0], abs=1e-5)
+    assert next(iter(weights(run / "model").values())).shape[0] == 2
+    scores = place.scores("RUN=merged")["loss"]
+    assert scores == pytest.approx(losses(run)[-1], abs=1e-6)
+    done = place.run("merge", "RUN=merged")
+    assert done.returncode == 0, done.stderr
+    assert place.scores(f"MODEL={run}/merged", f"DATA={place.folder}/held.jsonl")["loss"] == pytest.approx(
+        scores, abs=1e-5
+    )
+    place.call("push", "RUN=merged", "REPO=me/x").refused(2, "make merge RUN=merged")
+    full = train(place, "full", "MODEL_NAME=merged", "TUNING_MODE=full", "TRAIN_LEARNING_RATE=1e-4")
+    again = train(
+        place,
+        "again",
+        "MODEL_NAME=full",
+        "TUNING_MODE=full",
+        "TRAIN_MAX_STEPS=1",
+        "TRAIN_LEARNING_RATE=0",
+        "TRAIN_EVAL_ON_START=true",
+    )
+    assert losses(again)[0] == pytest.approx(losses(full)[-1], abs=1e-6)
+
+
+def test_a_second_training_is_resumed_to_the_bit(place: Place, second: Path) -> None:
+    words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
+    run = train(place, "stopped", *words)
+    for gone in (run / "model", run / "checkpoints/step-000004"):
+        shutil.rmtree(gone)
+    done = place.run("resume", "RUN=stopped")
+    assert done.returncode == 0, done.stderr
+    for name, one in weights(second / "model").items():
+        assert torch.equal(one, weights(run / "model")[name]), name
+
+
+def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
+    def refused(code: int, *said: str, words: list[str]) -> None:
+        place.call("train", f"CONFIG={place.config}", "RUN_NAME=none", *words).refused(code, *said)
+        assert not (place.folder / "runs/none").exists()
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(place.folder / "runs/first/model", tmp_path / name))
+
+    refused(2, "`tuning.lora.r` is `8`", "has `4`", "merge", words=["MODEL_ADAPTER=first", "TUNING_LORA_R=8"])
+    refused(2, "`tuning.mode` is `full`", "train on", words=["MODEL_ADAPTER=first", "TUNING_MODE=full"])
+    refused(2, "neither a run nor a folder", words=["MODEL_ADAPTER=frist"])
+    refused(2, "holds an adapter", "MODEL_ADAPTER=first", words=["MODEL_NAME=first"])
+    refused(2, "a whole model", words=[f"MODEL_ADAPTER={place.folder}/model"])
+    missing, pickled = copy("missing"), copy("pickled")
+    (missing / "adapter_model.safetensors").unlink()
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    refused(2, "lacks `adapter_model.safetensors`", words=[f"MODEL_ADAPTER={missing}"])
+    refused(2, "`adapter_model.bin` is not read, only safetensors", words=[f"MODEL_ADAPTER={pickled}"])
+    other = build_tiny_llama(tmp_path / "other", seed=5)
+    refused(5, "was trained over", words=["MODEL_ADAPTER=first", f"MODEL_NAME={other}"])
+    larger = foreign(place, tmp_path / "larger", target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    tensors = weights(larger)
+    name = next(name for name in tensors if "embed_tokens" in name)
+    from safetensors.torch import save_file
+
+    save_file(tensors | {name: torch.cat([tensors[name], tensors[name][:2]])}, larger / "adapter_model.safetensors")
+    refused(5, "does not fit", "embed_tokens", words=[f"MODEL_ADAPTER={larger}"])
+
+
+SHAPED = {
+    "dora": ["TUNING_LORA_VARIANT=dora"],
+    "pissa": ["TUNING_LORA_INIT=pissa"],
+    "embedding": ["TUNING_LORA_MODULES_TO_SAVE=[embed_tokens]"],
+    "plus": ["TUNING_LORA_PLUS_RATIO=4"],
+}
+SPREAD = [("dora", "fsdp2"), ("pissa", "fsdp2"), ("embedding", "zero3"), ("plus", "zero2")]
+SPREAD_TOO = [
+    ("dora", "zero3"),
+    ("dora", "zero2"),
+    ("pissa", "zero2"),
+    ("embedding", "fsdp2"),
+    ("plus", "zero3"),
+    ("plus", "fsdp2"),
+    ("pissa", "tensor"),
+]
+
+
+@pytest.fixture(scope="module")
+def shaped(place: Place) -> dict[str, Path]:
+    return {name: train(place, name, *words) for name, words in SHAPED.items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"), [*SPREAD, *(pytest.param(*pair, marks=pytest.mark.long) for pair in SPREAD_TOO)]
+)
+def test_a_shape_trains_alike_under_every_strategy(place: Place, shaped: dict[str, Path], shape: str, way: str) -> None:
+    command, words = WAYS[way]
+    run = train(place, f"{shape}-{way}", *SHAPED[shape], *words, command=command)
+    assert losses(run) == pytest.approx(losses(shaped[shape]), abs=5e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPED)
+def test_a_shape_is_resumed_merged_and_trained_on(place: Place, shaped: dict[str, Path], shape: str) -> None:
+    run, name = shaped[shape], f"{shape}-copy"
+    scores = place.scores(f"RUN={shape}")["loss"]
+    assert scores == pytest.approx(losses(run)[-1], abs=2e-6)
+    copy = train(place, name, *SHAPED[shape], "TRAIN_SAVE_STEPS=2")
+    for gone in (copy / "model", copy / "checkpoints/step-000004"):
+        shutil.rmtree(gone)
+    done = place.run("resume", f"RUN={name}")
+    assert done.returncode == 0, done.stderr
+    assert all(torch.equal(one, weights(copy / "model")[name]) for name, one in weights(run / "model").items())
+    done = place.run("merge", f"RUN={shape}")
+    assert done.returncode == 0, done.stderr
+    assert losses(train(place, f"{shape}-on", f"MODEL_ADAPTER={shape}", "TRAIN_MAX_STEPS=1"))[0] == pytest.approx(
+        scores, abs=2e-6
+    )
