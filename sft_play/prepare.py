@@ -33,7 +33,7 @@ from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
 from sft_play.runs.adapters import parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, day_of, remember
 from sft_play.text import tell
 
 
@@ -135,6 +135,10 @@ def prepare(
             from sft_play.model.use import merged_base
 
             model = with_chat(merged_base(config, model, adapter), chat)
+    if config.data.new_tokens:
+        from sft_play.model.use import with_new_tokens
+
+        model = with_chat(with_new_tokens(config, model), chat)
     tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
@@ -152,8 +156,32 @@ def prepare(
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     prepared = replace(made, adapter=adapter)
+    if config.data.new_tokens and prepared.train:
+        _count_new_tokens(config, _tokenizer(model, trust=trust), prepared.train)
     remember(config, prepared)
     return prepared, manifests
+
+
+def _count_new_tokens(config: Config, tokenizer: Any, train: PreparedSplit) -> None:
+    """Say how often each of `data.new_tokens` is in the training rows. Raise `DataError` for one that the template
+    splits.
+    """
+    from sft_play.data.store import Rows
+    from sft_play.model.tokenizer import write_chat
+
+    counts = Rows(train.path).count_tokens()
+    for token in config.data.new_tokens:
+        number = tokenizer.convert_tokens_to_ids(token)
+        text = write_chat(tokenizer, [{"role": "user", "content": token}, {"role": "assistant", "content": token}])
+        if tokenizer(text, add_special_tokens=False)["input_ids"].count(number) < 2:
+            raise DataError(
+                f"`data.new_tokens` names `{token}`, which the chat template or the tokenizer splits",
+                hint="take one without blanks at its ends, and that no other token begins or ends with",
+            )
+        uses = counts.get(number, 0)
+        tell(
+            f"new token `{token}`: {uses:,} uses" if uses else f"warning: the new token `{token}` is in no training row"
+        )
 
 
 def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:

@@ -143,6 +143,22 @@ def adapters(config: Config) -> Iterator[Conflict]:
         yield Conflict("tuning.lora.init", ", which needs even ranks", "TUNING_LORA_R=16")
 
 
+def new_tokens(config: Config) -> Iterator[Conflict]:
+    """What tokens that the vocabulary lacks go with."""
+    tokens, embeddings = config.data.new_tokens, config.tuning.lora.embeddings
+    if twice := next((token for token, count in Counter(tokens).items() if count > 1 or not token.strip()), None):
+        yield Conflict("data.new_tokens", f", and `{twice}` is there twice, or blank", "name each token once")
+    if embeddings == "new" and not tokens:
+        yield Conflict("tuning.lora.embeddings", ", but there are no `data.new_tokens`", "`all` trains every row")
+    if tokens and config.model.init == "random":
+        yield Conflict("data.new_tokens", ", but `model.init` is `random`", "put them into the tokenizer")
+    trained = config.tuning.mode != "full" and (tokens or embeddings == "all") and embeddings != "none"
+    if trained and config.tuning.backend == "unsloth":
+        yield Conflict("tuning.backend", ", which trains no embeddings here", "`tuning.backend: bnb`")
+    if trained and config.launch.tensor_parallel > 1:
+        yield Conflict("launch.tensor_parallel", ", but rows of the embedding are trained", "omit one of the two")
+
+
 def _shape(config: Config) -> Iterator[Conflict]:
     """Numbers that do not go together."""
     model = config.model
@@ -252,7 +268,7 @@ def weights(config: Config) -> Iterator[Conflict]:
         )
 
 
-RULES = (pretrained, from_scratch, adapter, adapters, both, task, entries, weights)
+RULES = (pretrained, from_scratch, adapter, adapters, new_tokens, both, task, entries, weights)
 
 
 # `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax.

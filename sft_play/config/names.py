@@ -50,6 +50,7 @@ ELSEWHERE: Mapping[str, str] = {
     "tuning.lora.plus_ratio": "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
     "tuning.lora.bias": "lora_bias",
+    "data.new_tokens": "add_tokens add_special_tokens new_special_tokens additional_tokens special_tokens tokens",
     "data.train_path": "dataset_name dataset_path train_file train_data data_path train_dataset datasets dataset data.path "
     "data.train data.file",
     "data.val_path": "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval data.validation_path",

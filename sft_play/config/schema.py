@@ -82,6 +82,8 @@ class LoraSettings:
     """Alphas of modules that differ."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained as a whole, such as `embed_tokens`; the adapter's files hold them."""
+    embeddings: Auto | Literal["none", "new", "all"] = "auto"
+    """Rows of embedding and head that are trained; `auto`: `new` with `data.new_tokens`, else `none`."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """Trained biases: of the modules with an adapter, or all."""
 
@@ -180,6 +182,8 @@ class DataConfig:
     """System turn for conversations without one."""
     style: StyleConfig = field(default_factory=StyleConfig)
     """Text around every turn."""
+    new_tokens: list[str] = field(default_factory=list)
+    """[Tokens to add](models.md#new-tokens) to the vocabulary: `["<tool>"]`."""
     num_proc: Annotated[int, Range(minimum=1, maximum=1024)] | Auto = "auto"
     """Preparing processes; `auto`: one per core."""
     sync: Literal["rsync", "shared"] = "rsync"

@@ -437,6 +437,11 @@ class Rows:
                 return next((token, source) for row, source in rows for token in row or () if token >= number)
         return None
 
+    def count_tokens(self) -> dict[int, int]:
+        """Return how often each token stands in all rows."""
+        found = pc.value_counts(pc.list_flatten(self._table.column("input_ids"))).to_pylist()
+        return {int(one["values"]): int(one["counts"]) for one in found}
+
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""
         return [self[key] for key in keys]

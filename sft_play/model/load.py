@@ -69,7 +69,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
             said = f"multimodal model: `{prefix}` and the head are tuned"
             tell(f"{said}; {frozen:,} parameters of vision tower and projector are frozen")
     else:
-        model = _adapted(model, config, plan, prepared)
+        model = _adapted(model, config, plan, prepared, tokenizer)
     if plan.stages:
         freeze_others(model)
     if plan.loss_chunk:
@@ -79,7 +79,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     return model, tokenizer
 
 
-def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared) -> Any:
+def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared, tokenizer: Any) -> Any:
     """Return the frozen model with the adapters that are trained."""
     model.requires_grad_(False)
     # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
@@ -89,7 +89,8 @@ def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared) -> Any:
         if parent := continued(config, prepared):
             model = lora.continue_adapter(model, parent, prepared.model, config.tuning.lora.dropout, dtype)
         else:
-            model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, dtype)
+            tokens = tokenizer.convert_tokens_to_ids(list(config.data.new_tokens))
+            model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, dtype, tokens)
         if plan.stages:
             keep_outline(model)
     if plan.precision != "fp32" and not plan.strategy.startswith("zero"):

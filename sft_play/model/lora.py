@@ -28,7 +28,7 @@ from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
 from sft_play.files import read_json, write_json
 from sft_play.plan.shape import READ_BY_KERNELS, READ_DIRECTLY, ROUTER, ROUTES
-from sft_play.runs.adapters import ADAPTER_WEIGHTS, CONFIG, MUTATING, peft_settings
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, CONFIG, MUTATING, embeddings_of, peft_settings
 from sft_play.runs.prepared import ResolvedModel
 
 
@@ -346,16 +346,17 @@ def _as_trained(adapted: Any, base: ResolvedModel, dtype: torch.dtype) -> Any:
 
 
 def add_adapters(
-    model: nn.Module, settings: LoraSettings, base: ResolvedModel, dtype: torch.dtype
+    model: Any, settings: LoraSettings, base: ResolvedModel, dtype: torch.dtype, new_tokens: Sequence[int] = ()
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the model with fresh adapters whose weights are of `dtype`, and notes for the user.
 
     The base is frozen. Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
     targets = find_targets(model, settings.target_modules)
+    shape = peft_settings(settings)
     config = LoraConfig(
-        **peft_settings(settings),
-        ensure_weight_tying=bool(settings.modules_to_save) and _is_tied(model),
+        **(shape | _trained_rows(model, embeddings_of(settings, len(new_tokens)), shape, new_tokens)),
+        ensure_weight_tying=(bool(settings.modules_to_save) or settings.embeddings == "all") and _is_tied(model),
         target_modules=_pattern(model, targets.modules) if targets.modules else [],
         target_parameters=_parameter_ends(model, targets.parameters) or None,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets.modules),
@@ -377,6 +378,15 @@ def add_adapters(
     if settings.init in MUTATING:
         trained.initial_adapters = {name: one.detach().cpu().clone() for name, one in _pairs(trained)}
     return trained, targets.notes
+
+
+def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:
+    """Return what PEFT is told of the rows of embedding and head that are trained."""
+    ends = [model.get_input_embeddings(), *([] if _is_tied(model) else [model.get_output_embeddings()])]
+    names = [_leaf(name) for name, module in model.named_modules() if any(module is end for end in ends)]
+    if rows == "all":
+        return {"modules_to_save": list(dict.fromkeys([*(shape["modules_to_save"] or ()), *names]))}
+    return {"trainable_token_indices": {name: list(new_tokens) for name in names}} if rows == "new" else {}
 
 
 def _is_tied(model: Any) -> bool:

@@ -7,20 +7,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import AddedToken
 
 from sft_play.config.load import load_config, read_config
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, HardwareError, UserError
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import (
     current_umask,
     file_sha256,
@@ -58,7 +61,7 @@ from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.ranks import devices_for
 from sft_play.plan.shape import VARLEN
-from sft_play.runs.adapters import MERGED
+from sft_play.runs.adapters import MADE
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.manifest import is_state_file
@@ -179,11 +182,11 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     kept, source = Path(prepared.model.path), prepared.model.source
     if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
         return prepared.model
-    if source == MERGED:
+    if source == MADE:
         raise CheckpointError(
-            "the base, into which an adapter was merged, is gone from the cache",
+            "the base, which the preparation made, is gone from the cache",
             place=str(kept),
-            hint="`make data RUN=` makes it again from its base and `model.adapter`",
+            hint="`make data RUN=` makes it again",
         )
     if source == "embedded":  # also when the hub can be reached by now: its files are not rounded to 4 bits
         return replace(prepared.model, path=str(embedded_folder()))
@@ -372,9 +375,49 @@ def merged_base(config: Config, base: ResolvedModel, adapter: ParentAdapter) -> 
         tokenizer = load_tokenizer(base.path, trust=config.model.trust_remote_code)
         _merge_and_compare(config, Path(base.path), Path(adapter.path), tokenizer, target)
 
-    name = text_sha256(f"{base.fingerprint} {adapter.fingerprint}")[:24]
-    folder = make_once(cache_folder() / "models" / f"{MERGED}-{name}", "config.json", make)
-    return replace(describe(str(folder), folder, MERGED, None), fingerprint=text_sha256(name))
+    return _made("merged", f"{base.fingerprint} {adapter.fingerprint}", make)
+
+
+def _made(what: str, parts: str, make: Callable[[Path], None]) -> ResolvedModel:
+    name = text_sha256(parts)
+    folder = make_once(cache_folder() / "models" / f"{what}-{name[:24]}", "config.json", make)
+    return replace(describe(str(folder), folder, MADE, None), fingerprint=name)
+
+
+def with_new_tokens(config: Config, base: ResolvedModel) -> ResolvedModel:
+    """Return the base with rows for `data.new_tokens`, a folder of the cache: each starts at the mean of the pieces that
+    the token was, and a vocabulary padded to a multiple stays so. Raise `DataError` for a token that is there already.
+    """
+    tokens, folder = list(config.data.new_tokens), Path(base.path)
+    tokenizer = load_tokenizer(folder, trust=config.model.trust_remote_code)
+    if known := next((token for token in tokens if token in tokenizer.get_vocab()), None):
+        raise DataError(
+            f"`data.new_tokens` names `{known}`, which the vocabulary of `{base.name}` has",
+            hint="leave it out: it is one token",
+        )
+    if existing := quantisation_of(folder):
+        raise DataError(
+            f"`data.new_tokens` needs plain embeddings, and the base comes quantised ({quantisation_name(existing)})",
+            hint="take the unquantised model; `tuning.mode: qlora` quantises it",
+        )
+
+    def make(target: Path) -> None:
+        target.mkdir()
+        dtype = stored_dtype(folder)
+        model = read_model(folder, config.model, dtype=getattr(torch, dtype))
+        pieces = {token: tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens}
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > rows:
+            model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=math.gcd(rows, 128), mean_resizing=False)
+        ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+        tables = {id(part): part.data for end in ends for part in end.parameters()}
+        for table in tables.values():
+            for token, before in pieces.items():
+                table[tokenizer.convert_tokens_to_ids(token)] = table[before].float().mean(0).to(table.dtype)
+        _save(model, tokenizer, target, dtype)
+
+    return _made("tokens", f"{base.fingerprint} {json.dumps(tokens)}", make)
 
 
 def _merge_and_compare(

@@ -65,7 +65,7 @@ def trainable_parameters(config: Config, shape: ModelShape) -> int:
     """Return how many weights are trained."""
     if config.tuning.mode == "full":
         return shape.parameters - shape.vision_parameters
-    return shape.adapter_parameters(config.tuning.lora)
+    return shape.adapter_parameters(config.tuning.lora, len(config.data.new_tokens))
 
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import UserError
+from sft_play.runs.adapters import embeddings_of
 
 ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
 """Layers that decide which experts a token passes, or how much of the shared one."""
@@ -268,12 +269,14 @@ class ModelShape:
             found += [replace(one, count=min(one.count, alone))] if meant else []
         return found
 
-    def adapter_parameters(self, lora: LoraSettings) -> int:
+    def adapter_parameters(self, lora: LoraSettings, new_tokens: int = 0) -> int:
         """Return the parameters of adapters, of the modules and of the biases that are trained with them."""
         targets = self.adapter_targets(lora.target_modules)
         found = sum(one.count * one.rank(lora) * (one.inputs + one.outputs) for one in targets)
         if lora.variant == "dora":
             found += sum(one.count * one.outputs for one in targets)
+        rows = {"none": 0, "new": new_tokens, "all": self.vocab_size}[embeddings_of(lora, new_tokens)]
+        found += rows * self.hidden_size * (1 if self.tied else 2)
         saved = [one for one in self.matrices if any(one.is_called(name) for name in lora.modules_to_save)]
         found += sum(one.parameters for one in saved)
         if lora.bias != "none" and self.qkv_bias:
@@ -501,7 +504,7 @@ def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:
     found = shape.adapter_targets(lora.target_modules)
     names = ", ".join(dict.fromkeys(one.typed for one in found))
     frozen = dict.fromkeys(one.typed for one in shape.matrices if one.kind == "experts" and one not in found)
-    text = f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora):,} parameters"
+    text = f"adapters of rank {lora.r} on {names}: {shape.adapter_parameters(lora, len(config.data.new_tokens)):,} parameters"
     text += "; DoRA runs as PEFT's own layers, which no kernel fuses" if lora.variant == "dora" else ""
     return {"adapters": text + (f"; {', '.join(frozen)} stay frozen" if frozen else "")}
 

@@ -477,6 +477,7 @@ class Case:
     """`nf4`, `int8`, or `none`."""
     lora: dict[str, Any]
     """`tuning.lora`."""
+    new_tokens: int
     weights_dtype: str
     adapter_dtype: str
     precision: str
@@ -529,6 +530,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         quantization=tuning.quantization if tuning.mode == "qlora" or quantized else "none",
         nf4_experts=not quantized and quantises_experts(tuning, setup.strategy),
         lora=asdict(replace(lora, init="default")),
+        new_tokens=len(config.data.new_tokens),
         weights_dtype=base,
         adapter_dtype=computed if sharding else adapter,
         precision=setup.precision,

@@ -31,7 +31,7 @@ from sft_play.plan.network import (
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, Setup, Strategy, command_of
 from sft_play.plan.ranks import visible_variable
 from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan
-from sft_play.runs.adapters import MUTATING
+from sft_play.runs.adapters import MUTATING, embeddings_of
 
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloading may take."""
@@ -91,7 +91,7 @@ def _check(request: Request, chosen: str) -> None:
         and not has_bitsandbytes()
     ):
         raise HardwareError("`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing")
-    if conflict := conflict_for(config.tuning, chosen):
+    if conflict := conflict_for(config.tuning, chosen, len(config.data.new_tokens)):
         raise UserError(conflict)
     if tensor > 1 and chosen.startswith("zero"):
         raise UserError(
@@ -221,7 +221,7 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
     """Return a plan under FSDP2, what it lacks, or `None` where it is refused for another reason."""
-    if conflict_for(request.config.tuning, "fsdp2"):
+    if conflict_for(request.config.tuning, "fsdp2", len(request.config.data.new_tokens)):
         return None
     try:
         return decide(replace(request, launch=replace(request.launch, command_strategy="fsdp2")))
@@ -327,7 +327,7 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
-def conflict_for(tuning: TuningConfig, strategy: str) -> str | None:
+def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> str | None:
     """Return why this backend or quantisation cannot go with a strategy of the plan, or `None` when it can.
 
     `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. Reasons were measured with the pinned versions:
@@ -347,6 +347,9 @@ def conflict_for(tuning: TuningConfig, strategy: str) -> str | None:
         )
     if shape.modules_to_save and strategy == "pipeline":
         return "`tuning.lora.modules_to_save` and `pipeline` do not go together: a stage has no other stage's modules"
+    rows = embeddings_of(shape, new_tokens) if tuning.mode != "full" else "none"
+    if (rows == "new" and strategy in ("zero3", "fsdp2")) or (rows != "none" and strategy == "pipeline"):
+        return f"`{strategy}` shares out the embedding, whose {rows} rows PEFT trains where it is whole. Use `ddp` or `zero2`"
     if backend == "unsloth" and int8:
         return (
             "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for"

@@ -17,7 +17,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import file_sha256, read_object, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
-from sft_play.runs import adapters
+from sft_play.runs.adapters import MADE, MERGED
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
@@ -59,9 +59,9 @@ def push(call: Call) -> int:
     run, weights = _weights(call)
     if call.flag("MERGED"):
         weights = _merged(run, weights)
-    elif kind_of(weights) == "adapter" and Prepared.load(run.prepared).model.source == adapters.MERGED:
+    elif kind_of(weights) == "adapter" and Prepared.load(run.prepared).model.source == MADE:
         raise UserError(
-            "the adapter's base is a merged model that only this machine has",
+            "the adapter's base was made on this machine, and nobody else has it",
             hint=f"make merge RUN={run.typed}, then push all weights: make push RUN={run.typed} REPO={repo} MERGED=1",
         )
     files = {

@@ -22,8 +22,8 @@ from sft_play.runs.stamp import Stamp
 from sft_play.text import as_typed
 
 CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MERGED = "merged"
-"""Folder of `make merge` in a run; source of a base that an adapter was merged into."""
+MERGED, MADE = "merged", "made"
+"""Folder of `make merge` in a run; source of a base that the preparation made: with an adapter merged, or new tokens."""
 Row = tuple[str, Mapping[Any, Any]]
 IN_PEFT: Mapping[str, Row] = {
     "r": ("r", {}),
@@ -44,6 +44,13 @@ CHANGED_FREELY = frozenset({"dropout"})
 """What may differ from the adapter that is trained on: no weight depends on it."""
 MUTATING = ("pissa", "olora")
 """Starts that take the adapter's product out of the base."""
+
+
+def embeddings_of(lora: LoraSettings, new_tokens: int) -> Literal["none", "new", "all"]:
+    """Return which rows of embedding and head are trained."""
+    if lora.embeddings == "auto":
+        return "new" if new_tokens else "none"
+    return lora.embeddings
 
 
 def peft_settings(lora: LoraSettings) -> dict[str, Any]:

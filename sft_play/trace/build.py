@@ -131,7 +131,9 @@ def prepare(case: Case, model: Any) -> nn.Module:
         lora.free_text_part(model)
     else:
         model.requires_grad_(False)
-        model, _ = lora.add_adapters(model, LoraSettings(**case.lora), BASE, dtype_of(case.adapter_dtype))
+        model, _ = lora.add_adapters(
+            model, LoraSettings(**case.lora), BASE, dtype_of(case.adapter_dtype), range(case.new_tokens)
+        )
         if case.autocast:
             lora.leave_casts_to_autocast(model)
         if case.fused_adapters:

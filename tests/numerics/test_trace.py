@@ -37,7 +37,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 256},
 }
 PLAIN = Case(
-    architecture=ARCHITECTURES["llama"], device="cpu", mode="lora", quantization="none", lora={"r": 8},
+    architecture=ARCHITECTURES["llama"], device="cpu", mode="lora", quantization="none", lora={"r": 8}, new_tokens=0,
     weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False, layout="flattened",
     attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0, rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
 )  # fmt: skip
@@ -85,6 +85,7 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
         {"attention": "varlen", "packed": True, "row_tokens": 41, "gradient_checkpointing": True, **AUTOCAST},
         {"lora": {"r": 8, "dropout": 0.1}},
         {"lora": {"r": 8, "variant": "dora"}, "fused_adapters": False},
+        {"new_tokens": 3},
         {"lora": {"r": 8, "modules_to_save": ["embed_tokens"], "rank_pattern": {"q_proj": 2}}},
         {"fused_adapters": False, **BF16},
         {"optim": "adamw_torch"},

@@ -1,0 +1,93 @@
+"""`data.new_tokens` as a user types it: their first rows, training, files read again, merges, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import metrics
+from tests.places import Place
+from tests.tiny_models import build_tiny_llama
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(tmp_path_factory.mktemp("tokens"))
+    build_tiny_llama(place.folder / "model", tie_word_embeddings=request.param == "tied")
+    rows = [{"prompt": f"What is {i}?", "completion": f"<tool>number {i}</tool>"} for i in range(24)]
+    (place.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    place.config.write_text(
+        f"model: {{name: {place.folder}/model, max_seq_len: 128}}\n"
+        f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/rows.jsonl, new_tokens: [<tool>, </tool>, <never>]}}\n"
+        "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.01, predict_with_generate: false}\n"
+    )
+    return place
+
+
+def read(folder: str | Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["TUNING_LORA_EMBEDDINGS=all"], ["TUNING_MODE=full", "TRAIN_LEARNING_RATE=1e-3"]],
+    ids=["new", "all", "full"],
+)
+def test_rows_begin_at_the_mean_and_are_trained_saved_and_merged(
+    place: Place, words: list[str], tmp_path: Path
+) -> None:
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=run", *words)
+    run = place.folder / "runs/run"
+    assert done.returncode == 0, done.stderr
+    assert "new token `<tool>`: 24 uses" in done.stderr and "`<never>` is in no training row" in done.stderr
+    base, old = read(json.loads((run / "prepared.json").read_text())["model"]["path"]), read(place.folder / "model")
+    tokenizer, before = (
+        AutoTokenizer.from_pretrained(run / "model"),
+        AutoTokenizer.from_pretrained(place.folder / "model"),
+    )
+    table, former = base.get_input_embeddings().weight, old.get_input_embeddings().weight
+    assert table.shape[0] == 1152 and former.shape[0] == 1024, "a vocabulary padded to 128 stays so"
+    [number] = tokenizer("<tool>", add_special_tokens=False)["input_ids"]
+    assert torch.allclose(table[number], former[before("<tool>", add_special_tokens=False)["input_ids"]].mean(0))
+    assert torch.equal(table[:1024], former)
+    full = "TUNING_MODE=full" in words
+    model = read(run / "model") if full else PeftModel.from_pretrained(base, run / "model").eval()
+    ids = tokenizer("<tool>number 5</tool>", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        answers = model(input_ids=ids).logits
+    untouched = (
+        base.get_base_model()
+        if hasattr(base, "get_base_model")
+        else read(json.loads((run / "prepared.json").read_text())["model"]["path"])
+    )
+    with torch.no_grad():
+        assert (answers - untouched(input_ids=ids).logits).abs().max() > 1e-3
+    if not full:
+        moved = model.get_input_embeddings().weight[number] - untouched.get_input_embeddings().weight[number]
+        assert moved.abs().max() > 1e-3, "the new row was trained"
+    done = place.run("merge", "RUN=run")
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        assert (read(run / "merged")(input_ids=ids).logits - answers).abs().max() < 1e-6
+    rows = metrics(run, "eval")
+    assert place.scores("RUN=run")["loss"] == pytest.approx(rows[-1]["eval_loss"], abs=2e-6)
+    assert place.run("infer", "RUN=run", "PROMPT=What is 5?").returncode == 0
+    import shutil
+
+    shutil.rmtree(run)
+
+
+def test_what_cannot_be_a_new_token_is_refused(place: Place) -> None:
+    def refused(code: int, *said: str, tokens: str, words: tuple[str, ...] = ()) -> None:
+        place.call("data", f"CONFIG={place.config}", f"DATA_NEW_TOKENS={tokens}", *words).refused(code, *said)
+
+    refused(4, "`<|im_end|>`, which the vocabulary of", tokens='["<|im_end|>"]')
+    refused(4, "splits", tokens='["<|im_end|>x"]')
+    refused(2, "is there twice", tokens='["<a>", "<a>"]')
+    refused(2, "no `data.new_tokens`", tokens="[]", words=("TUNING_LORA_EMBEDDINGS=new",))
