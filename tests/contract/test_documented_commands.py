@@ -17,7 +17,7 @@ from tests.documents import ROOT, DocumentedCommand, documented_commands, docume
 LOOKING = {"config", "plan", "gpu-info", "memory-check", "help"}
 MEASURED = {"trace", "probe"}
 """Sources of a plan that take long: tests/numerics/test_trace_models.py, tests/distributed/test_probe.py."""
-READERS_OWN = re.compile(r"my\.(yaml|json)|your|file\.(yaml|json)|x\.yaml|runs/demo/")
+READERS_OWN = re.compile(r"my\.(yaml|json)|your|file\.(yaml|json)|x\.yaml|runs/demo/|MODEL_ADAPTER=")
 """Files that a reader is to have; the repository has none of them."""
 UNIQUE = list({command.text: command for command in documented_commands()}.values())
 
