@@ -72,7 +72,11 @@ def paths(config: Config) -> Iterator[Conflict]:
     """Names that say nothing, or that no file system takes; nothing is looked for."""
     data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
     named = [
-        ("model.name", "model.name", config.model.name or (None if config.model.init == "random" or config.model.adapter else "")),
+        (
+            "model.name",
+            "model.name",
+            config.model.name or (None if config.model.init == "random" or config.model.adapter else ""),
+        ),
         ("model.adapter", "model.adapter", config.model.adapter),
         ("model.revision", "model.revision", config.model.revision),
         ("model.tokenizer", "model.tokenizer", config.model.tokenizer),

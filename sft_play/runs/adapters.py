@@ -9,7 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from sft_play.config.load import DEFAULT, LoadedConfig
+from sft_play.config.layers import DEFAULT
+from sft_play.config.load import LoadedConfig
 from sft_play.config.reader import misfit
 from sft_play.config.schema import Config, LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
