@@ -64,7 +64,6 @@ from sft_play.plan.shape import VARLEN
 from sft_play.runs.adapters import MADE
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 from sft_play.text import as_typed

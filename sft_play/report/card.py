@@ -28,7 +28,7 @@ from sft_play.text import gib, tell
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-CARD, ADAPTER, MERGED = "README.md", "adapter_config.json", "merged"
+CARD, ADAPTER = "README.md", "adapter_config.json"
 PUSHED = re.compile(
     r"(adapter_model|model)[\w.-]*\.safetensors(\.index\.json)?|[\w.-]+\.(model|jinja)|(vocab|merges)\.txt|(LICEN[CS]E|NOTICE)[\w.-]*"
     r"|(adapter_config|config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config"
