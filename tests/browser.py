@@ -58,7 +58,7 @@ class Browser:
             "result"
         ].get("value")
 
-    def wait(self, expression: str, seconds: float = 30.0) -> Any:
+    def wait(self, expression: str, seconds: float = 240.0) -> Any:
         """Returns the expression's value once it is true; fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (value := self.value(expression)):

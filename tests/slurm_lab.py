@@ -172,7 +172,7 @@ def _start(lab: SlurmLab) -> None:
         done = lab.run(*words, check=False)
         if done.returncode:
             unavailable(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while True:
         said = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
         if said[1::2] == ["idle"] * len(NODES):

@@ -22,6 +22,7 @@ import pytest
 from sft_play.report.page import POINTS, curves_of
 from tests.browser import browser
 from tests.conftest import ROOT, Program
+from tests.waiting import until
 
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
@@ -164,16 +165,20 @@ def served(runs: Path, *words: str, **variables: str) -> Iterator[str]:
 
 
 def asked(url: str, **headers: str) -> tuple[int, str]:
-    deadline = time.monotonic() + 20
-    while True:
+    answers: list[tuple[int, str]] = []
+
+    def answered() -> bool:
         try:
             with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=240) as answer:
-                return answer.status, answer.read().decode()
+                answers.append((answer.status, answer.read().decode()))
         except urllib.error.HTTPError as error:
-            return error.code, ""
+            answers.append((error.code, ""))
         except urllib.error.URLError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+            return False
+        return True
+
+    until(answered)
+    return answers[0]
 
 
 def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -272,15 +272,19 @@ def test_a_text_that_many_rows_share_is_in_memory_a_few_times_at_most(way: str, 
 
 
 def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> None:
-    keys = ", ".join(f'"k{number}": 0' for number in range(60_000))
-    (tmp_path / "a.jsonl").write_text("".join(f'{{{keys}, "k59999": 1}}\n' for _ in range(5)), encoding="utf-8")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    rows = [row for _, row in read_source(DataSource(path=str(tmp_path / "a.jsonl")))]
+    """Against the time of the plain reader, measured beside it: a busy machine slows both."""
+    path, keys = tmp_path / "a.jsonl", ", ".join(f'"k{number}": 0' for number in range(60_000))
+    path.write_text("".join(f'{{{keys}, "k59999": 1}}\n' for _ in range(5)), encoding="utf-8")
+    begun = time.process_time()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        json.loads(line, object_pairs_hook=dict)
+    plain, begun = time.process_time() - begun, time.process_time()
+    rows = [row for _, row in read_source(DataSource(path=str(path)))]
+    assert time.process_time() - begun < 20 * plain
     assert (
         all(isinstance(row, DataError) and "`k59999` is there more than once" in row.message for row in rows)
         and len(rows) == 5
     )
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64])
