@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
-from sft_play.launch.environment import extensions_folder
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import cpu_only, ram_bytes
-from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
+from sft_play.runs.folder import accelerate_default, cache_folder, extensions_folder, is_offline, runs_folder
 from sft_play.runs.origin import has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
 

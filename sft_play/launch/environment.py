@@ -16,7 +16,6 @@ import re
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +23,11 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import HardwareError, UserError, mask
-from sft_play.files import text_sha256
 from sft_play.launch.process import signals_to_hear
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.ranks import visible_names
+from sft_play.runs.folder import extensions_folder
 
 VARIABLE = "MASTER_KEY"
 LEAST = 16
@@ -208,15 +207,6 @@ def ranks_of(plan: Plan, node: Node) -> range:
     """Return the ranks that a node runs."""
     first = sum(plan.ranks_by_node[: node.rank])
     return range(first, first + plan.ranks_by_node[node.rank])
-
-
-def extensions_folder() -> Path:
-    """Return where torch keeps the extensions that it compiles: each environment has its own, or the build of one clone
-    would replace what the ranks of another are about to load.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    environment = text_sha256(sys.prefix)[:12]
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions" / f"sft_play-{environment}")
 
 
 def worker_environment(
