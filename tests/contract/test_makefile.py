@@ -61,8 +61,12 @@ def test_documents_name_only_targets_that_exist(document) -> None:
     assert named <= makefile_targets()
 
 
-def make(*words: str, before: Callable[[], object] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs make in the repository, where all is installed; `before` is called in its process."""
+def make(
+    *words: str, before: Callable[[], object] = lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+) -> subprocess.CompletedProcess[str]:
+    """Runs make in the repository, where all is installed; `before` is called in its process. What a shell starts in the
+    background would ignore SIGQUIT.
+    """
     installed = ["-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench"]
     return subprocess.run(
         ["make", *installed, *words],
