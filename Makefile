@@ -103,12 +103,12 @@ $(VENV)/.bench: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(pytest) $(call quoted,TESTS) -m "not long and not gpu and not quiet"
 
-# With the oldest libraries that pyproject.toml promises.
+# With the oldest libraries that pyproject.toml promises: what reads, loads, plans, trains, saves and traces by them.
+override oldest := tests/unit $(addprefix tests/contract/test_,data_command.py inspect.py plan_command.py plan_families.py presets.py source_refusals.py \
+	unsloth.py) $(addprefix tests/numerics/test_,layouts.py loss.py model_load.py states.py trace.py varlen_training.py) \
+	$(addprefix tests/distributed/test_,resume.py training_equivalence.py)
 test-oldest: $(VENV)/.oldest
-	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not slow and not pinned" \
-		tests/unit tests/contract tests/numerics/test_loss.py tests/numerics/test_layouts.py tests/numerics/test_varlen_training.py \
-		tests/numerics/test_model_load.py tests/numerics/test_states.py tests/distributed/test_quickstart.py tests/distributed/test_resume.py \
-		tests/distributed/test_training_strategies.py
+	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not pinned" $(oldest)
 
 check: $(VENV)/.dev
 	@$(bin)/ruff check .
