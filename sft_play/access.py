@@ -117,12 +117,12 @@ class Guard:
             await _answer(send, *refused, challenge=b'Basic realm="SFT-Play"' if self._as_password else b"Bearer")
 
     def _refusal(self, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
-        def named(wanted: bytes) -> list[bytes]:
-            return [value for name, value in headers if name == wanted]
+        def named(key: bytes) -> list[bytes]:
+            return [value for name, value in headers if name == key]
 
         if self._digest is not None:
-            given = named(b"authorization")
-            scheme, _, token = given[0].strip().partition(b" ") if len(given) == 1 else (b"", b"", b"")
+            credentials = named(b"authorization")
+            scheme, _, token = credentials[0].strip().partition(b" ") if len(credentials) == 1 else (b"", b"", b"")
             if self._as_password and scheme.lower() == b"basic":
                 scheme, token = b"bearer", _password(token)
             # Of digests, so that neither the time nor the length tells how much was right.
@@ -144,10 +144,10 @@ def _hostname(url: str) -> str | None:
         return None
 
 
-def _password(given: bytes) -> bytes:
+def _password(encoded: bytes) -> bytes:
     """Return the password of `Authorization: Basic ...`; nothing where there is none."""
     try:
-        return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        return base64.b64decode(encoded.strip(), validate=True).partition(b":")[2]
     except ValueError:
         return b""
 

@@ -61,7 +61,8 @@ LIBRARIES = (
 
 GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
-    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+"
+    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
+    r"|TORCHELASTIC_\w+|ACCELERATE_\w+"
 )
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = GIB
@@ -93,7 +94,7 @@ def report(model: str | None = None, *, as_json: bool) -> int:
         partial(token, model),
     ]
     findings = sorted(
-        (finding for check in checks for finding in check()), key=lambda one: SEVERITIES.index(one.severity)
+        (finding for check in checks for finding in check()), key=lambda entry: SEVERITIES.index(entry.severity)
     )
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
     if as_json:
@@ -131,8 +132,8 @@ def machine() -> dict[str, Any]:
         "versions": dict(versions()),
         "driver": hardware.driver,
         "gpus": [
-            {"name": one.name, "memory_bytes": one.memory_bytes, "free_bytes": one.free_bytes}
-            for one in hardware.devices
+            {"name": device.name, "memory_bytes": device.memory_bytes, "free_bytes": device.free_bytes}
+            for device in hardware.devices
             if hardware.kind == "cuda"
         ],
         "interfaces": [name for _, name in socket.if_nameindex()],

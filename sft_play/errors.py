@@ -16,9 +16,11 @@ from collections.abc import Iterator, Sequence
 
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:"
-    r"(hf_|api_org_|gh[pousr]_|sk-)[A-Za-z0-9]{16}|(sk-(?:proj|ant|svcacct|admin|or)-|github_pat_|glpat-)[A-Za-z0-9_-]{16}"
+    r"(hf_|api_org_|gh[pousr]_|sk-)[A-Za-z0-9]{16}"
+    r"|(sk-(?:proj|ant|svcacct|admin|or)-|github_pat_|glpat-)[A-Za-z0-9_-]{16}"
     r"|(xox[abeprs]-)[A-Za-z0-9-]{10}|(AKIA|ASIA)[A-Z0-9]{16}"
-    r"|(https://(?:hooks\.slack(?:-gov)?\.com|(?:[\w-]+\.)?discord(?:app)?\.com/api|[\w.-]+\.webhook\.office\.com)/)[\w/@.~-]{16,}"
+    r"|(https://(?:hooks\.slack(?:-gov)?\.com|(?:[\w-]+\.)?discord(?:app)?\.com/api|[\w.-]+\.webhook\.office\.com)/)"
+    r"[\w/@.~-]{16,}"
     r")(?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-]))*"
 )
 """Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, and webhooks, by how they begin,
@@ -37,7 +39,8 @@ SECRET = re.compile(
 )
 """Names of what must never be in a file or on a command line."""
 SECRET_VARIABLE = re.compile(
-    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
+    r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)"
+    r"|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
     re.IGNORECASE,
 )
 """What is in the names of environment variables whose values are never shown, nor taken into a configuration."""
@@ -57,7 +60,7 @@ HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
 
 def without_tokens(text: str) -> str:
     """Return `text` with each token that it holds cut down to its first letters."""
-    return NAMED.sub(r"\1...", TOKEN.sub(lambda found: f"{next(filter(None, found.groups()))}...", text))
+    return NAMED.sub(r"\1...", TOKEN.sub(lambda match: f"{next(filter(None, match.groups()))}...", text))
 
 
 def mask(name: str, value: str) -> str:
@@ -73,8 +76,8 @@ def without_secret(origin: str, name: str) -> str:
     """Return an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a
     secret.
     """
-    head, given, _ = origin.partition("=")
-    return f"{head}=..." if given and SECRET.fullmatch(name) else origin
+    head, equals, _ = origin.partition("=")
+    return f"{head}=..." if equals and SECRET.fullmatch(name) else origin
 
 
 class UserError(Exception):
@@ -134,9 +137,9 @@ class Problems(UserError):
 
     def render(self) -> str:
         """Return the first problems, and how many more there are."""
-        left = len(self.problems) - MOST_PROBLEMS
-        more = f"\n\n... and {left} more errors" if left > 0 else ""
-        return "\n\n".join(p.render() for p in self.problems[:MOST_PROBLEMS]) + more
+        hidden = len(self.problems) - MOST_PROBLEMS
+        rest = f"\n\n... and {hidden} more errors" if hidden > 0 else ""
+        return "\n\n".join(p.render() for p in self.problems[:MOST_PROBLEMS]) + rest
 
 
 def first_line(error: BaseException) -> str:

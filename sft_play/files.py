@@ -89,12 +89,12 @@ def _checked(path: Path, flags: int, *, alone: bool = False) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise OSError(errno.EINVAL, "it is a link", str(path)) from None
-    found = os.fstat(descriptor)
+    status = os.fstat(descriptor)
     wrong = (
         "it is not a plain file"
-        if not stat.S_ISREG(found.st_mode)
+        if not stat.S_ISREG(status.st_mode)
         else "it is a hard link"
-        if found.st_nlink > 1 and alone
+        if status.st_nlink > 1 and alone
         else ""
     )
     if wrong:
@@ -105,8 +105,8 @@ def _checked(path: Path, flags: int, *, alone: bool = False) -> int:
 
 def remove_half_written(path: Path) -> None:
     """Remove what writers of `path` left beside it that were killed. Nobody may be writing it."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):
-        left.unlink(missing_ok=True)
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -132,8 +132,8 @@ def read_json(path: Path, *, follow: bool = True) -> Any:
 def read_object(path: Path, *, follow: bool = False) -> dict[str, Any]:
     """Return the JSON object of `path`; an empty one where the file is torn, missing, a link or something else."""
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(path, follow=follow)
-        return found if isinstance(found, dict) else {}
+        content = read_json(path, follow=follow)
+        return content if isinstance(content, dict) else {}
     return {}
 
 
@@ -143,9 +143,9 @@ def is_deep(value: Any, most: int = DEEPEST) -> bool:
     for _ in range(most):
         level = [
             inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            if isinstance(container, (dict, list))
+            for inner in (container.values() if isinstance(container, dict) else container)
             if isinstance(inner, (dict, list))
         ]
         if not level:
@@ -313,10 +313,10 @@ def free_bytes(folder: Path) -> int:
     """Return the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any
     more.
     """
-    found = os.statvfs(folder)
-    if found.f_files and not found.f_favail:
+    status = os.statvfs(folder)
+    if status.f_files and not status.f_favail:
         return 0
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def is_full(folder: Path) -> bool:

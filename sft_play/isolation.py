@@ -15,7 +15,7 @@ from pathlib import Path
 
 def _is_found_elsewhere(path: list[str]) -> bool:
     """Whether this very package is found by a `sys.path`, or is installed as editable."""
-    here, kept = Path(__file__).with_name("__init__.py"), sys.path
+    here, path_before = Path(__file__).with_name("__init__.py"), sys.path
     sys.path = path
     try:
         for finder in sys.meta_path:
@@ -23,7 +23,7 @@ def _is_found_elsewhere(path: list[str]) -> bool:
                 if (spec := finder.find_spec("sft_play", None)) and spec.origin:
                     return Path(spec.origin).resolve() == here.resolve()
     finally:
-        sys.path = kept
+        sys.path = path_before
     return False
 
 
@@ -31,9 +31,9 @@ def leave_working_folder() -> None:
     """Take the working folder out of where modules are looked for."""
     folder = str(Path.cwd())
     by_module = not sys.flags.safe_path and sys.path[:1] in ([""], [folder])
-    kept = sys.path[1:] if by_module else sys.path
-    if _is_found_elsewhere(kept):
-        sys.path[:] = kept
+    search_path = sys.path[1:] if by_module else sys.path
+    if _is_found_elsewhere(search_path):
+        sys.path[:] = search_path
         os.environ["PYTHONSAFEPATH"] = "1"
 
 

@@ -65,12 +65,12 @@ def data(call: Call) -> int:
     for line in mixture.describe() if mixture else []:
         tell(f"mixture: {line}")
     if call.json:
-        found = {
+        contents = {
             "model": asdict(prepared.model),
             "train": manifests["train"],
             "validation": manifests.get("validation"),
         }
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(contents, indent=2, ensure_ascii=False))
     else:
         print("\n".join(f"{name}: {manifest['split']['path']}" for name, manifest in manifests.items()))
     return 0
@@ -202,10 +202,10 @@ def _offline_when_unreachable(config: Config) -> None:
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
-    wanted = any(not Path(name).expanduser().is_dir() for name in names)
+    needs_hub = any(not Path(name).expanduser().is_dir() for name in names)
     with suppress(DataError):  # what is nothing is refused where it is read, unless it was prepared when it was there
-        wanted = wanted or any(is_hub(source) for source in sources)
-    if wanted:
+        needs_hub = needs_hub or any(is_hub(source) for source in sources)
+    if needs_hub:
         offline_unless_reachable()
 
 

@@ -35,7 +35,7 @@ WORDS = {
 def main(call: Call) -> int:
     """Show the profile of `RUN`, or trains a few steps of `CONFIG` for one."""
     if name := call.options.get("RUN"):
-        unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(one.origin for one in call.overrides)]
+        unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(override.origin for override in call.overrides)]
         if unused:
             raise UserError(
                 f"`RUN` shows what a run has measured, and `{unused[0]}` is for a new one", hint="give one of them"
@@ -46,8 +46,8 @@ def main(call: Call) -> int:
         run, outcome = start_run(call, usual_strategy(call))
         if outcome.code:
             return finish(call, run, outcome)
-    found = summaries(run)
-    if not found:
+    profiles = summaries(run)
+    if not profiles:
         raise UserError(
             f"{run.path} has no profile",
             hint=(
@@ -56,9 +56,9 @@ def main(call: Call) -> int:
             ),
         )
     print(
-        json.dumps(found, indent=2)
+        json.dumps(profiles, indent=2)
         if call.json
-        else "\n\n".join("\n".join(lines(name, one)) for name, one in found.items())
+        else "\n\n".join("\n".join(lines(name, override)) for name, override in profiles.items())
     )
     if not call.json:
         print(f"\ntraces for https://ui.perfetto.dev, chrome://tracing or TensorBoard's profiler plugin: {run.profile}")
@@ -68,8 +68,8 @@ def main(call: Call) -> int:
 def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:
     """Return rank -> what it left."""
     paths = sorted(run.profile.glob("rank*.json"), key=lambda path: (len(path.name), path.name))
-    found = {path.stem: read_object(path) for path in paths}
-    return {name: one for name, one in found.items() if misfit(one, Profile) is None}
+    contents = {path.stem: read_object(path) for path in paths}
+    return {name: content for name, content in contents.items() if misfit(content, Profile) is None}
 
 
 class Operator(TypedDict):
@@ -90,19 +90,19 @@ class Profile(TypedDict):
 """What a rank leaves (`training.profiling`); what is none is left out."""
 
 
-def lines(name: str, one: Mapping[str, Any]) -> Iterator[str]:
+def lines(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is said of a rank."""
-    last = one["start"] + one["steps"] - 1
-    yield f"{name}: steps {one['start']} to {last}, {one['step_seconds']:.3g} s each"
+    last = profile["start"] + profile["steps"] - 1
+    yield f"{name}: steps {profile['start']} to {last}, {profile['step_seconds']:.3g} s each"
     yield from table(
         [
             ("", f"{share:.1%}", WORDS.get(kind, kind))
-            for kind, share in sorted(one["shares"].items(), key=lambda item: -item[1])
+            for kind, share in sorted(profile["shares"].items(), key=lambda item: -item[1])
         ]
     )
     rows = [
         (row["name"][:60], f"{row['calls']:.0f}", f"{1e3 * row['seconds']:.2f}", f"{row['share']:.1%}")
-        for row in one["operators"]
+        for row in profile["operators"]
     ]
     yield from table([("operator", "calls", "ms", "of a step"), *rows])
 
@@ -113,7 +113,7 @@ def _short(call: Call) -> Call:
         return call
 
     def with_ours(values: Mapping[str, str]) -> tuple[Override, ...]:
-        typed = {one.key for one in call.overrides}
+        typed = {override.key for override in call.overrides}
         ours = [Override(key=key, text=text, origin="make profile") for key, text in values.items() if key not in typed]
         return (*ours, *call.overrides)
 

@@ -29,16 +29,16 @@ USAGE = (
 
 def main(call: Call) -> int:
     """Show one stamp, or the difference of two. Raise `UserError` for what does not go together."""
-    given = call.options.keys() & {"RUN", "A", "B"}
-    if given == {"A", "B"} and "CHECKPOINT" not in call.options:
+    names = call.options.keys() & {"RUN", "A", "B"}
+    if names == {"A", "B"} and "CHECKPOINT" not in call.options:
         return _difference(call)
-    if given == {"RUN"}:
+    if names == {"RUN"}:
         return _one(call)
-    if not given:
+    if not names:
         raise UserError("`RUN` is missing", hint=USAGE)
-    if given == {"A", "B"}:
+    if names == {"A", "B"}:
         raise UserError("`CHECKPOINT` goes with `RUN`", hint=USAGE)
-    raise UserError(f"{' and '.join(f'`{name}`' for name in sorted(given))} do not say what is compared", hint=USAGE)
+    raise UserError(f"{' and '.join(f'`{name}`' for name in sorted(names))} do not say what is compared", hint=USAGE)
 
 
 def find(name: str) -> Path:
@@ -132,36 +132,36 @@ def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
     """Return every field that differs: both values, and what that means to each purpose when `a`'s weights are used as
     `b` says.
     """
-    found = []
+    rows = []
     for field, rule in RULES.items():
-        one, other = getattr(a, field), getattr(b, field)
-        if one != other:
-            unknown = field in LATER and not (one and other)
+        value, other = getattr(a, field), getattr(b, field)
+        if value != other:
+            unknown = field in LATER and not (value and other)
             verdicts = {purpose: "allow" if unknown else getattr(rule, purpose) for purpose in PURPOSES}
-            found.append({"field": field, "a": one, "b": other, **verdicts, "advice": rule.advice})
-    return found
+            rows.append({"field": field, "a": value, "b": other, **verdicts, "advice": rule.advice})
+    return rows
 
 
 def _difference(call: Call) -> int:
     folders = find(call.options["A"]), find(call.options["B"])
     a, b = (Stamp.load(folder) for folder in folders)
-    found = differences(a, b)
+    differing = differences(a, b)
     if call.json:
-        facts = {"a": str(folders[0]), "b": str(folders[1]), "steps": [a.step, b.step], "differences": found}
+        facts = {"a": str(folders[0]), "b": str(folders[1]), "steps": [a.step, b.step], "differences": differing}
         print(json.dumps(facts, indent=2))
         return 0
     for letter, folder, stamp in zip("AB", folders, (a, b), strict=True):
         print(_one_line(f"{letter} {folder}, after {_text(stamp.step)} steps"))
     print()
-    if not found:
+    if not differing:
         print("the same in every field")
         return 0
     rows: list[tuple[str, ...]] = [("", "A", "B", *PURPOSES)]
-    for row in found:
+    for row in differing:
         rows += _lines(row["field"], tuple(row[purpose] for purpose in PURPOSES), row["a"], row["b"])
     print(*table(rows, widest=44), sep="\n")
     print()
-    for row in found:
+    for row in differing:
         if "refuse" in (row[purpose] for purpose in PURPOSES):
             print(f"`{row['field']}`: {row['advice']}")
     return 0

@@ -83,20 +83,20 @@ def start(call: Call) -> int:
     asked for.
     """
     _refuse_other_hosts(call)
-    wanted = call.port("TENSORBOARD_PORT")
+    asked_port = call.port("TENSORBOARD_PORT")
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
     server = find_server()
-    if server is not None and server.folder == str(folder) and wanted in (None, server.port):
+    if server is not None and server.folder == str(folder) and asked_port in (None, server.port):
         return _say(call, server, "already runs; `make tensorboard-stop` ends it")
     note = f"the one on {server.url}, of {server.folder}, has ended; " if server is not None else ""
     if server is not None:
         _end(server)
-        wanted = wanted or server.port
+        asked_port = asked_port or server.port
     folder.mkdir(parents=True, exist_ok=True)
-    port = next_free_port(wanted or DEFAULT_PORT, HOST, "TENSORBOARD_PORT")
+    port = next_free_port(asked_port or DEFAULT_PORT, HOST, "TENSORBOARD_PORT")
     server = _spawn(folder, port)
-    note += f"port {wanted or DEFAULT_PORT} is taken; " if port != (wanted or DEFAULT_PORT) else ""
+    note += f"port {asked_port or DEFAULT_PORT} is taken; " if port != (asked_port or DEFAULT_PORT) else ""
     return _say(call, server, f"{note}`make tensorboard-stop` ends it")
 
 

@@ -56,9 +56,9 @@ class Finding:
 
 def finding_lines(findings: Iterable[Finding], where: str = "") -> Iterator[str]:
     """Yield two lines for each finding; `where` names the machine."""
-    for one in findings:
-        yield f"{where}{one.severity}: {one.text}  [{one.id}]"
-        yield f"    remedy: {one.remedy}"
+    for finding in findings:
+        yield f"{where}{finding.severity}: {finding.text}  [{finding.id}]"
+        yield f"    remedy: {finding.remedy}"
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -320,16 +320,16 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     trainer.train()
     seconds = (time.perf_counter() - started) / trainer.state.global_step
     micro_batch = plan.ranks[rank].micro_batch
-    allocated, reserved, held = peaks(before)
-    found = Probed(
+    allocated, reserved, device_bytes = peaks(before)
+    peak = Probed(
         rank=rank,
         micro_batch=micro_batch,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        device_bytes=held,
+        device_bytes=device_bytes,
         seconds_per_step=seconds,
     )
-    write_json(run.logs / f"probe-rank{rank}.json", asdict(found))
+    write_json(run.logs / f"probe-rank{rank}.json", asdict(peak))
     return 0
 
 
@@ -358,8 +358,8 @@ def peaks(before_bytes: int) -> tuple[int, int, int]:
         return 0, 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     free, total = torch.cuda.mem_get_info()
     # CUDA's total leaves out what the driver keeps for itself (0.3 to 0.6 GiB), NVML's figures have it in both.
-    held = used_bytes() - before_bytes if before_bytes else total - free
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), held
+    device_bytes = used_bytes() - before_bytes if before_bytes else total - free
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), device_bytes
 
 
 if __name__ == "__main__":

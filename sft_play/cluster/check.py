@@ -234,7 +234,7 @@ def shared_folders(sync: str) -> dict[str, str]:
 def mark_in(*folders: str) -> Iterator[list[Path]]:
     """Leave a file in folders, by which another machine can tell that it sees the same ones; yield them."""
     marks = [Path(folder) / f".seen-{secrets.token_hex(8)}" for folder in folders]
-    made = [mark.parent for mark in marks if not mark.parent.exists()]
+    new_folders = [mark.parent for mark in marks if not mark.parent.exists()]
     try:
         for mark in marks:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ def mark_in(*folders: str) -> Iterator[list[Path]]:
         for mark in marks:
             with contextlib.suppress(OSError):
                 mark.unlink()
-                if mark.parent in made:
+                if mark.parent in new_folders:
                     mark.parent.rmdir()  # where nothing else has come into it
 
 

@@ -200,15 +200,15 @@ class _Layers:
             elif node.value is not None:
                 keys["address"] = _Placed(node, place, path.parent)
 
-    def take(self, node: Node, known: Iterable[str], what: str, path: Path, into: dict[str, _Placed]) -> None:
+    def take(self, node: Node, allowed: Iterable[str], what: str, path: Path, into: dict[str, _Placed]) -> None:
         """Take the entries of a mapping; null takes back what an earlier file said."""
         if not isinstance(node.value, dict):
-            self.problem(f"{what} is `{shown(node)}`; expected {_listed(known)}", f"{path}:{node.line}")
+            self.problem(f"{what} is `{shown(node)}`; expected {_listed(allowed)}", f"{path}:{node.line}")
             return
         for key, part in node.value.items():
             place = f"{path}:{part.line}"
-            if key not in known:
-                self.problem(f"unknown key `{key}`", place, _nearest(key, known))
+            if key not in allowed:
+                self.problem(f"unknown key `{key}`", place, _nearest(key, allowed))
             elif part.value is None:
                 into.pop(key, None)
             else:
@@ -234,9 +234,9 @@ class _Layers:
     def choose_hosts(self, text: str) -> None:
         """Keep the named hosts, in the order given; each is named once."""
         names = text.replace(",", " ").split()
-        origin, known = f"CLUSTER_HOSTS={text}", _listed(self.hosts)
+        origin, listed = f"CLUSTER_HOSTS={text}", _listed(self.hosts)
         if not names:
-            self.problem("`CLUSTER_HOSTS` names no host", origin, f"the inventory has {known}")
+            self.problem("`CLUSTER_HOSTS` names no host", origin, f"the inventory has {listed}")
         for name in dict.fromkeys(names):
             if name not in self.hosts:
                 self.problem(f"`{name}` is not a host", origin, _nearest(name, self.hosts))
@@ -305,11 +305,11 @@ class _Layers:
                 self.problem(text, host.place, hint)
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _nearest(word: str, words: Iterable[str]) -> str:
     """Return the hint for an unknown word."""
     plain = word if word.isupper() else word.lower().replace("-", "_")
-    close = [ALIASES[plain]] if ALIASES.get(plain, "") in known else get_close_matches(plain, known, n=1, cutoff=0.6)
-    return f"did you mean `{close[0]}`?" if close else f"known: {_listed(known)}"
+    close = [ALIASES[plain]] if ALIASES.get(plain, "") in words else get_close_matches(plain, words, n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else f"known: {_listed(words)}"
 
 
 def _listed(words: Iterable[str]) -> str:

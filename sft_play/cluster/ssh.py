@@ -310,14 +310,16 @@ CAUSES = (
         OF_SSH,
         ("connection refused",),
         "`{target}` is there, but no sshd listens: {last}",
-        "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the inventory",
+        "on it: `sudo apt install openssh-server`, `sudo systemctl enable --now ssh`; then check `port` in the"
+        " inventory",
     ),
     Cause(
         "unreachable",
         OF_SSH,
         ("no route", "timed out", "no answer", "unreachable"),
         "`{target}` cannot be reached: {last}",
-        "is it on, plugged in, and not asleep? `ping {address}`; does its firewall let port {port} in? Does a disk hang?",
+        "is it on, plugged in, and not asleep? `ping {address}`; does its firewall let port {port} in? Does a disk"
+        " hang?",
     ),
     Cause("ssh", OF_SSH, ("",), "ssh to `{target}` failed: {last}", "try `{login} true` manually"),
     Cause(

@@ -389,7 +389,9 @@ class Control:
         """Tell the launchers of a request to stop; a second Ctrl-C kills them."""
         if self.passed == len(self.stop.signals):
             return
-        text = "stopping all hosts: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
+        text = (
+            "stopping all hosts: the workers finish their step, save a checkpoint and exit; Ctrl-C once more kills them"
+        )
         print_line(f"\n{'killing the workers on all hosts' if self.passed else text}")
         self.passed = len(self.stop.signals)
         self.launchers[0].process.send_signal(self.stop.signals[-1])

@@ -1,9 +1,8 @@
-"""What the user asked for: a command, its options, its overrides, and the configuration it is about; `make config` and
-`--help`.
+"""Parse a command line into a command, its options, its overrides and the configuration that it is about; `make config`
+and `--help`.
 
-make hands its variables over in `MAKEFLAGS` (see `docs/adr/0003-make-variables.md`), so neither make nor a shell
-expands a value. Nothing that was typed is ever ignored: a name that no key and no option knows is an error with a
-suggestion.
+make passes its variables in `MAKEFLAGS` (see `docs/adr/0003-make-variables.md`), so neither make nor a shell expands a
+value. Nothing that was typed is ignored: a name that is neither a key nor an option is an error with a suggestion.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ UNSLOTH_HINT = (
     " `tuning.backend: bnb` needs none"
 )
 WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check", "cluster-install")
-"""Commands that start images or environments which do not hold it."""
+"""Commands that start images or environments without Unsloth."""
 TRAINING = ("resume", "profile", "bench", "soak", "sweep")
-"""Commands that train, beside `train` and its kin."""
+"""Commands that train, in addition to `train` and its variants."""
 
 
 class OtherEnvironment(Exception):
-    """The environment in which the whole command is to run again."""
+    """Names the environment in which the complete command has to run again."""
 
     def __init__(self, python: Path) -> None:
         super().__init__(str(python))
@@ -56,11 +55,11 @@ class OtherEnvironment(Exception):
 
 
 def enter_unsloth(command: str) -> None:
-    """Have a command run in the environment of `make install-unsloth`: Unsloth wants older versions of transformers and
-    datasets.
+    """Run a command in the environment of `make install-unsloth`, since Unsloth needs older versions of transformers
+    and datasets.
 
-    It lies beside this one, whose name it bears: `.venv-unsloth`. Raise `OtherEnvironment`; `UserError` for a command
-    that starts others, and `HardwareError` for a training where there is none.
+    That environment is next to this one and named after it: `.venv-unsloth`. Raise `OtherEnvironment`, `UserError` for
+    a command that starts environments without Unsloth, and `HardwareError` for a training where none is installed.
     """
     if command in WITHOUT_UNSLOTH:
         raise UserError(
@@ -78,15 +77,13 @@ def enter_unsloth(command: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One row of the table of commands: where the code is, what the user reads in `make help`, which variables it
-    takes.
-    """
+    """A row of the table of commands: its code, its line in `make help` and the variables that it takes."""
 
     target: str
     """`module:function`; the function takes a `Call` and returns an exit code."""
     help: str
     takes: str = ""
-    """The names of its variables, with spaces between."""
+    """The names of its variables, separated by spaces."""
     overrides: bool = True
     """Whether `SECTION_KEY=value` is accepted."""
 
@@ -98,21 +95,21 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A command with everything that came with it."""
+    """A command with its options and overrides."""
 
     command: str
     options: Mapping[str, str] = field(default_factory=dict)
     """`CONFIG`, `RUN`, `NUM_GPUS`, ...: only those that the command takes."""
     overrides: tuple[Override, ...] = ()
     json: bool = False
-    """Whether machine-readable output is wanted on stdout."""
+    """Whether stdout must be machine-readable."""
     trusts_code: bool = False
     """Whether MODEL_TRUST_REMOTE_CODE=true was typed with `RUN`: this user lets the code of the run's base model run.
     """
 
     def load_config(self, default: str | None = None) -> LoadedConfig:
-        """Return the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides; prints notices to
-        stderr.
+        """Return the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides, and print its
+        notices to stderr.
 
         Raise `UserError` with every problem at once.
         """
@@ -142,7 +139,7 @@ class Call:
         return loaded
 
     def port(self, name: str) -> int | None:
-        """Return a port, `None` when it was not given. Raise `UserError`."""
+        """Return a port, or `None` if it was not typed. Raise `UserError`."""
         port = self.integer(name, minimum=1)
         if port is not None and port > LARGEST_PORT:
             raise UserError(f"`{name}` is `{port}`; expected a port, 1 to {LARGEST_PORT}")
@@ -156,7 +153,7 @@ class Call:
         return text in TRUE
 
     def integer(self, name: str, minimum: int = 0) -> int | None:
-        """Return a whole-number option, `None` when it was not given. Raise `UserError`."""
+        """Return an integer option, or `None` if it was not typed. Raise `UserError`."""
         text = self.options.get(name)
         if text is None:
             return None
@@ -166,18 +163,18 @@ class Call:
 
 
 def note_consent(loaded: LoadedConfig) -> None:
-    """Notes what code the user lets run: by the words of this command, or in a YAML of theirs."""
+    """Record which code the user allows to run, by this command's words or in a YAML file of their own."""
     if loaded.config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         give_consent("model")
     if "eval.metrics" not in loaded.of_run:
         give_consent("metrics")
 
 
-# `make config`: the resolved configuration as YAML, each key with where its value came from.
+# `make config`: the resolved configuration as YAML, each key with the origin of its value.
 
 
 COLUMN = 44
-"""Where origins begin, when the value leaves room."""
+"""Column where origins begin, unless the value is longer."""
 
 
 def show(call: Call) -> int:
@@ -194,9 +191,7 @@ def show(call: Call) -> int:
 
 
 def flatten(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return dotted key -> plain value, in the schema's order; further `TrainingArguments` stand behind the schema's
-    own.
-    """
+    """Return dotted key -> plain value in the schema's order, followed by further `TrainingArguments`."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
@@ -237,7 +232,7 @@ def as_yaml(flat: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 
 def _comment(origin: str) -> str:
-    """A comment ends at the line's end, whatever was typed."""
+    """Return an origin that cannot end its comment, whatever was typed."""
     return origin if origin.isprintable() else origin.encode("unicode_escape").decode("ascii")
 
 
@@ -258,7 +253,7 @@ def command_help(name: str, row: Command) -> str:
 
 
 FOR_MAKE = frozenset({"PYTHON", "VENV"})
-"""Variables that make itself uses."""
+"""Variables that make itself reads."""
 STANDS_FOR = {
     "MODEL": "model.name",
     "DATA": "data.train_path",
@@ -268,7 +263,7 @@ STANDS_FOR = {
     "RUN": "RUNS",
     "RUNS": "RUN",
 }
-"""Variables of some commands that elsewhere mean a key or another variable."""
+"""Variables that only some commands take -> the key or variable that others take instead."""
 NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
 
 
@@ -285,7 +280,7 @@ class _Word:
         return without_secret(f"{'make ' if self.make else ''}{self.name}={self.text}", self.name)
 
     def key(self) -> str | None:
-        """Return the dotted key that was meant, exactly; make takes variables only."""
+        """Return the dotted key that the name spells exactly; make takes variables only."""
         dotted = not self.make and (find_key(self.name) or names.refusal(self.name))
         return self.name if dotted else variables().get(self.name)
 
@@ -296,8 +291,8 @@ def parse_call(
     environ: Mapping[str, str] | None = None,
     targets: Iterable[str] = (),
 ) -> Call:
-    """Return the call that `arguments` (without the program's name) describe; `targets`: those of the Makefile that are
-    no commands.
+    """Return the call that `arguments` (without the program's name) describe; `targets` are the Makefile's targets that
+    are not commands.
 
     Raise `UserError` with all problems.
     """
@@ -326,11 +321,10 @@ def parse_call(
 
 
 def make_variables(flags: str) -> Iterator[tuple[str, str]]:
-    """Yield the variables typed to GNU make, from the `MAKEFLAGS` that a recipe sees: after ` -- `, `$` doubled, blanks
+    """Yield the variables typed to GNU make, read from a recipe's `MAKEFLAGS`: after ` -- `, `$` doubled, blanks
     escaped.
 
-    Raise `UserError` for the `MAKEFLAGS` of `make -e`, in which GNU make 4.3 leaves a reference instead of the
-    variables.
+    Raise `UserError` for the `MAKEFLAGS` of `make -e`, where GNU make 4.3 puts a reference instead of the variables.
     """
     words = re.findall(r"(?:\\.|[^ \\])+", flags, flags=re.DOTALL)
     for word in words[words.index("--") + 1 :] if "--" in words else ():
@@ -342,7 +336,7 @@ def make_variables(flags: str) -> Iterator[tuple[str, str]]:
 
 
 def _command(words: Sequence[str], commands: Mapping[str, Command], targets: Iterable[str] | None) -> str:
-    """Return the command that the first word names; `targets` are given where make was called."""
+    """Return the command that the first word names; `targets` is `None` unless make was called."""
     name = words[0] if words else "help"
     if name in ("-h", "--help") and "help" in commands:
         return "help"
@@ -365,14 +359,14 @@ def _command(words: Sequence[str], commands: Mapping[str, Command], targets: Ite
 
 @dataclass(slots=True)
 class _Parser:
-    """Sorts what was typed with a command into options and overrides, and says what is wrong with the rest."""
+    """Sorts a command's words into options and overrides and collects the problems of the others."""
 
     command: str
     commands: Mapping[str, Command]
     make: str
-    """What is typed before a command."""
+    """What the user types before a command: `make ` or nothing."""
     of_run: bool = False
-    """Whether the command is about a run that exists."""
+    """Whether `RUN` names an existing run."""
     options: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, Override] = field(default_factory=dict)
     trusts_code: bool = False
@@ -415,7 +409,7 @@ class _Parser:
         )
 
     def take(self, word: _Word) -> None:
-        """Put an assignment where it belongs."""
+        """Store an assignment as an option or an override, or report it."""
         key = word.key()
         if self.takes(word.name):
             if not word.text.strip() and word.name not in ("JSON", "PROMPT"):
@@ -434,7 +428,7 @@ class _Parser:
             self.overrides[key] = Override(key=key, text=word.text, origin=word.origin)
 
     def takes(self, name: str) -> bool:
-        """Whether the command has this option; with `CLUSTER`, `CLUSTER_LAPTOP_GPUS` changes the inventory."""
+        """Return whether the command has this option; with `CLUSTER`, `CLUSTER_LAPTOP_GPUS` changes the inventory."""
         return name in self.row.options or (name.startswith("CLUSTER_") and "CLUSTER" in self.row.options)
 
     def is_new(self, name: str, before: str, word: _Word) -> bool:
@@ -444,11 +438,11 @@ class _Parser:
         return False
 
     def refuse_untyped(self, environ: Mapping[str, str]) -> None:
-        """Refuse an option that the environment holds and that was not typed: `NUM_NODES=2 make train-distributed`."""
-        known = [*(name for name in VARIABLES if self.takes(name)), *sorted(filter(self.takes, environ))]
+        """Refuse an option that was set in the environment instead of typed: `NUM_NODES=2 make train-distributed`."""
+        taken = [*(name for name in VARIABLES if self.takes(name)), *sorted(filter(self.takes, environ))]
         untyped = {
             name: option
-            for option in dict.fromkeys(known)
+            for option in dict.fromkeys(taken)
             if option not in self.options
             for name in (option, f"SFT_{option}")
             if environ.get(name, "").strip()
@@ -457,11 +451,13 @@ class _Parser:
             words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in untyped.items()]
             are = "is" if len(untyped) == 1 else "are"
             text = f"{_listed(untyped)} {are} in the environment, and options are read after the command only"
-            hint = f"type `{self.make}{self.command} {' '.join(words)} ...`; what is not meant: `unset {' '.join(untyped)}`"
+            hint = (
+                f"type `{self.make}{self.command} {' '.join(words)} ...`; to ignore them: `unset {' '.join(untyped)}`"
+            )
             self.problems.append(UserError(text, place="environment", hint=hint))
 
     def unknown(self, word: _Word) -> UserError:
-        """Return the error of a name that this command does not take."""
+        """Return the error for a name that this command does not take."""
         if word.name == "MASTER_KEY":
             text = "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines"
             hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
@@ -502,7 +498,7 @@ class _Parser:
         return ", ".join(f"`{self.make}{name}`" for name, row in self.commands.items() if option in row.options)
 
     def did_you_mean(self, word: _Word, better: str) -> str:
-        """Return the suggestion of a key or an option, with the value that was typed where it can be its value."""
+        """Return the suggestion of a key or an option, with the typed value if the key can take it."""
         key, value, takes = find_key(better), word.text or ("1" if better == "JSON" else ""), ""
         if key is not None:
             if word.name.startswith("--") and not value and not explain_mismatch(key, "true"):

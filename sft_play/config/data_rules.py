@@ -1,4 +1,4 @@
-"""Rules about data: sources and validation, the task, a model from scratch and its tokenizer; and the language of
+"""Rules about data (sources, validation, the task, a model from scratch and its tokenizer) and the language of
 `filter`.
 """
 
@@ -16,7 +16,7 @@ from sft_play.errors import DataError
 
 SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
 SMALLEST_VOCABULARY = 260
-"""Of a tokenizer that is trained here: 256 bytes, eos, pad, and the two marks of ChatML."""
+"""For a tokenizer that is trained here: 256 bytes, eos, pad, and the two marks of ChatML."""
 NO_CHAT = ("auto", "text", "tokens")
 """Formats that are not conversations, or need not be."""
 
@@ -24,18 +24,18 @@ NO_CHAT = ("auto", "text", "tokens")
 def sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
     """Yield (key, index, source) of training and validation."""
     validation = config.data.validation
-    for key, found in (
+    for key, listed in (
         ("data.sources", config.data.sources),
         ("data.validation", validation if isinstance(validation, list) else []),
     ):
-        yield from ((key, index, source) for index, source in enumerate(found))
+        yield from ((key, index, source) for index, source in enumerate(listed))
 
 
 # ---- The model
 
 
 def pretrained(config: Config) -> Iterator[Conflict]:
-    """Keys that a pretrained model would ignore."""
+    """Refuse keys that a pretrained model would ignore."""
     model, hint = config.model, "leave it out, or set `model.init: random` to start from scratch"
     if model.init == "pretrained":
         for key in SHAPE_KEYS:
@@ -48,7 +48,7 @@ def pretrained(config: Config) -> Iterator[Conflict]:
 
 
 def from_scratch(config: Config) -> Iterator[Conflict]:
-    """What a model with random weights needs."""
+    """Check what a model with random weights needs."""
     model, tuning = config.model, config.tuning
     if model.init != "random":
         return
@@ -60,12 +60,12 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
     if tuning.backend == "unsloth":
         text = "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models"
         yield Conflict("tuning.backend", text, "leave it out")
-    given = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
-    missing = [key for key in SHAPE_KEYS if key not in given]
-    if model.name and given:
+    shape = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
+    missing = [key for key in SHAPE_KEYS if key not in shape]
+    if model.name and shape:
         yield Conflict(
-            f"model.{given[0]}",
-            f"`model.name` and {_keys(given)} are both given: two shapes for one model",
+            f"model.{shape[0]}",
+            f"`model.name` and {_keys(shape)} are both given: two shapes for one model",
             "keep `model.name` for its shape with random weights (`MODEL_NAME=` takes it away), or the shape keys",
         )
     elif not model.name and missing:
@@ -160,7 +160,7 @@ def new_tokens(config: Config) -> Iterator[Conflict]:
 
 
 def _shape(config: Config) -> Iterator[Conflict]:
-    """Numbers that do not go together."""
+    """Refuse a shape that no model can have."""
     model = config.model
     if model.hidden_size and model.attention_heads:
         size, heads = model.hidden_size, model.attention_heads
@@ -188,7 +188,7 @@ def _keys(names: list[str]) -> str:
 
 
 def both(config: Config) -> Iterator[Conflict]:
-    """A short key beside the list that it is short for, and a column for a split that is not made."""
+    """Refuse a short key next to the list that it stands for, and a column for a split that is not made."""
     data = config.data
     held_out = data.validation if isinstance(data.validation, list) else None
     if data.train_path and [source.path for source in data.sources] != [data.train_path]:
@@ -204,14 +204,14 @@ def both(config: Config) -> Iterator[Conflict]:
 
 
 def task(config: Config) -> Iterator[Conflict]:
-    """Formats that the task does not take, where they are written; with `auto` the rows decide when they are read."""
+    """Refuse explicit formats that the task does not take; `auto` is checked when the rows are read."""
     for key, index, source in sources(config):
         if reason := refused_format(config.tuning.task, source.format):
             yield Conflict(f"{key}[{index}].format", f", but {reason[0]}", reason[1])
 
 
 def refused_format(kind: str, form: str) -> tuple[str, str] | None:
-    """Return why `tuning.task: kind` does not take rows of the format `form`, and what to do; `None` where it does."""
+    """Return why `tuning.task: kind` does not take rows of the format `form`, and a hint; `None` if it does."""
     if kind == "sft" and form == "text":
         return (
             "`tuning.task: sft` learns answers, and plain text has none",
@@ -226,13 +226,13 @@ def refused_format(kind: str, form: str) -> tuple[str, str] | None:
 
 
 def entries(config: Config) -> Iterator[Conflict]:
-    """What no single source can mean; each `filter` can be read."""
+    """Refuse values that no source can have, and a `filter` that cannot be parsed."""
     for key, index, source in sources(config):
         name = f"{key}[{index}]"
-        for text in ("filter", "name", "split", "config", "revision"):
-            given = getattr(source, text)
-            if given is not None and not given.strip():
-                yield Conflict(key, f"`{name}.{text}` is empty", "leave it out")
+        for field in ("filter", "name", "split", "config", "revision"):
+            text = getattr(source, field)
+            if text is not None and not text.strip():
+                yield Conflict(key, f"`{name}.{field}` is empty", "leave it out")
         if blank := next((pair for pair in source.columns.items() if not all(map(str.strip, pair))), None):
             text = f"`{name}.columns` has the entry `{blank[0]}: {blank[1]}`; expected the names of two columns"
             yield Conflict(key, text, "`columns` is written `{question: name in the file}`")
@@ -249,20 +249,20 @@ def entries(config: Config) -> Iterator[Conflict]:
 
 
 def weights(config: Config) -> Iterator[Conflict]:
-    """Weights are shares: none is negative, some are not 0, and either every training source has one or none has."""
+    """Check that weights are shares: not negative, not all 0, and either on every training source or on none."""
     for key, index, source in sources(config):
         if source.weight is not None and source.weight < 0:
             yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 leaves a source out")
         elif source.weight is not None and key == "data.validation":
             text = ", but validation is not mixed: every row is scored"
             yield Conflict(f"{key}[{index}].weight", text, "leave it out; `rows` limits a source")
-    given = [source.weight for source in config.data.sources]
-    if any(weight is not None and weight < 0 for weight in given):
+    shares = [source.weight for source in config.data.sources]
+    if any(weight is not None and weight < 0 for weight in shares):
         return
-    if None in given and any(weight is not None for weight in given):
-        text = f"`data.sources[{given.index(None)}]` has no `weight`, though other sources have one"
+    if None in shares and any(weight is not None for weight in shares):
+        text = f"`data.sources[{shares.index(None)}]` has no `weight`, though other sources have one"
         yield Conflict("data.sources", text, "give every source a weight, or none: then each row is taken once")
-    elif given and given[0] is not None and not any(given):
+    elif shares and shares[0] is not None and not any(shares):
         yield Conflict(
             "data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out"
         )
@@ -273,10 +273,10 @@ RULES = (pretrained, from_scratch, adapter, adapters, new_tokens, both, task, en
 
 # `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax.
 #
-# Comparisons, `and`, `or`, `not`, numbers, text, lists of them, columns by their names, and five functions: `len`,
-# `blank` (null, or nothing but spaces), `has` (the row has it, and it is not null), `number` (of text, as CSV files
-# hold it), and `column("my name")` for a column whose name is no word. Whatever else is in an expression is refused
-# before anything of it runs.
+# It has comparisons, `and`, `or`, `not`, numbers, text, lists of them, columns by their names, and five functions:
+# `len`, `blank` (null, or only spaces), `has` (the column exists and is not null), `number` (parses text, as CSV files
+# contain it) and `column("my name")` for a column whose name is not an identifier. Anything else is refused before any
+# of the expression runs.
 
 
 Row = Mapping[str, Any]
@@ -285,16 +285,29 @@ SYNTAX = (
     'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) <'
     " 2000`"
 )
-PARTS = (ast.Expression, ast.BoolOp, ast.boolop, ast.Not, ast.USub, ast.Compare, ast.cmpop, ast.Constant, ast.expr_context,
-         ast.UnaryOp, ast.List, ast.Tuple, ast.Set)  # fmt: skip
+PARTS = (
+    ast.Expression,
+    ast.BoolOp,
+    ast.boolop,
+    ast.Not,
+    ast.USub,
+    ast.Compare,
+    ast.cmpop,
+    ast.Constant,
+    ast.expr_context,
+    ast.UnaryOp,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
+)
 FUNCTIONS = ("len", "blank", "has", "number", "column")
 NAMING = ("has", "column")
-"""Functions of a column's name, and not of its value."""
+"""Functions that take a column's name and not its value."""
 MISSING = object()
 
 
 def look_up(row: Row, name: str) -> Any:
-    """Return the value of a column, or `MISSING`; a dot leads into a column: `meta.lang`."""
+    """Return the value of a column, or `MISSING`; `meta.lang` reads a field inside a column."""
     if name in row:
         return row[name]
     head, _, rest = name.partition(".")
@@ -303,7 +316,7 @@ def look_up(row: Row, name: str) -> Any:
 
 
 class Condition:
-    """A parsed `filter`; calling it with a row tells whether the row is kept. Raises `DataError`."""
+    """A parsed `filter`; calling it with a row returns whether the row is kept. Raises `DataError`."""
 
     def __init__(self, expression: str, name: str = "filter", syntax: str = SYNTAX) -> None:
         """`name`: what messages call the expression; `syntax`: their examples."""
@@ -318,13 +331,13 @@ class Condition:
 
     def __call__(self, row: Row) -> bool:
         def column(name: str) -> Any:
-            if (found := look_up(row, name)) is MISSING:
+            if (cell := look_up(row, name)) is MISSING:
                 raise DataError(
                     f"`{self.name}: {self.expression[:200]}` names the column `{name}`, which is missing; "
                     f"the columns are {names_of(row)}",
                     hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
                 )
-            return found
+            return cell
 
         names = {
             "__builtins__": {},
@@ -335,19 +348,19 @@ class Condition:
             "column": column,
         }
         try:
-            found = eval(self._code, names)
+            verdict = eval(self._code, names)
         except (TypeError, ValueError, AttributeError) as error:
             raise self._error(str(error)) from None
-        if not isinstance(found, bool):
-            raise self._error(f"it gives {kind_of(found)}, not true or false")
-        return found
+        if not isinstance(verdict, bool):
+            raise self._error(f"it gives {kind_of(verdict)}, not true or false")
+        return verdict
 
     def _error(self, problem: str) -> DataError:
         return DataError(f"`{self.name}` cannot be used: {problem}: `{self.expression[:200]}`", hint=self.syntax)
 
 
 class _Columns(ast.NodeTransformer):
-    """Makes names of columns to calls of `column`. Raises `ValueError` for what is not part of the language."""
+    """Replaces column names with calls of `column`. Raises `ValueError` for syntax outside the language."""
 
     def visit(self, node: ast.AST) -> Any:
         if name := _dotted(node):
@@ -369,7 +382,7 @@ class _Columns(ast.NodeTransformer):
 
 
 def _dotted(node: ast.AST) -> str:
-    """Return the name of a column, `lang` or `meta.lang`; nothing for another expression."""
+    """Return the name of a column, `lang` or `meta.lang`, or an empty text for another expression."""
     if isinstance(node, ast.Name):
         return node.id
     head = _dotted(node.value) if isinstance(node, ast.Attribute) else ""

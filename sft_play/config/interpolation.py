@@ -15,13 +15,14 @@ from sft_play.errors import SECRET_VARIABLE, UserError, first_line, mask
 
 PLAIN_VARIABLE = re.compile(
     r"PWD|TMPDIR|SCRATCH|WORK|USER|LOGNAME|(SFT|SLURM|CUDA)_\w+"
-    r"|(\w+_)?(HOME|DIR|FOLDER|PATH|ROOT|FILE|NAME|HOSTNAME|ID|DATA|MODEL|SEED|LENGTH|SIZE|STEPS|EPOCHS|RATE|COUNT|RANK)"
+    r"|(\w+_)?(HOME|DIR|FOLDER|PATH|ROOT|FILE|NAME|HOSTNAME|ID|DATA|MODEL|SEED|LENGTH|SIZE|STEPS|EPOCHS|RATE|COUNT"
+    r"|RANK)"
 )
-"""Environment variables that `${oc.env:NAME}` takes into a configuration, which is shown and kept in the run folder."""
+"""Environment variables that `${oc.env:NAME}` may read: a configuration is shown, and saved in the run folder."""
 
 
 def interpolate(values: Mapping[str, Value], problems: list[UserError]) -> dict[str, Value]:
-    """Return the values with every `${...}` resolved; those that cannot be are left out, each a problem."""
+    """Return the values with every `${...}` resolved; each that cannot be resolved is omitted and reported."""
     resolved = dict(values)
     open_keys = [key for key, value in values.items() if not value.literal and "${" in " ".join(texts_in(value.node))]
     if not open_keys:
@@ -45,7 +46,7 @@ def interpolate(values: Mapping[str, Value], problems: list[UserError]) -> dict[
         except unresolved as error:
             problems.append(_problem(key, resolved.pop(key), error))
             continue
-        # Text that was put together (`${oc.env:N}`, `0.${x}`) may be a number.
+        # Interpolated text (`${oc.env:N}`, `0.${x}`) may be a number.
         line = value.node.line
         node = Node(resolve_scalar(plain), plain, line) if isinstance(plain, str) else wrap(plain, line)
         resolved[key] = replace(value, node=node)
@@ -57,9 +58,7 @@ def _problem(key: str, value: Value, error: Exception) -> UserError:
 
 
 def _variable(name: str, *default: Any) -> Any:
-    """`${oc.env:NAME}` of a name that is plainly no secret: what a configuration holds is kept in the run folder and
-    shown.
-    """
+    """Resolve `${oc.env:NAME}` unless it may be a secret, since a configuration is shown and saved in the run folder."""
     from omegaconf.resolvers import oc
 
     if not PLAIN_VARIABLE.fullmatch(name) or SECRET_VARIABLE.search(name):
@@ -74,9 +73,9 @@ def _variable(name: str, *default: Any) -> Any:
 
 
 def _as_read(key: str, value: Value) -> Any:
-    """Return a value as others see it through `${key}`: text as it is written (`0012`), everything else by its type."""
-    known, node = find_key(key), value.node
-    is_text = known is not None and str in options(known.annotation) and None not in (node.text, node.value)
+    """Return a value as `${key}` reads it: text as written (`0012`), everything else by its type."""
+    target, node = find_key(key), value.node
+    is_text = target is not None and str in options(target.annotation) and None not in (node.text, node.value)
     plain = node.text if is_text else node.plain()
     return _escaped(plain) if value.literal else plain
 
@@ -93,9 +92,7 @@ def texts_in(node: Node) -> Iterator[str]:
 
 
 def _escaped(plain: Any) -> Any:
-    """Return `plain` with every `${` standing for itself in OmegaConf, which takes `\\${` so, and backslashes before it
-    in pairs.
-    """
+    """Return `plain` with every `${` escaped for OmegaConf: `\\${`, and backslashes before it doubled."""
     if isinstance(plain, Mapping):
         return {key: _escaped(part) for key, part in plain.items()}
     if isinstance(plain, list):

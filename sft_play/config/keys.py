@@ -1,4 +1,4 @@
-"""Every key of the configuration with its type, range, default, documentation and name as a variable; the keys that are
+"""Every key of the configuration with its type, range, default, documentation and variable name, and the keys that are
 refused.
 """
 
@@ -27,7 +27,7 @@ RANGES: Mapping[str, Range] = {
     "eval_delay": Range(minimum=0),
     "dataloader_prefetch_factor": Range(minimum=1),
 }
-"""Numbers that further fields of `TrainingArguments` take; those of our own keys are in the schema."""
+"""Ranges of further fields of `TrainingArguments`; those of our own keys are in the schema."""
 TYPES: Mapping[str, Any] = {
     "bool": bool,
     "int": int,
@@ -41,7 +41,7 @@ TYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key, `train.learning_rate`."""
+    """A key, such as `train.learning_rate`."""
 
     name: str
     annotation: Any
@@ -58,22 +58,22 @@ def variable_name(key: str) -> str:
 @functools.cache
 def sections() -> Mapping[str, type]:
     """Return dotted section -> its dataclass: `tuning.lora` -> `LoraSettings`; the root is ``."""
-    found: dict[str, type] = {}
+    records: dict[str, type] = {}
 
     def walk(record: type, name: str) -> None:
-        found[name] = record
+        records[name] = record
         for field, annotation in fields_of(record).items():
             if dataclasses.is_dataclass(annotation):
                 walk(cast(type, annotation), f"{name}.{field}" if name else field)
 
     walk(schema.Config, "")
-    return found
+    return records
 
 
 @functools.cache
 def schema_keys() -> Mapping[str, Key]:
-    """Return the keys that the schema owns, in its order. `help` is left out: it costs a parse of the source."""
-    found = {}
+    """Return the keys of the schema, in its order, without `help`, which would need a parse of the source."""
+    keys = {}
     for section, record in sections().items():
         hints = fields_of(record)
         for field in dataclasses.fields(record):
@@ -81,12 +81,12 @@ def schema_keys() -> Mapping[str, Key]:
             if name in sections() or name == "train.extra":
                 continue
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            found[name] = Key(name=name, annotation=_with_choices(name, hints[field.name]), default=default, help="")
-    return found
+            keys[name] = Key(name=name, annotation=_with_choices(name, hints[field.name]), default=default, help="")
+    return keys
 
 
 def _with_choices(name: str, annotation: Any) -> Any:
-    """Give `train.optim` and `train.lr_scheduler_type` the words that the pinned transformers takes."""
+    """Restrict `train.optim` and `train.lr_scheduler_type` to the words that the pinned transformers takes."""
     if name == "train.optim":
         return _words([*table()["optim"]["choices"], "auto"])
     if name == "train.lr_scheduler_type":
@@ -107,19 +107,19 @@ def table() -> Mapping[str, Any]:
 @functools.cache
 def extra_keys() -> Mapping[str, Key]:
     """Return the further fields of `TrainingArguments` that `train.` takes."""
-    found = {}
+    keys = {}
     for field, row in table().items():
         name = f"train.{field}"
         if name in schema_keys() or field in REFUSED:
             continue
         parts = [TYPES[kind] for kind in row["type"]] + ([_words(row["choices"])] if "choices" in row else [])
-        found[name] = Key(
+        keys[name] = Key(
             name=name,
             annotation=Annotated[functools.reduce(operator.or_, parts), RANGES.get(field, Range())],
             default=row["default"],
             help=row["help"],
         )
-    return found
+    return keys
 
 
 def find_key(name: str) -> Key | None:
@@ -129,15 +129,13 @@ def find_key(name: str) -> Key | None:
 
 @functools.cache
 def variables() -> Mapping[str, str]:
-    """Return variable -> dotted key for every key that can be set, refused ones included so that their reason can be
-    given.
-    """
+    """Return variable -> dotted key for every key, including refused keys, whose reason is then reported."""
     names = [*schema_keys(), *extra_keys(), *(f"train.{field}" for field in REFUSED)]
     return {variable_name(name): name for name in names}
 
 
 def as_meant(key: str, node: Node) -> Node:
-    """Return what a value that other tools take for this key is here: `packing: true`, `target_modules: all-linear` or
+    """Translate a value that other tools take for this key: `packing: true`, `target_modules: all-linear` or
     `q_proj,v_proj`.
     """
     if key == "train.packing" and isinstance(node.value, bool):
@@ -225,4 +223,4 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     ),
     "local_rank": (None, "the launcher sets it"),
 }
-"""Field -> (name to use, why). The plan or a command decides these, or they are named differently."""
+"""Field -> (name to use, why): the plan or a command decides it, or it has another name here."""

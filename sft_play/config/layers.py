@@ -1,7 +1,7 @@
-"""The layers of a configuration: files with what they extend, a run's `config.json`, the environment, typed words; and
+"""The layers of a configuration (files and what they extend, a run's `config.json`, the environment, typed words) and
 which of them wins.
 
-Each function returns the values of a source with their origins; `merge` puts the layers over each other.
+Each function returns the values of a source with their origins; `merge` stacks the layers.
 """
 
 from __future__ import annotations
@@ -25,38 +25,40 @@ DEFAULT = "default"
 GLOBAL_BATCH = "train.global_batch_size"
 TIMEOUT, OLD_TIMEOUT = "launch.timeout_seconds", "NCCL_TIMEOUT"
 NOT_KEYS = ("SFT_PLAY_",)
-"""Variables of the program itself, such as `SFT_PLAY_CACHE`."""
+"""Prefixes of the program's own variables, such as `SFT_PLAY_CACHE`."""
 TRAINING, VALIDATION = ("data.train_path", "data.sources"), ("data.val_path", "data.validation")
 WITHOUT_OTHERS = (None, "none", "tensorboard", ["tensorboard"])
-"""Values of `train.report_to` that call nobody."""
+"""Values of `train.report_to` that contact no server."""
 RIVALS = (TRAINING, VALIDATION, ("train.warmup_ratio", "train.warmup_steps"))
-"""Two ways to say one thing: the later layer's replaces the earlier one's. Both in one file are a contradiction."""
+"""Keys that express the same setting: a later layer's replaces an earlier layer's, and both in one file are a
+contradiction.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
-    """One key given on the command line."""
+    """A key set on the command line."""
 
     key: str
     """`train.learning_rate`"""
     text: str
-    """The value letter for letter; the type of the key says what it means."""
+    """The value verbatim; the key's type decides how it is read."""
     origin: str
     """As the user typed it: `make TRAIN_LEARNING_RATE=1e-4`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value before it is checked."""
+    """A value before it is checked."""
 
     node: Node
     origin: str
     literal: bool = False
-    """Whether `${` in it stands for itself: what was typed on a command line is never interpolated."""
+    """Whether `${` in it is literal: words typed on a command line are never interpolated."""
     of_run: bool = False
-    """Whether a file of a run's folder or of a cache says it, which may be a stranger's."""
+    """Whether it comes from a file in a run's folder or a cache, which a stranger may have written."""
     preset: str = ""
-    """The shipped preset that says it: its validation data belong to its training data."""
+    """The shipped preset that it comes from: a preset's validation data belong to its training data."""
     layer: int = 0
     """Number of its layer in `merge`; the higher wins."""
 
@@ -65,12 +67,12 @@ Layer = list[tuple[str, Value]]
 """Dotted key and value, in the order of the source."""
 
 
-# Files: where they are found, what they extend, and the values they hold.
+# Files: where they are, what they extend, and their values.
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
-"""Where the folders `configs`, `deepspeed`, `examples` and `docs` are: beside the package in a clone, inside it in a
+"""Parent of the folders `configs`, `deepspeed`, `examples` and `docs`: next to the package in a clone, inside it in a
 wheel (`setup.py`).
 """
 PRESETS = SHIPPED / "configs"
@@ -102,7 +104,7 @@ def preset_path(name: str) -> Path:
 
 
 def shipped(name: str) -> Path:
-    """Return the path of a shipped file, as short as it can be shown; a copy by `sft-play init`, perhaps changed since,
+    """Return the shortest path of a shipped file; a copy made by `sft-play init`, which the user may have changed,
     comes first.
     """
     if Path(name).is_file():
@@ -112,7 +114,7 @@ def shipped(name: str) -> Path:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise `UserError` where `name` can be no path."""
+    """Raise `UserError` if `name` cannot be a path."""
     if not is_file_name(name):
         raise UserError(f"`{what}` is `{quoted(name)}`, which no file can be called")
 
@@ -120,9 +122,9 @@ def check_name(name: str, what: str) -> None:
 def file_layers(
     path: Path, problems: list[UserError], chain: tuple[Path, ...] = (), *, of_run: bool = False
 ) -> list[Layer]:
-    """Return the layers of a file, those of its parents first. Raise `UserError` for what is not a mapping of YAML.
+    """Return the layers of a file, its parents' first. Raise `UserError` if it is not a YAML mapping.
 
-    `of_run`: a file of a run's folder extends it.
+    `of_run`: whether a file in a run's folder extends it.
     """
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
@@ -133,7 +135,7 @@ def file_layers(
         place, hint = f"{path}:{root.line}", "a file begins with `model:`"
         raise UserError(f"`{shown(root)}` is not a mapping of sections", place=place, hint=hint)
     parents = _parents(tree.get("extends"), path)
-    # By its name and place, not by its contents, which a stranger chose.
+    # The file's name and place decide, not its contents, which a stranger may have written.
     of_run = of_run or path.name == "config.json" or is_strangers(path)
     layers = [layer for parent in parents for layer in file_layers(parent, problems, (*chain, path), of_run=of_run)]
     preset = path.stem if path.resolve().parent == PRESETS else ""
@@ -168,7 +170,7 @@ def _parents(node: Node | None, path: Path) -> Iterator[Path]:
 
 
 def leaves(node: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield dotted key -> node of a mapping, going into sections only; an empty section says nothing."""
+    """Yield dotted key and node of each value of a mapping, descending into sections only and skipping empty ones."""
     for name, part in node.value.items():
         key = f"{prefix}.{name}" if prefix else name
         is_section = bool(name) and key in sections()
@@ -179,8 +181,8 @@ def leaves(node: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def saved_layer(saved: Mapping[str, Any], place: str, problems: list[UserError], *, of_run: bool) -> Layer:
-    """Return a complete configuration as `config.load.saved_form` has it: what this version's defaults are does not
-    matter to a run that exists.
+    """Return the layer of a configuration saved by `config.load.saved_form`, which is complete: this version's defaults
+    do not apply to an existing run.
     """
     tree, origins, layer = dict(saved["config"]), saved["origins"], Layer()
     train = {**tree["train"], **tree["train"]["extra"]}
@@ -205,7 +207,7 @@ def timeout_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def environment_layer(environ: Mapping[str, str], problems: list[UserError]) -> Layer:
-    """Return the `SFT_SECTION_KEY` variables; one that is nearly such a name is a problem, any other is not ours."""
+    """Return the `SFT_SECTION_KEY` variables and report names that nearly match one; any other variable is not ours."""
     overrides = []
     for name, text in sorted(environ.items()):
         bare = name.removeprefix("SFT_")
@@ -221,7 +223,7 @@ def environment_layer(environ: Mapping[str, str], problems: list[UserError]) -> 
 
 
 def typed_layer(overrides: Iterable[Override], problems: list[UserError]) -> Layer:
-    """Return what was typed; the type of a key says what its text means."""
+    """Return the layer of typed words, each read by its key's type."""
     layer: Layer = []
     for override in overrides:
         key, text, place = find_key(override.key), override.text, override.origin
@@ -239,11 +241,9 @@ def typed_layer(overrides: Iterable[Override], problems: list[UserError]) -> Lay
 
 
 def node_of_text(text: str, key: Key) -> Node:
-    """Return the value of `text` as `key` takes it: text letter for letter, lists and mappings as YAML, else one
-    scalar.
+    """Return the value of `text` as `key` takes it: text verbatim, lists and mappings as YAML, else a scalar.
 
-    Nothing at all, or `null`, is null where the key allows it. Raise `UserError` for a list or mapping that is not
-    YAML.
+    An empty text or `null` is null if the key allows it. Raise `UserError` for a list or mapping that is not YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and type(None) in parts:
@@ -260,7 +260,7 @@ def node_of_text(text: str, key: Key) -> Node:
 
 
 def explain_mismatch(key: Key, text: str) -> str:
-    """Return what a key takes in words where `text` is none of its values; nothing where it is."""
+    """Describe what a key takes if `text` is not valid for it; else return an empty text."""
     try:
         node = as_meant(key.name, node_of_text(text, key))
     except UserError:
@@ -269,13 +269,13 @@ def explain_mismatch(key: Key, text: str) -> str:
     return describe(key.annotation) if wrong else ""
 
 
-# Layers over each other.
+# Stacking the layers.
 
 
 def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]) -> dict[str, Value]:
-    """Return each key's value of the last layer that says it, without what a later layer contradicts.
+    """Return each key's value from the last layer that sets it, without values that a later layer contradicts.
 
-    What needs this user's own word is not taken from a run's folder.
+    Keys that need this user's own word are not taken from a run's folder.
     """
     merged: dict[str, Value] = {}
     for number, layer in enumerate(layers):
@@ -298,12 +298,12 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
 
 
 def _default(key: str) -> Any:
-    known = find_key(key)
-    return known.default if known else None
+    schema_key = find_key(key)
+    return schema_key.default if schema_key else None
 
 
 def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterator[str]:
-    """Yield the keys of earlier layers that a value takes away."""
+    """Yield the keys of earlier layers that a value replaces."""
     yield from (other for pair in RIVALS if key in pair for other in pair if other != key)
     if key in TRAINING:
         yield from (other for other in VALIDATION if other in merged and merged[other].preset)
@@ -312,17 +312,19 @@ def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterat
 
 
 def _note_other_data(merged: Mapping[str, Value], notices: list[str]) -> None:
-    """Note what is left of the quickstart's settings, which fit its own rows, where others are trained on."""
-    kept = [f"`{key}: {shown(value.node)}`" for key, value in merged.items() if value.preset == "quickstart"]
-    if kept and any(merged[key].preset != "quickstart" for key in TRAINING if key in merged):
+    """Note which settings of the quickstart still apply when other rows are trained on."""
+    settings = [f"`{key}: {shown(value.node)}`" for key, value in merged.items() if value.preset == "quickstart"]
+    if settings and any(merged[key].preset != "quickstart" for key in TRAINING if key in merged):
         notices.append(
-            f"the data are not the quickstart's, whose settings fit its own: {', '.join(kept)}; `run_cpu` is the same"
+            f"the data are not the quickstart's, whose settings fit its own: {', '.join(settings)}; `run_cpu` is the same"
             " without them"
         )
 
 
 def settle_batch(values: dict[str, Value], notices: list[str]) -> None:
-    """Let two numbers of a step outrank an earlier layer's global batch: what is typed outranks a file (STATUS B2)."""
+    """Drop an earlier layer's global batch when a later one sets micro-batch and accumulation: typed words outrank a
+    file (STATUS B2).
+    """
     numbers = [values.get(key) for key in ("train.batch_size", "train.grad_accum", GLOBAL_BATCH)]
     micro, steps, rows = (value if value and value.node.value != "auto" else None for value in numbers)
     if micro and steps and rows and rows.layer < min(micro.layer, steps.layer):

@@ -1,4 +1,4 @@
-"""From files, environment and command line to one frozen `Config` in which every key knows its origin.
+"""Load files, environment and command line into one frozen `Config` that records the origin of every key.
 
 One road: files with places -> layers (`layers`) -> merged, each value with its origin -> `${...}` (`interpolation`) ->
 converted as the schema says (`reader`) -> rules (`rules`). Order of the layers, the later wins: the schema's defaults,
@@ -47,7 +47,7 @@ from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json, read_object, write_json
 
 NO_EFFECT = ("train.eval_accumulation_steps", "train.eval_do_concat_batches")
-"""What transformers' evaluation does with the logits of its batches; ours keeps none (`evaluation.held_out`)."""
+"""Keys about logits of transformers' evaluation; ours keeps no logits (`evaluation.held_out`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +59,12 @@ class LoadedConfig:
     """Dotted key -> `configs/x.yaml:12`, `make TRAIN_LEARNING_RATE=...`, `environment SFT_...` or `default`."""
     path: Path | None = None
     notices: tuple[str, ...] = ()
-    """What the user should read, such as an old variable that was understood."""
+    """Notices for the user, such as one about an old variable."""
     of_run: frozenset[str] = frozenset()
-    """Keys whose value a file of a run's folder said."""
+    """Keys whose value comes from a file in a run's folder."""
 
     def typed(self, key: str) -> bool:
-        """Whether somebody wrote this key, rather than the schema."""
+        """Return whether a user set this key."""
         return self.origins.get(key, DEFAULT) != DEFAULT
 
 
@@ -73,7 +73,7 @@ def load_config(
 ) -> LoadedConfig:
     """Return the configuration of a file with overrides. Raise `UserError` with every problem at once.
 
-    A run's `config.json` is taken as the run had it, so that `CONFIG=runs/NAME/config.json` makes the same run again.
+    A run's `config.json` is read as saved, so that `CONFIG=runs/NAME/config.json` repeats the run.
     """
     environ, problems = os.environ if environ is None else environ, list[UserError]()
     if path is not None and _is_saved(path):
@@ -95,10 +95,10 @@ def load_config(
 
 
 def read_config(path: Path, overrides: Iterable[Override] = (), *, of_run: bool = True) -> LoadedConfig:
-    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is none, else
+    """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is not one, else
     `UserError`.
 
-    What needs this user's own word (`schema.OWN_WORD`) is left out, unless this user's command has just written the
+    Keys that need this user's own word (`schema.OWN_WORD`) are skipped, unless this user's command has just written the
     file (`of_run=False`).
     """
     problems: list[UserError] = []
@@ -112,21 +112,21 @@ def override_config(loaded: LoadedConfig, overrides: Iterable[Override]) -> Load
     typed = typed_layer(overrides, problems)
     if not typed and not problems:
         return loaded
-    kept = saved_layer(saved_form(loaded), str(loaded.path), problems, of_run=False)
-    kept = [(key, replace(value, of_run=key in loaded.of_run)) for key, value in kept]
-    return _finish([kept, typed], loaded.path, problems, loaded.notices)
+    base = saved_layer(saved_form(loaded), str(loaded.path), problems, of_run=False)
+    base = [(key, replace(value, of_run=key in loaded.of_run)) for key, value in base]
+    return _finish([base, typed], loaded.path, problems, loaded.notices)
 
 
 # A run's `config.json`.
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether a file is the `config.json` of a run, rather than a configuration that somebody wrote as JSON."""
+    """Return whether a file is a run's `config.json`, not a configuration that somebody wrote as JSON."""
     return path.suffix == ".json" and {"config", "origins"} <= read_object(path, follow=True).keys()
 
 
 def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple[Layer, Path | None]:
-    """Return the layer of a run's `config.json`, and the file that its values came from. Raise `CheckpointError`."""
+    """Return the layer of a run's `config.json` and the YAML file that it was loaded from. Raise `CheckpointError`."""
     try:
         saved = read_json(path, follow=False)
         source = Path(saved["path"]) if saved.get("path") else None
@@ -151,7 +151,7 @@ def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple
 
 
 def save_config(loaded: LoadedConfig, path: Path) -> None:
-    """Write `config.json`: the whole configuration, the origin of every key, and the file it came from."""
+    """Write `config.json`: the complete configuration, the origin of every key, and the file it was loaded from."""
     write_json(path, saved_form(loaded))
 
 
@@ -168,7 +168,7 @@ def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
 def _finish(
     layers: Sequence[Layer], path: Path | None, problems: list[UserError], before: Iterable[str] = ()
 ) -> LoadedConfig:
-    """Merge, interpolate, convert, fill in defaults, apply rules. `before`: notices that were given."""
+    """Merge, interpolate, convert, fill in defaults and apply rules; `before` are earlier notices."""
     notices = list(before)
     values = interpolate(merge(layers, problems, notices), problems)
     settle_batch(values, notices)
@@ -196,12 +196,12 @@ def _finish(
 
 
 def _convert(values: Mapping[str, Value], path: Path | None, problems: list[UserError]) -> dict[str, Any]:
-    """Return each key's value as the schema types it; what does not fit is a problem."""
+    """Return each key's value converted to the schema's type, and report mismatches."""
     converted: dict[str, Any] = {}
     for key, value in values.items():
-        known, mismatches = find_key(key), list[Mismatch]()
-        assert known is not None
-        converted[key] = convert(as_meant(key, value.node), known.annotation, key, mismatches)
+        schema_key, mismatches = find_key(key), list[Mismatch]()
+        assert schema_key is not None
+        converted[key] = convert(as_meant(key, value.node), schema_key.annotation, key, mismatches)
         problems += [_as_error(mismatch, value, path) for mismatch in mismatches]
         if not mismatches and not is_writable("".join(texts_in(value.node))):
             problems.append(UserError(f"`{key}` holds a character that no file can hold", place=value.origin))
@@ -212,7 +212,7 @@ def _convert(values: Mapping[str, Value], path: Path | None, problems: list[User
 
 
 def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
-    """Return a mismatch at the line of a file where it stands, with the best hint."""
+    """Return the error of a mismatch, with its line and the best hint."""
     place, text = value.origin, mismatch.node.value
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
@@ -223,23 +223,23 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    """Return the dataclasses, filled from the inside out."""
+    """Return the filled dataclasses."""
     extra = {key.removeprefix("train."): value for key, value in values.items() if key in extra_keys()}
-    known = {**values, "train.extra": MappingProxyType(extra)}
+    complete = {**values, "train.extra": MappingProxyType(extra)}
 
     def section(name: str) -> Any:
         record = sections()[name]
         keys = {item.name: f"{name}.{item.name}".removeprefix(".") for item in dataclasses.fields(record)}
         inner = {leaf: section(key) for leaf, key in keys.items() if key in sections()}
-        return record(**inner, **{leaf: known[key] for leaf, key in keys.items() if key in known})
+        return record(**inner, **{leaf: complete[key] for leaf, key in keys.items() if key in complete})
 
     config: Config = section("")
     return config
 
 
 def own_words(loaded: LoadedConfig) -> list[str]:
-    """Return as `NAME=value` what this user said for themselves, for a command that begins with a copy of this
-    configuration.
+    """Return `NAME=value` words for the keys that need this user's own word, for a command that starts from a copy of
+    this configuration.
     """
     config = loaded.config
     settings = {f"launch.{item.name}": getattr(config.launch, item.name) for item in dataclasses.fields(config.launch)}

@@ -1,4 +1,4 @@
-"""Scores: their names, and the rules about which are measured, which is best and when to stop."""
+"""Names of scores, and the rules about which are measured, which one is best and when to stop."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ LABELS: Mapping[str, str] = {
     "accuracy": "accuracy",
     "macro_f1": "macro F1",
 }
-"""Built-in metric of answers -> what the user reads; more is better for each. `evaluation.scores` computes them."""
+"""Built-in metric of answers -> label; higher is better for each. `evaluation.scores` computes them."""
 OF_ANSWERS = tuple(LABELS)
 OF_LABELS = ("accuracy", "macro_f1")
 """For answers from a small set of labels: a table of each label goes with them."""
 OF_LOSS = ("loss", "perplexity")
-"""Less is better for each; also per source, as `loss/NAME`."""
+"""Lower is better for each; also per source, as `loss/NAME`."""
 
 
 def label_of_metric(name: str) -> str:
-    """Return what the user reads for a metric: of another than `LABELS` its own name."""
+    """Return the label of a metric, or its name if it has none."""
     return LABELS.get(name, name)
 
 
 def short_name(metric: str) -> str:
-    """Return what an entry of `eval.metrics` is called in files: itself, or the last part of a library metric's name or
-    path.
+    """Return the name of an `eval.metrics` entry in files: the entry itself, or the last part of a library metric's
+    name or path.
     """
     if not metric.startswith(LIBRARY):
         return metric
@@ -59,7 +59,7 @@ def library_parts(metric: str) -> tuple[str, str | None]:
 
 
 def unknown(metric: str) -> tuple[str, str] | None:
-    """Return (problem, hint) for an entry of `eval.metrics` that nothing can measure; `None` where something can."""
+    """Return (problem, hint) for an entry of `eval.metrics` that cannot be measured, else `None`."""
     if metric in OF_ANSWERS:
         return None
     if metric.startswith(LIBRARY):
@@ -74,9 +74,7 @@ def unknown(metric: str) -> tuple[str, str] | None:
 
 
 def metrics_hint(value: object) -> str | None:
-    """Return what was probably meant by text in the place of a list of metrics: the right names first, then the
-    brackets.
-    """
+    """Suggest a list of metrics for text in its place: the corrected names first, then the brackets."""
     if not isinstance(value, str) or not value.strip():
         return None
     words = [word.strip() for word in value.split(",")]
@@ -84,14 +82,12 @@ def metrics_hint(value: object) -> str | None:
     if None in meant:
         return None
     listed = f"a list is written `[{', '.join(str(word) for word in meant)}]`"
-    mended = [f"`{better}`" for word, better in zip(words, meant, strict=True) if word != better]
-    return f"did you mean {' and '.join(mended)}? {listed}" if mended else listed
+    fixes = [f"`{better}`" for word, better in zip(words, meant, strict=True) if word != better]
+    return f"did you mean {' and '.join(fixes)}? {listed}" if fixes else listed
 
 
 def validation_names(config: Config) -> tuple[str, ...]:
-    """Return what the sources of the validation rows are called; they are measured one by one where there are
-    several.
-    """
+    """Return the names of the validation sources, which are measured separately if there are several."""
     validation = config.data.validation
     sources = validation if isinstance(validation, list) else config.data.sources if validation else []
     return tuple(source.name or source.path for source in sources)
@@ -105,7 +101,7 @@ def measurable_scores(config: Config) -> tuple[str, ...]:
 
 
 def higher_is_better(name: str) -> bool | None:
-    """Whether more of the score `name` (with or without `eval_`) is better; `None` where only the user knows."""
+    """Return whether a higher `name` (with or without `eval_`) is better; `None` if only the user knows."""
     bare = name.removeprefix("eval_")
     if bare.partition("/")[0] in OF_LOSS:
         return False
@@ -120,7 +116,7 @@ VALIDATE = "give validation data, and `train.eval_strategy: steps` or `epoch`"
 
 
 def metric_names(config: Config) -> Iterator[Conflict]:
-    """`eval.metrics` holds names that something measures, each once."""
+    """Check that each entry of `eval.metrics` can be measured and is listed once."""
     for index, metric in enumerate(config.eval.metrics):
         if wrong := unknown(metric):
             yield Conflict(f"eval.metrics[{index}]", f", which {wrong[0]}", wrong[1])
@@ -135,34 +131,33 @@ def metric_names(config: Config) -> Iterator[Conflict]:
 
 
 def best_model(config: Config) -> Iterator[Conflict]:
-    """`train.metric_for_best_model` is measured while training, and known to be better one way."""
+    """Check that `train.metric_for_best_model` is measured while training and that its better direction is known."""
     train = config.train
     name = train.metric_for_best_model
-    bare, known = name.removeprefix("eval_"), measurable_scores(config)
-    if bare not in known:
-        yield Conflict(BEST, ", which nothing measures", _hint(bare, known))
+    bare, measured = name.removeprefix("eval_"), measurable_scores(config)
+    if bare not in measured:
+        yield Conflict(BEST, ", which nothing measures", _hint(bare, measured))
         return
     if bare.partition("/")[0] not in OF_LOSS and train.predict_with_generate is not True:
         yield Conflict(BEST, ", but no answers are generated while training", "set `train.predict_with_generate: true`")
-    if bare != "loss" and (
-        why := never_evaluated(config)
-    ):  # loss is the default, and no sign that anybody waits for it
+    # `loss` is the default, so it does not show that the user expects an evaluation.
+    if bare != "loss" and (why := never_evaluated(config)):
         yield Conflict(BEST, f", but nothing is evaluated while training: {why}", VALIDATE)
-    better, said = higher_is_better(bare), train.extra.get("greater_is_better")
-    if better is None and said is None:
+    better, choice = higher_is_better(bare), train.extra.get("greater_is_better")
+    if better is None and choice is None:
         yield Conflict(
             BEST, ", and whether more of it is better is not known", "set `train.greater_is_better: true` or `false`"
         )
-    elif better is not None and said is not None and bool(said) != better:
+    elif better is not None and choice is not None and bool(choice) != better:
         text = (
-            f"`train.greater_is_better` is `{str(bool(said)).lower()}`, but `{name}` is better when"
+            f"`train.greater_is_better` is `{str(bool(choice)).lower()}`, but `{name}` is better when"
             f" {'higher' if better else 'lower'}"
         )
         yield Conflict("train.greater_is_better", text, "leave it out")
 
 
 def needs_evaluation(config: Config) -> Iterator[Conflict]:
-    """What `train.load_best_model_at_end` and stopping early need."""
+    """Check what `train.load_best_model_at_end` and early stopping need."""
     train, why = config.train, never_evaluated(config)
     for key in ("load_best_model_at_end", "early_stopping_patience"):
         if getattr(train, key) not in (False, None) and why:
@@ -177,17 +172,17 @@ def needs_evaluation(config: Config) -> Iterator[Conflict]:
 
 
 def never_evaluated(config: Config) -> str:
-    """Return why nothing is evaluated while training; empty where something is."""
+    """Return why nothing is evaluated while training, or an empty text."""
     if config.train.eval_strategy == "no":
         return "`train.eval_strategy` is `no`"
     return "there is no `data.validation`" if not config.data.validation else ""
 
 
-def _hint(bare: str, known: tuple[str, ...]) -> str:
+def _hint(bare: str, measured: tuple[str, ...]) -> str:
     if bare in OF_ANSWERS:
-        return f"add it: `eval.metrics: [{', '.join((*[k for k in known if k in OF_ANSWERS], bare))}]`"
-    close = closest_word(bare, known)
-    return f"did you mean `eval_{close}`?" if close else f"one of {', '.join(f'eval_{one}' for one in known)}"
+        return f"add it: `eval.metrics: [{', '.join((*[k for k in measured if k in OF_ANSWERS], bare))}]`"
+    close = closest_word(bare, measured)
+    return f"did you mean `eval_{close}`?" if close else f"one of {', '.join(f'eval_{score}' for score in measured)}"
 
 
 RULES = (metric_names, best_model, needs_evaluation)

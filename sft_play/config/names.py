@@ -1,4 +1,4 @@
-"""Names that people know from other tools, and the right name for one that is mistyped."""
+"""Names from other tools, and suggestions for mistyped ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ SECRETS_HINT = (
 )
 
 ELSEWHERE: Mapping[str, str] = {
-    "model.name": "model_name_or_path model_id pretrained_model_name_or_path model_name model_path base_model base_model_config "
-    "model.path model.id",
+    "model.name": (
+        "model_name_or_path model_id pretrained_model_name_or_path model_name model_path base_model"
+        " base_model_config model.path model.id"
+    ),
     "model.adapter": "adapter_name_or_path adapters lora_model_dir peft_model_id adapter_path lora_path resume_adapter",
     "model.revision": "model_revision",
     "model.dtype": "torch_dtype",
-    "model.max_seq_len": "max_seq_length max_length seq_len sequence_length max_sequence_length model_max_length block_size "
-    "context_length sequence_len cutoff_len model.length",
+    "model.max_seq_len": (
+        "max_seq_length max_length seq_len sequence_length max_sequence_length model_max_length block_size"
+        " context_length sequence_len cutoff_len model.length"
+    ),
     "model.layers": "num_layers num_hidden_layers n_layer n_layers",
     "model.attention_heads": "num_attention_heads num_heads n_head n_heads",
     "model.hidden_size": "d_model n_embd",
@@ -38,12 +42,16 @@ ELSEWHERE: Mapping[str, str] = {
     "model.attn_implementation": "attention_implementation use_flash_attention_2 flash_attention flash_attn",
     "tuning.task": "stage task",
     "tuning.quantization": "bnb_4bit_quant_type quantization_method tuning.bits",
-    "tuning.mode": "load_in_4bit load_in_8bit quantization_bit use_peft use_lora use_qlora peft_type adapter finetuning_type "
-    "tuning.method tuning.type",
+    "tuning.mode": (
+        "load_in_4bit load_in_8bit quantization_bit use_peft use_lora use_qlora peft_type adapter finetuning_type"
+        " tuning.method tuning.type"
+    ),
     "tuning.lora.r": "lora_r lora_rank rank_lora tuning.rank tuning.lora.rank train.lora_r",
     "tuning.lora.alpha": "lora_alpha",
     "tuning.lora.dropout": "lora_dropout tuning.dropout",
-    "tuning.lora.target_modules": "lora_target_modules target_modules lora_target_linear lora_target tuning.lora.modules",
+    "tuning.lora.target_modules": (
+        "lora_target_modules target_modules lora_target_linear lora_target tuning.lora.modules"
+    ),
     "tuning.lora.variant": "use_dora dora peft_use_dora",
     "tuning.lora.rslora": "use_rslora peft_use_rslora",
     "tuning.lora.init": "init_lora_weights pissa_init init_weights peft_init_lora_weights",
@@ -51,14 +59,23 @@ ELSEWHERE: Mapping[str, str] = {
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
     "tuning.lora.bias": "lora_bias",
     "data.new_tokens": "add_tokens add_special_tokens new_special_tokens additional_tokens special_tokens tokens",
-    "data.train_path": "dataset_name dataset_path train_file train_data data_path train_dataset datasets dataset data.path "
-    "data.train data.file",
-    "data.val_path": "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval data.validation_path",
+    "data.train_path": (
+        "dataset_name dataset_path train_file train_data data_path train_dataset datasets dataset data.path"
+        " data.train data.file"
+    ),
+    "data.val_path": (
+        "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval"
+        " data.validation_path"
+    ),
     "data.validation": "test_datasets val_set_size val_size",
     "data.sources": "data.files data.train_files",
-    "train.batch_size": "per_device_train_batch_size per_device_batch_size batch_size_per_device micro_batch_size_per_gpu bs "
-    "micro_batch_size",
-    "train.grad_accum": "gradient_accumulation_steps gradient_accumulation grad_accumulation accumulation_steps grad_acc",
+    "train.batch_size": (
+        "per_device_train_batch_size per_device_batch_size batch_size_per_device micro_batch_size_per_gpu bs"
+        " micro_batch_size"
+    ),
+    "train.grad_accum": (
+        "gradient_accumulation_steps gradient_accumulation grad_accumulation accumulation_steps grad_acc"
+    ),
     "train.global_batch_size": "effective_batch_size total_batch_size",
     "train.epochs": "num_epochs num_train_epochs epoch n_epochs",
     "train.learning_rate": "lr",
@@ -82,11 +99,15 @@ ELSEWHERE: Mapping[str, str] = {
     "eval.samples": "max_samples eval.num_samples",
     "launch.sequence_parallel": "sequence_parallel_size context_parallel_size sp_size cp_size ulysses_size",
     "launch.tensor_parallel": "tensor_parallel_size tp_size tp",
-    "launch.strategy": "strategy zero_stage pipeline_parallel pipeline_parallel_size pp_size use_deepspeed use_fsdp fsdp multi_gpu",
+    "launch.strategy": (
+        "strategy zero_stage pipeline_parallel pipeline_parallel_size pp_size use_deepspeed use_fsdp fsdp multi_gpu"
+    ),
     "launch.backend": "backend distributed_backend dist_backend",
     "launch.timeout_seconds": "ddp_timeout timeout nccl_timeout",
-    "NUM_GPUS": "num_gpu gpus n_gpus ngpus gpu_count world_size num_processes nproc_per_node nproc ntasks ntasks_per_node "
-    "gpus_per_node launch.num_gpus gres slurm.gres",
+    "NUM_GPUS": (
+        "num_gpu gpus n_gpus ngpus gpu_count world_size num_processes nproc_per_node nproc ntasks ntasks_per_node"
+        " gpus_per_node launch.num_gpus gres slurm.gres"
+    ),
     "NODE_RANK": "rank node_rank machine_rank local_rank",
     "NUM_NODES": "nnodes num_machines nodes launch.num_nodes",
     "MASTER_ADDR": "master_address main_process_ip rdzv_endpoint",
@@ -97,8 +118,8 @@ ELSEWHERE: Mapping[str, str] = {
     "DEEPSPEED_CONFIG": "deepspeed deepspeed_config_file",
     "CHECKPOINT": "checkpoint_path",
 }
-"""Key or variable -> its names elsewhere (transformers, TRL, PEFT, Axolotl, LLaMA-Factory, launchers): lower case, with a
-section where they mean something only there.
+"""Key or variable -> its names elsewhere (transformers, TRL, PEFT, Axolotl, LLaMA-Factory, launchers): lower case, and
+with a section if they mean it only there.
 """
 ALIASES = {name.replace(".", "_"): key for key, names in ELSEWHERE.items() for name in names.split()}
 
@@ -115,7 +136,7 @@ REMOVED: dict[str, str] = {
     "scale": "it was removed in 0.2.0: NUM_GPUS=, NUM_NODES= or HARDWARE= plans for each number of devices",
     "bench": "it was removed in 0.2.0: run `make bench` on each machine",
 }
-"""Commands, keys, variables and values of 0.1.0 -> what there is instead; for one release."""
+"""Commands, keys, variables and values of 0.1.0 -> what replaces them; kept for one release."""
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
 INSTEAD: dict[str, str] = REMOVED | {
@@ -132,7 +153,7 @@ INSTEAD: dict[str, str] = REMOVED | {
     "runs_dir": "`export RUNS_DIR=folder` moves all runs",
     "sft_play_cache": "`export SFT_PLAY_CACHE=folder` moves all caches",
 }
-"""Names and values that no key or variable stands for -> what there is."""
+"""Names and values without a key or variable of their own -> what to use instead."""
 VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO}
 OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
 """Variables that other programs read from the environment."""
@@ -200,9 +221,9 @@ VARIABLES: Mapping[str, str] = {
 def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) -> str | None:
     """Return the key (`train.learning_rate`) or variable (`NUM_GPUS`) that `name` probably means, or `None`.
 
-    `name` may be a YAML key, dotted or not, a variable or a flag; `section` is where in a file it stands.
+    `name` may be a YAML key, dotted or not, a variable or a flag; `section` is the section that it is in.
     """
-    word, known = plain_word(name), _known(frozenset(options))
+    word, names = plain_word(name), _known(frozenset(options))
     if find_key(name.lstrip("-").lower()):
         return name.lstrip("-").lower()
     if word in sections() and not section:
@@ -211,42 +232,40 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
     leaf = word.removeprefix(f"{section}_")
     whole = f"{section}_{leaf}" if section else word
     for candidate in (whole, leaf, word.rpartition("_")[2] if "." in name else leaf):
-        if candidate in known:
-            return known[candidate]
+        if candidate in names:
+            return names[candidate]
     for candidate, cutoff in ((whole, 0.87), (leaf, 0.75)):
-        if close := get_close_matches(candidate, known, n=1, cutoff=cutoff):
-            return known[close[0]]
+        if close := get_close_matches(candidate, names, n=1, cutoff=cutoff):
+            return names[close[0]]
     return None
 
 
 def plain_word(name: str) -> str:
-    """Return a key, flag or variable in one form: `--rdzv-endpoint` is `rdzv_endpoint`, `tuning.rank` `tuning_rank`."""
+    """Normalise a key, flag or variable: `--rdzv-endpoint` becomes `rdzv_endpoint`, `tuning.rank` `tuning_rank`."""
     return name.strip().lstrip("-").replace("-", "_").replace(".", "_").lower()
 
 
 def _section_of(word: str) -> str:
-    """Return the section that a word begins with, the longest; or nothing."""
+    """Return the longest section that a word begins with, or an empty text."""
     names = [section.replace(".", "_") for section in sections() if section]
     return max((name for name in names if word.startswith(f"{name}_")), key=len, default="")
 
 
 @functools.cache
 def _known(options: frozenset[str]) -> Mapping[str, str]:
-    """Return every word that stands for a key or one of `options`: the last part of a key (of several keys the first in
-    this order of use), names elsewhere, options, and keys in full.
+    """Return word -> key or option for the last part of each key (a key of training wins), names elsewhere, options and
+    complete keys.
     """
     keys = [*schema_keys(), *extra_keys()]
     of_training = [key for key in keys if key.startswith("train.")]
-    known = {key.rpartition(".")[2]: key for key in reversed([*of_training, *keys])}
-    known |= {alias: key for alias, key in ALIASES.items() if not key.isupper() or key in options}
-    known |= {option.lower(): option for option in options}
-    return known | {variable_name(key).lower(): key for key in keys}
+    names = {key.rpartition(".")[2]: key for key in reversed([*of_training, *keys])}
+    names |= {alias: key for alias, key in ALIASES.items() if not key.isupper() or key in options}
+    names |= {option.lower(): option for option in options}
+    return names | {variable_name(key).lower(): key for key in keys}
 
 
 def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = str) -> UserError | None:
-    """Return the error of a `train.` field of `TrainingArguments` that is decided elsewhere; `spell` writes the key to
-    use instead.
-    """
+    """Return the error for a refused field of `TrainingArguments`, or `None`; `spell` writes the key to use instead."""
     section, _, leaf = key.partition(".")
     if section != "train" or leaf not in REFUSED:
         return None
@@ -255,15 +274,15 @@ def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = st
 
 
 def closest_file(path: Path, folder: Path) -> str | None:
-    """Return a YAML file next to `path` or in `folder` whose name is close to it, as the user would type it."""
-    known = {p.stem.lower(): f"configs/{p.name}" for p in folder.glob("*.yaml")}
-    known |= {p.stem.lower(): str(p) for ending in ("yaml", "yml") for p in path.parent.glob(f"*.{ending}")}
-    close = get_close_matches(re.sub(r"\.ya?ml$", "", path.name.lower()), known, n=1, cutoff=0.65)
-    return known[close[0]] if close else None
+    """Return a YAML file next to `path` or in `folder` with a similar name, as the user would type it."""
+    files = {p.stem.lower(): f"configs/{p.name}" for p in folder.glob("*.yaml")}
+    files |= {p.stem.lower(): str(p) for ending in ("yaml", "yml") for p in path.parent.glob(f"*.{ending}")}
+    close = get_close_matches(re.sub(r"\.ya?ml$", "", path.name.lower()), files, n=1, cutoff=0.65)
+    return files[close[0]] if close else None
 
 
 def hint_elsewhere(name: str) -> str | None:
-    """Return what there is for a name that no key or variable stands for."""
+    """Return a hint for a name without a key or variable of its own."""
     if SECRET.fullmatch(name):
         return SECRETS_HINT
     word = plain_word(name)
@@ -273,7 +292,7 @@ def hint_elsewhere(name: str) -> str | None:
 
 
 def unknown_key(key: str, place: str, node: Node) -> UserError:
-    """Return the error of a key in a file, with the right one where there is one."""
+    """Return the error for an unknown key in a file, with a suggestion if there is one."""
     if not key:
         return UserError("a key is empty; expected a name", place=place)
     if key in sections():

@@ -1,6 +1,4 @@
-"""What `train.optim` and `train.lr_scheduler_type` can run: packages, refusals, and the settings that each word
-takes.
-"""
+"""Optimizers and schedules: the packages they need, those that are refused, and the settings that each takes."""
 
 from __future__ import annotations
 
@@ -47,30 +45,30 @@ Shape = Literal["linear", "cosine", "1-sqrt"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """What becomes of a word of `train.optim`."""
+    """How a word of `train.optim` is treated."""
 
     refused: str = ""
-    """Why it is never run, as it follows on the word and a comma."""
+    """Why it is refused, as a clause after the word and a comma."""
     module: str = ""
-    """A package's that it needs."""
+    """The module that it needs."""
     pip: str = ""
-    """What pip calls that package."""
+    """The package of that module, as pip takes it."""
     bitsandbytes: bool = False
-    """Of bitsandbytes, which has kernels for CPUs too; there all states are fp32."""
+    """Whether it is one of bitsandbytes, which has CPU kernels too, with fp32 states."""
     low_rank: bool = False
-    """Projects the gradients of `train.optim_target_modules`; its package imports bitsandbytes."""
+    """Whether it projects the gradients of `train.optim_target_modules`; its package imports bitsandbytes."""
     two_faced: bool = False
-    """Trains at other weights than those that are evaluated and saved."""
+    """Whether it trains at other weights than those that are evaluated and saved."""
     saved: bool = True
-    """Its states are tensors and numbers, which a checkpoint can hold; else some are Python objects."""
+    """Whether its states are tensors and numbers; a checkpoint cannot contain other Python objects."""
     betas: bool = True
-    """transformers gives it `train.adam_beta1` and its siblings."""
+    """Whether transformers passes `train.adam_beta1`, `adam_beta2` and `adam_epsilon` to it."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of `train.optim_args` that reach it as they are meant."""
+    """Entries of `train.optim_args` that transformers passes on correctly."""
 
     @property
     def whole(self) -> bool:
-        """Whether it needs every parameter in one piece on each rank."""
+        """Whether it needs every parameter unsharded on each rank."""
         return bool(self.module)
 
 
@@ -123,11 +121,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("adagrad", betas=False, arguments={"lr_decay": float, "eps": float}),
     **_each("rmsprop", betas=False, arguments={"momentum": float, "alpha": float, "eps": float, "centered": bool}),
     **_each(
-        "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
-        "paged_lion_32bit", bitsandbytes=True,
+        "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit",
+        "paged_lion_8bit", "paged_lion_32bit", bitsandbytes=True,
     ),
     **_each("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", bitsandbytes=True, betas=False),
-    **_each("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit", bitsandbytes=True, arguments=_ADEMAMIX),
+    **_each(
+        "ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit",
+        bitsandbytes=True, arguments=_ADEMAMIX,
+    ),
     **_each("schedule_free_adamw", "schedule_free_radam", **_SCHEDULE_FREE),
     **_each("schedule_free_sgd", **_SCHEDULE_FREE, betas=False),
     **_each("stable_adamw", module="optimi", pip="torch-optimi==0.3.3", arguments={"max_lr": float}),
@@ -136,7 +137,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("grokadamw", module="grokadamw", pip="grokadamw==0.1.2", saved=False, betas=False, arguments=_GROK),
     **_each("adamw_torch_4bit", "adamw_torch_8bit", refused=SUBCLASSES),
     **_each(
-        "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise",
+        "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
+        "apollo_adamw_layerwise",
         refused=IN_BACKWARD,
     ),
     **_each("galore_adamw_8bit", refused=MISREAD),
@@ -144,7 +146,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("adamw_torch_npu_fused", refused="which runs on Ascend NPUs only"),
     **_each("adamw_anyprecision", refused="which needs `torchdistx`, and that has no release for today's torch"),
 }  # fmt: skip
-"""The outcome of every word of `train.optim`: it runs, is refused with the package that it needs, or by name."""
+"""How every word of `train.optim` is treated."""
 
 _PLATEAU = {
     "mode": Literal["min", "max"],
@@ -163,8 +165,8 @@ SETTINGS_OF: Mapping[str, Mapping[str, Any]] = {
     "inverse_sqrt": {"timescale": Positive}, "reduce_lr_on_plateau": _PLATEAU, "cosine_with_min_lr": _FLOORED,
     "cosine_warmup_with_min_lr": _FLOORED | {"warmup_lr_rate": FromZero},
     "warmup_stable_decay": {
-        "num_decay_steps": Count, "num_stable_steps": Count, "warmup_type": Shape, "decay_type": Shape, "min_lr_ratio": FromZero,
-        "num_cycles": FromZero,
+        "num_decay_steps": Count, "num_stable_steps": Count, "warmup_type": Shape, "decay_type": Shape,
+        "min_lr_ratio": FromZero, "num_cycles": FromZero,
     },
     "greedy": _PLATEAU | {
         "warmup": Count, "max_lr": FromZero, "smooth": bool, "window_size": Positive, "reset_start": Count,
@@ -176,7 +178,7 @@ WITHOUT_WARMUP = ("constant", *BY_METRIC)
 
 
 def missing_optimizer(config: Config) -> list[HardwareError]:
-    """Return what is wrong with this environment: the package of `train.optim` is not installed."""
+    """Return the error for a `train.optim` whose package is not installed."""
     chosen = OPTIMIZERS[config.train.optim]
     if chosen.refused or not chosen.module or importlib.util.find_spec(chosen.module):
         return []
@@ -189,7 +191,7 @@ def missing_optimizer(config: Config) -> list[HardwareError]:
 
 
 def optimizer(config: Config) -> Iterator[Conflict]:
-    """Words that cannot run, cannot be saved, or would ignore what else was typed."""
+    """Refuse an optimizer that cannot run, cannot be saved, or would ignore other keys."""
     train, word = config.train, config.train.optim
     chosen = OPTIMIZERS[word]
     if chosen.refused:
@@ -200,7 +202,8 @@ def optimizer(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             OPTIM,
             ", whose states are Python objects, so no checkpoint can hold them",
-            "set `train.save_strategy: no` (the model is written at the end, and nothing can be resumed), or take another optimizer",
+            "set `train.save_strategy: no` (the model is written at the end, and nothing can be resumed), or use"
+            " another optimizer",
         )
     targets = train.extra.get("optim_target_modules")
     if chosen.low_rank and not targets:
@@ -223,7 +226,7 @@ def optimizer(config: Config) -> Iterator[Conflict]:
 
 
 def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
-    """`train.optim_args`, as transformers reads them: `name=value,name=value`."""
+    """Check `train.optim_args`, which transformers reads as `name=value,name=value`."""
     taken = OPTIMIZERS[word].arguments
     for part in text.replace(" ", "").split(",") if text else ():
         name, equals, value = part.partition("=")
@@ -239,7 +242,9 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
         elif taken[name] is not str:
             problems: list[Mismatch] = []
             convert(wrap(_plain(value.lower())), taken[name], f"{ARGUMENTS}.{name}", problems)
-            yield from (Conflict(ARGUMENTS, f"`{one.key}` {one.problem}", one.hint) for one in problems)
+            yield from (
+                Conflict(ARGUMENTS, f"`{mismatch.key}` {mismatch.problem}", mismatch.hint) for mismatch in problems
+            )
 
 
 def _plain(text: str) -> Any:
@@ -251,19 +256,19 @@ def _plain(text: str) -> Any:
 
 def lr_settings(config: Config) -> Any:
     """Return `train.lr_scheduler_kwargs`, which may be written as JSON."""
-    given = config.train.extra.get("lr_scheduler_kwargs") or {}
-    return _plain(given) if isinstance(given, str) else given
+    settings = config.train.extra.get("lr_scheduler_kwargs") or {}
+    return _plain(settings) if isinstance(settings, str) else settings
 
 
 def schedule(config: Config) -> Iterator[Conflict]:
-    """Settings that the schedule does not take, lacks, or cannot follow."""
+    """Refuse settings that the schedule does not take, and a schedule that lacks one."""
     train, word = config.train, config.train.lr_scheduler_type
-    given = lr_settings(config)
-    if not isinstance(given, Mapping):
+    settings = lr_settings(config)
+    if not isinstance(settings, Mapping):
         yield Conflict(SETTINGS, f"`{SETTINGS}` is no mapping", "`lr_scheduler_kwargs: {num_cycles: 2}`")
         return
     taken = SETTINGS_OF[word]
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in taken:
             close = closest_word(str(name), list(taken))
             hint = f"did you mean `{close}`?" if close else f"it takes: {', '.join(taken) or 'none'}"
@@ -271,8 +276,8 @@ def schedule(config: Config) -> Iterator[Conflict]:
             continue
         problems: list[Mismatch] = []
         convert(wrap(value), taken[name], f"{SETTINGS}.{name}", problems)
-        yield from (Conflict(SETTINGS, f"`{one.key}` {one.problem}", one.hint) for one in problems)
-    floors = [name for name in ("min_lr", "min_lr_rate") if given.get(name) is not None]
+        yield from (Conflict(SETTINGS, f"`{mismatch.key}` {mismatch.problem}", mismatch.hint) for mismatch in problems)
+    floors = [name for name in ("min_lr", "min_lr_rate") if settings.get(name) is not None]
     if taken.keys() >= _FLOORED.keys() and len(floors) != 1:
         has = "both `min_lr` and `min_lr_rate`" if floors else "neither `min_lr` nor `min_lr_rate`"
         yield Conflict(
@@ -281,7 +286,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
             "`lr_scheduler_kwargs: {min_lr_rate: 0.1}`",
             SETTINGS,
         )
-    if word == "warmup_stable_decay" and "num_decay_steps" not in given:
+    if word == "warmup_stable_decay" and "num_decay_steps" not in settings:
         yield Conflict(
             SCHEDULE, f", but `{SETTINGS}` has no `num_decay_steps`", "`lr_scheduler_kwargs: {num_decay_steps: 100}`"
         )
@@ -289,11 +294,11 @@ def schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             SCHEDULE, f", which follows evaluations, but nothing is evaluated while training: {why}", VALIDATE
         )
-    # Schedule-free optimizers have a warm-up of their own.
+    # Schedule-free optimizers warm up by themselves.
     if word not in WITHOUT_WARMUP or OPTIMIZERS[train.optim].two_faced:
         return
-    given_ratio = train.warmup_ratio not in (0, TrainConfig().warmup_ratio)
-    for key in (["train.warmup_steps"] if train.warmup_steps else []) + (["train.warmup_ratio"] if given_ratio else []):
+    has_ratio = train.warmup_ratio not in (0, TrainConfig().warmup_ratio)
+    for key in (["train.warmup_steps"] if train.warmup_steps else []) + (["train.warmup_ratio"] if has_ratio else []):
         yield Conflict(
             key,
             f", but the schedule `{word}` has no warm-up",

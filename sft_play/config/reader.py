@@ -1,7 +1,7 @@
-"""From a YAML value with its lines to a Python value, as a dataclass's annotations say; all mismatches at once.
+"""Convert YAML values with their lines to a dataclass by its annotations, and collect all mismatches.
 
-A range is on the field: `Annotated[int, Range(minimum=1)]`. What does not fit is said in words: what is expected, what
-was found.
+A field's annotation contains its range: `Annotated[int, Range(minimum=1)]`. A mismatch says in words what the value is
+and what was expected.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from typing import (
 from sft_play.config.yaml_files import FLOAT, Node, scalar_text, wrap
 
 LARGEST_INTEGER = 2**31 - 1
-"""Of a key without a maximum of its own: what counts in 32 bits takes no more."""
+"""Maximum of a key without a `Range.maximum`, so that it fits into 32 bits."""
 LARGEST_FREE = 2**63 - 1
 MOST_WORDS = 15
-"""Longer choices are not written out in a message; `docs/configuration.md` lists them."""
+"""Longer lists of choices are not written out in a message; `docs/configuration.md` has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """Numbers that a field takes."""
+    """The numbers that a field takes."""
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
     also: int | None = None
-    """One value outside that has a meaning of its own, such as -1."""
+    """A value outside the range with a special meaning, such as -1."""
 
     def holds(self, value: float) -> bool:
-        """Whether `value` may be used."""
+        """Return whether `value` is in the range."""
         return (self.also is not None and value == self.also) or (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
@@ -65,21 +65,21 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the whole of a text looks like; a rule compares it, beside the other rules (`config.schedulers`)."""
+    """The pattern that a complete text must match; a rule checks it (`config.schedulers`)."""
 
     regex: re.Pattern[str]
     words: str
-    """The same for messages."""
+    """The pattern in words, for messages."""
 
 
 Positive = Annotated[int, Range(minimum=1)]
 FromZero = Annotated[int, Range(minimum=0)]
 Count = Annotated[int, Range(minimum=0, maximum=LARGEST_FREE)]
-"""Of tokens or rows, which 32 bits need not hold."""
+"""A number of tokens or rows, which may exceed 32 bits."""
 
 
 class Mismatch(NamedTuple):
-    """One value that does not fit."""
+    """A value that does not fit its annotation."""
 
     key: str
     """Dotted key, with `[i]` for list entries."""
@@ -90,20 +90,20 @@ class Mismatch(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """What a rule between keys finds; who asks for it adds the value and the place."""
+    """A violated rule between keys; the caller adds the value and the place."""
 
     key: str
     """Dotted key, or an entry or field of its value: `data.sources[1].weight`."""
     text: str
-    """What follows on "`key` is `value`" where it begins with a comma or a semicolon; else the whole sentence."""
+    """A clause after "`key` is `value`" if it begins with a comma or a semicolon; else the complete sentence."""
     hint: str | None = None
     or_key: str = ""
-    """Key whose place is shown where nobody typed the first."""
+    """Key whose place is shown if nobody typed `key`."""
 
 
 T = TypeVar("T")
 INVALID = object()
-"""Returned for a value that does not fit; the mismatch is in the list."""
+"""Returned instead of a value that does not fit; its mismatch is in the list."""
 
 
 @cache
@@ -129,12 +129,12 @@ def limits_of(annotation: Any) -> Range:
 
 
 def pattern_of(annotation: Any) -> Pattern | None:
-    """Return what a text must look like, where the annotation says it."""
+    """Return the pattern of an annotation, if it has one."""
     return next((mark for _, mark in _parts(annotation) if isinstance(mark, Pattern)), None)
 
 
 def literals(annotation: Any) -> tuple[Any, ...]:
-    """Return the words that an annotation takes."""
+    """Return the words of an annotation's literals."""
     return tuple(word for part in options(annotation) if get_origin(part) is Literal for word in get_args(part))
 
 
@@ -147,11 +147,15 @@ def fields_of(record: Any) -> Mapping[str, Any]:
 def required_fields(record: Any) -> list[str]:
     """Return the fields of a dataclass that have no default."""
     missing = dataclasses.MISSING
-    return [one.name for one in dataclasses.fields(record) if one.default is missing and one.default_factory is missing]
+    return [
+        entry.name
+        for entry in dataclasses.fields(record)
+        if entry.default is missing and entry.default_factory is missing
+    ]
 
 
 def describe(annotation: Any) -> str:
-    """Return what is expected, in words: ``an integer >= 1 or `auto` ``."""
+    """Describe an annotation in words: ``an integer >= 1 or `auto` ``."""
     limits = limits_of(annotation)
     names = {
         bool: ["`true`", "`false`"],
@@ -198,7 +202,7 @@ def quoted(text: str) -> str:
 
 
 def convert(node: Node, annotation: Any, key: str, problems: list[Mismatch]) -> Any:
-    """Return the value of `node` as `annotation` has it, or `INVALID` with its mismatches added to `problems`."""
+    """Return the value of `node` converted to `annotation`, or `INVALID` with its mismatches added to `problems`."""
     value, parts = node.value, options(annotation)
     if value is None and type(None) in parts:
         return None
@@ -214,14 +218,14 @@ def convert(node: Node, annotation: Any, key: str, problems: list[Mismatch]) -> 
     for part in parts:
         if isinstance(value, list) and get_origin(part) in (list, tuple):
             values = [convert(inner, get_args(part)[0], f"{key}[{i}]", problems) for i, inner in enumerate(value)]
-            return INVALID if any(one is INVALID for one in values) else get_origin(part)(values)
+            return INVALID if any(entry is INVALID for entry in values) else get_origin(part)(values)
         if isinstance(value, dict) and dataclasses.is_dataclass(part):
             return read_record(node, part, key, problems)
         if isinstance(value, dict) and get_origin(part) is Mapping:  # of texts, letter for letter: `LEVEL: 1` is `"1"`
             parts_of = {
                 name: convert(inner, get_args(part)[1], f"{key}.{name}", problems) for name, inner in value.items()
             }
-            return INVALID if any(one is INVALID for one in parts_of.values()) else parts_of
+            return INVALID if any(entry is INVALID for entry in parts_of.values()) else parts_of
         if isinstance(value, dict) and (get_origin(part) or part) is dict:
             return _finite(node, key, problems)
     text = value if isinstance(value, str) else node.text
@@ -245,74 +249,74 @@ def _number(value: float, annotation: Any) -> Any:
 
 
 def read_record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
-    """Return a mapping as the dataclass `record`, or `INVALID`; `key` stands before the names of its fields in
-    messages.
-    """
+    """Return a mapping as the dataclass `record`, or `INVALID`; `key` prefixes the names of its fields in messages."""
     fields, before, prefix = fields_of(record), len(problems), f"{key}." if key else ""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, part in node.value.items():
         if name in fields:
-            given[name] = convert(part, fields[name], f"{prefix}{name}", problems)
+            values[name] = convert(part, fields[name], f"{prefix}{name}", problems)
             continue
         close = get_close_matches(name, fields, n=1, cutoff=0.5)
-        hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{known}`' for known in fields)}"
+        hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{field}`' for field in fields)}"
         problems.append(Mismatch(f"{prefix}{name}", part, "is not a known key", hint))
     problems += [
-        Mismatch(f"{prefix}{name}", node, "is missing") for name in required_fields(record) if name not in given
+        Mismatch(f"{prefix}{name}", node, "is missing") for name in required_fields(record) if name not in values
     ]
-    return INVALID if len(problems) > before else record(**given)
+    return INVALID if len(problems) > before else record(**values)
 
 
 def record_of(value: Any, record: type[T]) -> T:
     """Return parsed JSON as the dataclass `record`. Raise `ValueError` with the first mismatch."""
     problems: list[Mismatch] = []
-    found = convert(wrap(value), record, "", problems)
+    converted = convert(wrap(value), record, "", problems)
     if problems:
         raise ValueError(f"`{problems[0].key}` {problems[0].problem}")
-    assert isinstance(found, record)
-    return found
+    assert isinstance(converted, record)
+    return converted
 
 
 def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
-    """Return the dotted key of a part of parsed JSON that is of another type than its annotation; `None` where all
-    fits.
+    """Return the dotted key of the first part of parsed JSON that does not match its annotation, or `None`.
 
-    Of a record (a dataclass, or field -> annotation) only the fields that are there count: what a version lacks is no
-    mismatch. A `TypedDict` must have its fields.
+    In a record (a dataclass, or field -> annotation) missing fields are ignored, since an older version may lack them;
+    a `TypedDict` must have all its fields.
     """
-    tried: list[str] = []
-    inner: Iterable[tuple[str, Any, Any]] | None
+    mismatches: list[str] = []
     for part in options(annotation) if not isinstance(annotation, Mapping) else (annotation,):
-        kind, given = get_origin(part) or part, get_args(part)
-        if isinstance(part, Mapping) or dataclasses.is_dataclass(part) or is_typeddict(part):
-            fields: Mapping[str, Any] = part if isinstance(part, Mapping) else fields_of(kind)
-            if not isinstance(value, dict) or (is_typeddict(part) and not fields.keys() <= value.keys()):
-                continue
-            inner = ((name, value[name], one) for name, one in fields.items() if name in value)
-        elif kind in (list, tuple, Sequence):
-            inner = (
-                ((str(i), one, given[0]) for i, one in enumerate(value)) if isinstance(value, (list, tuple)) else None
-            )
-        elif kind in (dict, Mapping):
-            inner = (
-                ((name, one, (given or (Any, Any))[1]) for name, one in value.items())
-                if isinstance(value, dict)
-                else None
-            )
-        else:
-            inner = () if _is_one(value, kind, given) else None
-        if inner is None:
+        members = _members(value, part)
+        if members is None:
             continue
-        wrong = (misfit(one, of, f"{key}.{name}" if key else name) for name, one, of in inner)
-        if (found := next((one for one in wrong if one is not None), None)) is None:
+        inner = (misfit(member, of, f"{key}.{name}" if key else name) for name, member, of in members)
+        mismatch = next((dotted for dotted in inner if dotted is not None), None)
+        if mismatch is None:
             return None
-        tried.append(found)
-    return next(iter(tried), key)
+        mismatches.append(mismatch)
+    return next(iter(mismatches), key)
 
 
-def _is_one(value: Any, kind: Any, given: tuple[Any, ...]) -> bool:
+def _members(value: Any, part: Any) -> Iterable[tuple[str, Any, Any]] | None:
+    """Return (name, value, annotation) of what `value` holds, none for a scalar; `None` where it is no `part`."""
+    kind, arguments = get_origin(part) or part, get_args(part)
+    if isinstance(part, Mapping) or dataclasses.is_dataclass(part) or is_typeddict(part):
+        fields: Mapping[str, Any] = part if isinstance(part, Mapping) else fields_of(kind)
+        if not isinstance(value, dict) or (is_typeddict(part) and not fields.keys() <= value.keys()):
+            return None
+        return [(name, value[name], of) for name, of in fields.items() if name in value]
+    if kind in (list, tuple, Sequence):
+        return (
+            [(str(i), entry, arguments[0]) for i, entry in enumerate(value)]
+            if isinstance(value, (list, tuple))
+            else None
+        )
+    if kind in (dict, Mapping):
+        of = arguments[1] if arguments else Any
+        return [(name, entry, of) for name, entry in value.items()] if isinstance(value, dict) else None
+    return () if _is_scalar(value, kind, arguments) else None
+
+
+def _is_scalar(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
     if kind is Literal:
-        return isinstance(value, str | int) and value in given
+        return isinstance(value, str | int) and value in arguments
     if kind in (int, float):
         return type(value) is float is kind or (type(value) is int and abs(value) <= LARGEST_FREE)
     return kind is Any or type(value) is kind
@@ -355,14 +359,14 @@ def _value_hint(node: Node, annotation: Any) -> str | None:
 
 
 def closest_word(value: str, words: Sequence[str]) -> str | None:
-    """Return the word that was probably meant: one that begins with `value`, else one that looks like it."""
+    """Return the word that was probably meant: one that begins with `value`, else a similar one."""
     lower = value.lower()
     longer = [word for word in words if len(lower) > 2 and word.startswith(lower)]
     close = longer or get_close_matches(lower, words, n=1, cutoff=0.6)
     return close[0] if close else None
 
 
-# A value of a row in words, for messages.
+# Values of a row in words, for messages.
 
 
 KINDS = {
@@ -378,7 +382,7 @@ KINDS = {
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, in words."""
+    """Describe the type of a value in words."""
     name = type(value).__name__
     return KINDS.get(name, name)
 
@@ -387,7 +391,7 @@ MOST_NAMES = 100
 
 
 def names_of(row: Iterable[str]) -> str:
-    """Return the names of a row's columns, in backticks; of very many the first."""
+    """Return the names of a row's columns in backticks, at most the first `MOST_NAMES`."""
     names = list(row)
-    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
-    return (", ".join(f"`{name}`" for name in names[:MOST_NAMES]) or "none") + more
+    rest = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+    return (", ".join(f"`{name}`" for name in names[:MOST_NAMES]) or "none") + rest

@@ -1,6 +1,4 @@
-"""Rules between keys: functions of a configuration without effects that yield conflicts; here they get their values and
-places.
-"""
+"""Rules between keys: pure functions of a configuration that yield conflicts; `check_rules` adds values and places."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from sft_play.errors import HUB_LOGIN, TOKEN, UserError, mask, without_tokens
 from sft_play.files import is_file_name, typed_path
 
 Origins = Mapping[str, str]
-"""Dotted key -> where its value was written; `default` where nobody did."""
+"""Dotted key -> where its value was written, or `default`."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FROM_VARIABLE = "environment "
-"""How the origin of a key begins that a variable of the environment gave (`config.load`)."""
+"""Prefix of the origin of a key that an environment variable sets (`config.load`)."""
 FROM_ENVIRONMENT = (
     f"set the token as an environment variable (`HF_TOKEN` for the hub) or by {HUB_LOGIN}: what is in a configuration"
     " is kept in the run folder; and create a new token: this one has been written to a file"
@@ -28,9 +26,9 @@ SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
 """As `plan.hardware` reads it."""
 NOTIFIED = re.compile(r"https?://\S+|\$\w*NOTIFY\w*")
 SECRET_PART = re.compile(r"/(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{20,}")
-"""A part of an address that nobody could guess."""
+"""A part of an address that cannot be guessed."""
 REPLICAS = ("auto", "ddp")
-"""Strategies under which every rank holds all weights that train."""
+"""Strategies under which every rank has all trained weights."""
 
 
 def check_rules(config: Config, origins: Origins) -> list[UserError]:
@@ -69,7 +67,7 @@ def _in_words(config: Config, key: str) -> str:
 
 
 def paths(config: Config) -> Iterator[Conflict]:
-    """Names that say nothing, or that no file system takes; nothing is looked for."""
+    """Refuse names that are empty or that no file system takes; whether the files exist is checked later."""
     data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
     named = [
         (
@@ -83,7 +81,7 @@ def paths(config: Config) -> Iterator[Conflict]:
         ("data.chat_template", "data.chat_template", data.chat_template),
         ("data.train_path", "data.train_path", data.train_path),
         ("data.val_path", "data.val_path", data.val_path),
-        # A short one is its only source's path.
+        # A short key is the path of the only source.
         *((key, f"{key}[{i}].path", source.path) for key, i, source in data_rules.sources(config) if not short[key]),
     ]
     for key, name, text in named:
@@ -98,16 +96,14 @@ def paths(config: Config) -> Iterator[Conflict]:
 
 
 def tokens(config: Config) -> Iterator[Conflict]:
-    """No value may be, or hold, a token."""
+    """Refuse a value that contains a token."""
     for key, text in _texts(config, ""):
         if TOKEN.search(text) and key != "launch.notify":
             yield Conflict(key, f"`{key}` holds what looks like an access token", FROM_ENVIRONMENT)
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield every text of a configuration with the dotted key that it belongs to; of a source that is
-    `data.sources`.
-    """
+    """Yield (key, text) for every text of a configuration; a source's texts belong to `data.sources`."""
     if isinstance(value, str):
         yield key, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -123,31 +119,30 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def code(config: Config) -> Iterator[Conflict]:
-    """A stranger's code runs only at a commit that was named. A folder's code is the user's own, and it has no
-    commit.
-    """
+    """Require a pinned commit for a stranger's code; code in a folder is the user's own and has no commit."""
     model = config.model
     own = is_file_name(model.name) and typed_path(model.name).is_dir()
     if model.trust_remote_code and not own and not COMMIT.fullmatch(model.revision or ""):
-        given = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
+        revision = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
         yield Conflict(
             "model.trust_remote_code",
             "`model.trust_remote_code` runs code that comes with the model, so it must be pinned to one commit, and"
-            f" {given}",
+            f" {revision}",
             "set `model.revision` to the full commit (40 hexadecimal digits) whose code you have read",
         )
 
 
 def _typed_for_this_run(config: Config, origins: Origins) -> Iterator[Conflict]:
-    """A variable may be in a shell's profile, an image or a job's template, and would let the code of every model
-    run.
+    """Refuse consent by an environment variable: in a shell's profile, an image or a job's template it would allow the
+    code of every model.
     """
     key = "model.trust_remote_code"
     if config.model.trust_remote_code and origins.get(key, "").startswith(FROM_VARIABLE):
         yield Conflict(
             key,
             f"`{key}` lets a model's code run, and the environment would say so for every model",
-            "take the variable away, and write `trust_remote_code: true` under `model:`, or type MODEL_TRUST_REMOTE_CODE=true with the command",
+            "unset the variable, and write `trust_remote_code: true` under `model:`, or type"
+            " MODEL_TRUST_REMOTE_CODE=true with the command",
         )
 
 
@@ -162,7 +157,7 @@ def precision(config: Config) -> Iterator[Conflict]:
 
 
 def loss(config: Config) -> Iterator[Conflict]:
-    """Losses that no one has defined together."""
+    """Refuse a combination of losses that is not defined."""
     train = config.train
     if train.loss != "nll" and train.label_smoothing_factor:
         yield Conflict(
@@ -183,9 +178,7 @@ def profile(config: Config) -> Iterator[Conflict]:
 
 
 def notify(config: Config) -> Iterator[Conflict]:
-    """A command is taken from the environment alone, from a variable that is there for it; and so is an address that is
-    a secret.
-    """
+    """Take a command, or an address with a secret, only from an environment variable."""
     target, hint = config.launch.notify or "", "export MY_NOTIFY='...' and set `launch.notify: $MY_NOTIFY`"
     if target and not NOTIFIED.fullmatch(target):
         yield Conflict(
@@ -200,7 +193,7 @@ def notify(config: Config) -> Iterator[Conflict]:
 
 
 def names(config: Config) -> Iterator[Conflict]:
-    """A list of modules that names some."""
+    """Refuse a list of modules with an empty name."""
     targets = config.tuning.lora.target_modules
     if isinstance(targets, list) and not all(name.strip() for name in targets or [""]):
         yield Conflict(
@@ -245,16 +238,14 @@ def launch(config: Config) -> Iterator[Conflict]:
 
 
 def network_keys(config: Config) -> list[tuple[str, str]]:
-    """Return the keys that change what replicas send each other, each with its value in words, and only those that are
-    not as usual.
-    """
+    """Return (key, value in words) of the keys that change what replicas exchange, if they differ from the default."""
     launch = config.launch
-    found = [("launch.compression", f"`{launch.compression}`")] if launch.compression != "none" else []
-    return found + ([("launch.local_steps", str(launch.local_steps))] if launch.local_steps > 1 else [])
+    keys = [("launch.compression", f"`{launch.compression}`")] if launch.compression != "none" else []
+    return keys + ([("launch.local_steps", str(launch.local_steps))] if launch.local_steps > 1 else [])
 
 
 def slow_network(config: Config) -> Iterator[Conflict]:
-    """ZeRO and FSDP2 send parts of weights and states by operations of their own; local steps send no gradients."""
+    """Refuse a changed exchange under ZeRO and FSDP2, which send parts of weights and states by their own operations."""
     launch = config.launch
     for key, _ in network_keys(config) if launch.strategy not in REPLICAS else []:
         hint = f"set `launch.strategy: ddp`, or leave `{key}` out"
@@ -268,7 +259,7 @@ def slow_network(config: Config) -> Iterator[Conflict]:
 
 
 def stages(config: Config) -> Iterator[Conflict]:
-    """Ranks with other layers each are no replicas."""
+    """Refuse what needs replicas when each rank has other layers."""
     key, launch, tuning = "launch.strategy", config.launch, config.tuning
     if launch.strategy != "pipeline":
         if launch.stages != "auto":
@@ -291,7 +282,7 @@ def stages(config: Config) -> Iterator[Conflict]:
 
 
 def layers(config: Config) -> Iterator[Conflict]:
-    """Ranks that hold slices of the layers are replicas in groups."""
+    """Refuse what cannot be combined with layers sliced over a group of ranks."""
     key, launch, tuning = "launch.tensor_parallel", config.launch, config.tuning
     if launch.tensor_parallel == 1:
         return
@@ -315,7 +306,7 @@ def layers(config: Config) -> Iterator[Conflict]:
 
 
 def slices(config: Config) -> Iterator[Conflict]:
-    """Ranks that hold slices of a line step together, and compute attention by lengths."""
+    """Refuse what cannot be combined with rows sliced over ranks, which step together and need attention by lengths."""
     key, launch, attention = "launch.sequence_parallel", config.launch, config.model.attn_implementation
     if launch.sequence_parallel == 1:
         return
@@ -331,6 +322,23 @@ def slices(config: Config) -> Iterator[Conflict]:
 
 
 RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
-    names, precision, loss, profile, notify, evaluation, launch, warmup, slow_network, stages, layers, slices, paths, tokens, code, *data_rules.RULES,
-    *metrics.RULES, *optimizers.RULES, trackers.known_trackers,
-)  # fmt: skip
+    names,
+    precision,
+    loss,
+    profile,
+    notify,
+    evaluation,
+    launch,
+    warmup,
+    slow_network,
+    stages,
+    layers,
+    slices,
+    paths,
+    tokens,
+    code,
+    *data_rules.RULES,
+    *metrics.RULES,
+    *optimizers.RULES,
+    trackers.known_trackers,
+)

@@ -1,4 +1,4 @@
-"""The sections `slurm` and `kubernetes`: their keys, and rules about names, sizes and what their files can hold."""
+"""The sections `slurm` and `kubernetes`: their keys, and rules about names, sizes and what their files can contain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARRAY = Pattern(
     "indices such as `0-3`, `1,5,7` or `1-10%1`",
 )
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-"""RFC 1035: what a Service, a namespace and an operator's job may be called."""
+"""RFC 1035: names of a Service, a namespace and an operator's job."""
 SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 """RFC 1123: claims, Secrets, storage classes."""
 QUALIFIED = re.compile(r"([a-z0-9][-a-z0-9.]{0,251}/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
@@ -158,14 +158,15 @@ OF_KEYS: Mapping[str, str] = {
 }
 """Options of sbatch -> the key or variable that sets them here."""
 OUR_OPTIONS = frozenset({
-    "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus", "gpus-per-task", "gpus-per-socket", "gres", "cpus-per-gpu", "requeue", "no-requeue",
-    "open-mode", "export", "export-file", "get-user-env", "error", "input", "chdir", "wrap", "parsable", "test-only", "wait", "hold",
+    "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus", "gpus-per-task", "gpus-per-socket", "gres", "cpus-per-gpu",
+    "requeue", "no-requeue", "open-mode", "export", "export-file", "get-user-env", "error", "input", "chdir", "wrap",
+    "parsable", "test-only", "wait", "hold",
 })  # fmt: skip
-"""Options that the script decides, or that are for whoever types `sbatch`."""
+"""Options that the script decides, or that only a person who types `sbatch` can use."""
 
 
 def seconds_of(time: str) -> int | None:
-    """Return the seconds of a time as sbatch reads it; `None` for text that is not a time."""
+    """Return a time in seconds as sbatch reads it; `None` for text that is not a time."""
     match = TIME.fullmatch(time)
     if not match:
         return None
@@ -176,7 +177,7 @@ def seconds_of(time: str) -> int | None:
 
 
 def texts(section: SlurmConfig | KubernetesConfig) -> Iterator[Conflict]:
-    """Names, amounts and indices, each as the scheduler takes it."""
+    """Check names, amounts and indices against the scheduler's patterns."""
     record: Any = type(section)
     name = "slurm" if record is SlurmConfig else "kubernetes"
     for key, annotation in fields_of(record).items():
@@ -186,14 +187,16 @@ def texts(section: SlurmConfig | KubernetesConfig) -> Iterator[Conflict]:
 
 
 def array(slurm: SlurmConfig) -> Iterator[Conflict]:
-    """Ranges of a job array, the lower end first."""
-    given = slurm.array or ""
-    if ARRAY.regex.fullmatch(given) and any(int(low) > int(high) for low, high in re.findall(r"(\d+)-(\d+)", given)):
+    """Check that each range of a job array begins with its lower end."""
+    indices = slurm.array or ""
+    if ARRAY.regex.fullmatch(indices) and any(
+        int(low) > int(high) for low, high in re.findall(r"(\d+)-(\d+)", indices)
+    ):
         yield Conflict("slurm.array", f"; expected {ARRAY.words}")
 
 
 def times(slurm: SlurmConfig) -> Iterator[Conflict]:
-    """The job's time, and room in it for the warning before its end."""
+    """Check the job's time, which must exceed the warning before its end."""
     seconds = seconds_of(slurm.time)
     if not seconds:
         yield Conflict(
@@ -206,7 +209,7 @@ def times(slurm: SlurmConfig) -> Iterator[Conflict]:
 
 
 def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
-    """Lines for the shell without tokens. Options: one each, and none that is decided elsewhere."""
+    """Refuse shell lines with tokens, and entries that are not a single option or that are decided elsewhere."""
     for index, line in enumerate(slurm.setup):
         name = f"slurm.setup[{index}]"
         if without_tokens(line) != line:
@@ -231,7 +234,7 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
 SLURM_RULES = (texts, array, times, slurm_lines)
 
 
-# Rules of `kubernetes`: what the API server would refuse, or an operator's web hook, later.
+# Rules of `kubernetes`: what the API server or an operator's webhook would refuse later.
 
 
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
@@ -250,24 +253,24 @@ UNITS = {
     "P": 10**15,
 }
 LEAST_BYTES = 2**20
-"""Less is a slip of the unit."""
+"""A smaller size has the wrong unit."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OUR_VARIABLES = re.compile(
     r"PET_\w+|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|NODE_RANK|MASTER_(ADDR|PORT|KEY)|JOB_COMPLETION_INDEX|POD_IP|RUNS_DIR"
     r"|SFT_PLAY_MAX_RESTARTS"
 )
-"""Variables that the manifests or an operator set."""
+"""Names of variables that the manifests or an operator set."""
 TOLERATION_KEYS = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
 
 
 def quantity(text: str) -> int | None:
-    """Return the bytes (or units) that a quantity of Kubernetes such as `16Gi` means, `None` for other text."""
+    """Return the bytes (or units) of a Kubernetes quantity such as `16Gi`; `None` for other text."""
     match = QUANTITY.fullmatch(text)
     return int(float(match.group(1)) * UNITS[match.group(2) or ""]) if match else None
 
 
 def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
-    """What chooses the nodes: labels and tolerations."""
+    """Check the labels and tolerations that choose nodes."""
     for key, selectors in (
         ("node_selector", [kubernetes.node_selector]),
         ("replica_selectors", kubernetes.replica_selectors),
@@ -276,13 +279,13 @@ def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
             if not QUALIFIED.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
                 text = f"`kubernetes.{key}` is `{quoted(f'{name}={value}')}`; expected a label and its value, such as"
                 yield Conflict(f"kubernetes.{key}", f"{text} `nvidia.com/gpu.product: NVIDIA-L40S`")
-    for given in kubernetes.tolerations:
+    for toleration in kubernetes.tolerations:
         wrong = (
-            given.get("operator", "Equal") not in ("Equal", "Exists")
-            or not given.get("tolerationSeconds", "0").isdecimal()
+            toleration.get("operator", "Equal") not in ("Equal", "Exists")
+            or not toleration.get("tolerationSeconds", "0").isdecimal()
         )
-        if wrong or not given.keys() <= TOLERATION_KEYS:
-            line = "{" + ", ".join(f"{key}: {text}" for key, text in given.items()) + "}"
+        if wrong or not toleration.keys() <= TOLERATION_KEYS:
+            line = "{" + ", ".join(f"{key}: {text}" for key, text in toleration.items()) + "}"
             hint = (
                 "such as `{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}`; `tolerationSeconds` is an"
                 " integer"
@@ -293,26 +296,26 @@ def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
 
 
 def sizes(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
-    """Quantities, and `/dev/shm` inside the memory that it counts against."""
-    found = {key: quantity(getattr(kubernetes, key)) or 0 for key in ("memory", "shm", "storage_size")}
-    for key, size in found.items():
+    """Check quantities, and that `/dev/shm` fits into the pod's memory."""
+    sizes_bytes = {key: quantity(getattr(kubernetes, key)) or 0 for key in ("memory", "shm", "storage_size")}
+    for key, size in sizes_bytes.items():
         if size < LEAST_BYTES:
             yield Conflict(f"kubernetes.{key}", "; expected a quantity such as `64Gi`; a number alone is in bytes")
-    if found["shm"] >= found["memory"] >= LEAST_BYTES:
+    if sizes_bytes["shm"] >= sizes_bytes["memory"] >= LEAST_BYTES:
         text = f"`kubernetes.shm` is {kubernetes.shm}, which uses all of `kubernetes.memory` ({kubernetes.memory})"
         hint = "`/dev/shm` counts against the pod's memory: make it smaller, or the memory larger"
         yield Conflict("kubernetes.shm", text, hint)
 
 
 def together(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
-    """Keys that need each other, so that nothing that was typed is without effect."""
-    given = kubernetes.storage_class is not None
-    if kubernetes.create_claims and not given:
+    """Refuse keys without the key that they need, so that nothing typed has no effect."""
+    has_storage_class = kubernetes.storage_class is not None
+    if kubernetes.create_claims and not has_storage_class:
         text = "`kubernetes.create_claims` is `true`, and `kubernetes.storage_class` is not given"
         hint = "`kubectl get storageclass` lists them; several pods need one that gives ReadWriteMany"
         yield Conflict("kubernetes.storage_class", text, hint, or_key="kubernetes.create_claims")
     without_effect = {
-        "storage_class": (given and not kubernetes.create_claims, "create_claims"),
+        "storage_class": (has_storage_class and not kubernetes.create_claims, "create_claims"),
         "access_mode": (kubernetes.access_mode != "auto" and not kubernetes.create_claims, "create_claims"),
         "hca": (kubernetes.hca is not None and not kubernetes.infiniband, "infiniband"),
         "rdma_count": (kubernetes.rdma_count != 1 and not kubernetes.infiniband, "infiniband"),
@@ -333,7 +336,7 @@ def together(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
 
 
 def environment(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
-    """Variables of the pods: no secret's value, none that decides a pod's place."""
+    """Refuse variables of the pods that are secrets or that decide a pod's place."""
     key = "kubernetes.env"
     for name in kubernetes.env:
         if not VARIABLE.fullmatch(name):

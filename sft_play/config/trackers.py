@@ -1,4 +1,4 @@
-"""Trackers that `train.report_to` names: which there are, what each needs, and the rule about their names."""
+"""Trackers of `train.report_to`: their packages and the rule about their names."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ CLASHES: Mapping[str, str] = {
 
 
 def trackers(config: Config) -> list[str]:
-    """Return the trackers that are named."""
-    wanted = config.train.extra.get("report_to", OWN)
-    names = [wanted] if isinstance(wanted, str) else list(wanted or [])
+    """Return the names of the configured trackers."""
+    report_to = config.train.extra.get("report_to", OWN)
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     return ["comet_ml" if name == "comet" else name for name in names]
 
 
 def missing_trackers(config: Config) -> list[HardwareError]:
-    """Return what is wrong with this environment: a tracker that is named and not installed."""
+    """Return an error for each configured tracker that is not installed."""
     needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
     return [
         HardwareError(

@@ -26,7 +26,7 @@ LARGEST_NODES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A YAML value and where it stands."""
+    """A YAML value and its line."""
 
     value: Any
     """Scalar, `list[Node]` or `dict[str, Node]`."""
@@ -55,7 +55,7 @@ class Node:
 
 
 def is_writable(text: str) -> bool:
-    """Whether files and paths can hold a text: no null character, no half of a surrogate pair."""
+    """Return whether files and paths can contain a text: no null character, no lone surrogate."""
     return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -69,7 +69,7 @@ def wrap(value: Any, line: int | None = None) -> Node:
 
 
 def resolve_scalar(text: str) -> Any:
-    """Return what a plain scalar means in YAML 1.2's core schema."""
+    """Resolve a plain scalar by YAML 1.2's core schema."""
     if text in NULLS:
         return None
     if text in BOOLEANS:
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> Node:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file that a person wrote. Raise `UserError` for one that cannot be read or is none."""
+    """Return the text of a configuration file. Raise `UserError` if it cannot be read or is not text."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)  # never all of a model that was named by mistake
@@ -166,7 +166,7 @@ class _Builder:
         return Node(self.mapping(node), line=line)
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
-        found: dict[str, Node] = {}
+        entries: dict[str, Node] = {}
         lines: dict[Hashable, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -174,13 +174,13 @@ class _Builder:
                 raise UserError("a key is a list or a mapping; expected a name", place=f"{self.name}:{line}")
             self._refuse_tag(key_node)
             key = str(key_node.value)
-            if key in found:
+            if key in entries:
                 raise UserError(
                     f"`{key}` is here and in line {lines[key]}; expected it once", place=f"{self.name}:{line}"
                 )
             lines[key] = line
-            found[key] = self.build(value_node, line)
-        return found
+            entries[key] = self.build(value_node, line)
+        return entries
 
     def scalar(self, node: yaml.ScalarNode, line: int) -> Node:
         text = str(node.value)
@@ -190,28 +190,28 @@ class _Builder:
         return Node(resolve_scalar(text), text=text, line=line)
 
     def _refuse_tag(self, node: yaml.Node) -> None:
-        """Plain scalars carry the tag that YAML 1.1 resolves to, which is overruled here; any other tag was typed."""
+        """Refuse typed tags; a plain scalar has the tag that YAML 1.1 resolves it to, which is ignored here."""
         if node.tag not in KNOWN_TAGS:
             place = f"{self.name}:{node.start_mark.line + 1}"
             raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
 
 
-# YAML that is written: blocks throughout, texts of several lines as they are; readers of YAML 1.1 and 1.2 understand it
-# in the same way.
+# Writing YAML: block style throughout and multi-line texts as literals, so that readers of YAML 1.1 and 1.2 agree.
 
 
 PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
-"""Texts that may stand as they are: printable, and the first letter is no blank, from which the indentation is taken.
+"""Texts that may be literal blocks: printable, and not beginning with a blank, from which the indentation would be
+taken.
 """
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that a reader of YAML 1.1 or 1.2 would take for something else."""
+    """Quotes every text that a reader of YAML 1.1 or 1.2 would read as another type."""
 
     literal = True
-    """Whether texts of several lines may stand as blocks."""
+    """Whether texts of several lines may be literal blocks."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -259,8 +259,6 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 
 
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
-    """Return one file of YAML documents, each after its `---`, the order of keys kept; `comment` is at its
-    beginning.
-    """
+    """Return YAML documents as one file that begins with `comment`, each after its `---` and with its order of keys."""
     head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
     return head + _dump(documents, _Dumper, explicit_start=True)

@@ -79,7 +79,8 @@ def require_home() -> None:
     except KeyError:
         if not os.environ.get("USER"):
             os.environ["USER"] = f"user{os.getuid()}"  # torch asks for a name
-    home, cache = os.path.expanduser("~"), os.environ.get("SFT_PLAY_CACHE")  # noqa: PTH111 - `Path.home` raises where there is none
+    # `Path.home` raises for a user without one.
+    home, cache = os.path.expanduser("~"), os.environ.get("SFT_PLAY_CACHE")  # noqa: PTH111
     place = Path(home, ".cache", "sft_play")
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     if not os.environ.get("HOME") and home == "~":
@@ -119,8 +120,8 @@ class RunFolder:
     @property
     def typed(self) -> str:
         """What to type after `RUN=` in this folder: the run's name where that finds it, else its folder."""
-        known = run_path(self.name)
-        if known and self.path.exists() and known.samefile(self.path):
+        by_name = run_path(self.name)
+        if by_name and self.path.exists() and by_name.samefile(self.path):
             return as_typed(self.name)
         return as_typed(self.path if "/" in str(self.path) else self.path.absolute())
 
@@ -232,7 +233,10 @@ def require_inside(files: Iterable[Path], root: Path) -> None:
             raise DataError(
                 f"is a link to `{target}`, which is outside of the folder",
                 place=str(file),
-                hint="put a copy of that file in its place, if it belongs there (`cp -rL FOLDER COPY` copies a folder of links)",
+                hint=(
+                    "put a copy of that file in its place, if it belongs there (`cp -rL FOLDER COPY` copies a folder"
+                    " of links)"
+                ),
             )
 
 

@@ -246,10 +246,10 @@ def _short(value: Any) -> str:
 CHANGEABLE = frozenset({
     "train.max_steps", "train.epochs", "train.save_strategy", "train.save_steps", "train.save_total_limit",
     "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
-    "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing", "eval.batch_size",
-    "train.async_save", "train.kernels", "train.profile", "train.spike_guard", "train.spike_factor",
-    "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts", "launch.auto_resume",
-    "launch.balance", "launch.join_seconds", "launch.network", "launch.silent_seconds", "launch.slow_network",
+    "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing",
+    "eval.batch_size", "train.async_save", "train.kernels", "train.profile", "train.spike_guard", "train.spike_factor",
+    "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts",
+    "launch.auto_resume", "launch.balance", "launch.join_seconds", "launch.network", "launch.silent_seconds", "launch.slow_network",
     "launch.sequence_parallel", "launch.stages", "launch.tensor_parallel", "launch.notify",
 })  # fmt: skip
 """Keys that a resumed run may change: none of them changes an update that has been made."""

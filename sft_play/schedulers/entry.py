@@ -88,19 +88,19 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
     """
     if not words or words[0] not in LAUNCHED:
         return list(words)
-    typed, (source, said) = _typed(words), place_of(environ)
+    typed, (source, place) = _typed(words), place_of(environ)
     for name in ("NUM_NODES", "NODE_RANK"):
-        if said.get(name) and typed.get(name, said[name]) != said[name]:
+        if place.get(name) and typed.get(name, place[name]) != place[name]:
             hint = "render the job again, or omit it from its command"
-            raise UserError(f"`{name}` is {typed[name]}, but {source} says {said[name]}", hint=hint)
-    if (typed.get("NUM_NODES") or said.get("NUM_NODES") or "1") == "1":
-        said = {"NUM_GPUS": said.get("NUM_GPUS")}
+            raise UserError(f"`{name}` is {typed[name]}, but {source} says {place[name]}", hint=hint)
+    if (typed.get("NUM_NODES") or place.get("NUM_NODES") or "1") == "1":
+        place = {"NUM_GPUS": place.get("NUM_GPUS")}
     if words[0] == "train":
-        said["NUM_GPUS"] = None
+        place["NUM_GPUS"] = None
     if words[0] in TRAINING:
-        said["LAUNCH_AUTO_RESUME"] = "true" if typed.get("RUN_NAME") else None
-        said["ACCELERATE_CONFIG"] = NO_FILE
-    return [*words, *(f"{name}={value}" for name, value in said.items() if value and name not in typed)]
+        place["LAUNCH_AUTO_RESUME"] = "true" if typed.get("RUN_NAME") else None
+        place["ACCELERATE_CONFIG"] = NO_FILE
+    return [*words, *(f"{name}={value}" for name, value in place.items() if value and name not in typed)]
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -192,9 +192,9 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
     `RetryableError`.
     """
     master = typed.get("MASTER_ADDR")
-    wanted = typed.get("LAUNCH_JOIN_SECONDS", "")
-    seconds = int(wanted) if wanted.isdecimal() else JOIN_SECONDS
-    end, told = time.monotonic() + seconds, False
+    limit = typed.get("LAUNCH_JOIN_SECONDS", "")
+    seconds = int(limit) if limit.isdecimal() else JOIN_SECONDS
+    end, announced = time.monotonic() + seconds, False
     while master:
         try:
             socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)
@@ -205,9 +205,9 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
                     f"the master `{master}` has no address after {seconds} s: {error}",
                     hint="is its pod scheduled (`kubectl get pods`), and is there a headless Service of that name?",
                 ) from error
-        if not told:
+        if not announced:
             print(f"entry: waiting up to {seconds} s for the name `{master}`", file=sys.stderr, flush=True)
-            told = True
+            announced = True
         time.sleep(1)
 
 
@@ -245,7 +245,10 @@ class Tries:
                 HardwareError(
                     "memory ran out, and there is no newer checkpoint: another try would end in the same way",
                     place=f"run {self.run.name}",
-                    hint="docs/reliability.md says what needs less memory; the job can be submitted again when that is fixed",
+                    hint=(
+                        "docs/reliability.md lists what needs less memory; the job can be submitted again when that is"
+                        " fixed"
+                    ),
                 )
             )
         elif self.used > self.limit:

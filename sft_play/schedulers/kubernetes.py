@@ -92,15 +92,17 @@ def render(call: Call) -> Rendered:
     spec = _spec(call, ahead)
     settings, loaded = spec.settings, ahead.loaded
     typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
-    command = shlex.join(["make", call.command, *typed, *(one.origin.removeprefix("make ") for one in call.overrides)])
+    command = shlex.join(
+        ["make", call.command, *typed, *(override.origin.removeprefix("make ") for override in call.overrides)]
+    )
     head = f"{KINDS[settings.kind]} of the run {spec.name}, rendered by: {command}"
     claims_written = manifests.claim_documents(
         spec
     )  # a separate file: who deletes the job by its file keeps what it made
     files = {"claims.yaml": dump_documents(claims_written, f"Claims of {head}")} if claims_written else {}
     files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
-    told = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
-    return Rendered(spec=spec, plan=ahead.plan, files=files, notes=told)
+    notes = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
+    return Rendered(spec=spec, plan=ahead.plan, files=files, notes=notes)
 
 
 def name_of(run_name: str | None, path: Path | None) -> str:
@@ -156,7 +158,7 @@ def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
     """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which no request
     can say.
     """
-    found, ranks = [], iter(plan.ranks)
+    cards, ranks = [], iter(plan.ranks)
     for pod, count in enumerate(processes):
         names = sorted({rank.device_name for rank in islice(ranks, count)})
         if len(names) > 1:
@@ -166,8 +168,8 @@ def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
                 hint="HARDWARE describes one node; NUM_GPUS=1 NUM_NODES=2 makes two pods of one GPU",
             )
         card = find_card(names[0]) if plan.device == "cuda" else None
-        found.append(card[0] if card else names[0])
-    return tuple(found)
+        cards.append(card[0] if card else names[0])
+    return tuple(cards)
 
 
 def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str], ...]:
@@ -188,7 +190,7 @@ def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str]
 def _refuse_unlike(spec: Spec) -> None:
     """Raise `UserError` where pods are to differ in a way that the kind of job cannot say."""
     master = spec.settings.kind == "pytorchjob"  # the only kind with a template of its own for rank 0
-    labels = [tuple(sorted(one.items())) for one in spec.selectors]
+    labels = [tuple(sorted(selector.items())) for selector in spec.selectors]
     if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
         first = "put the pod that differs first; or run each node's command (docs/launching.md) in its own Job"
         other = (
@@ -325,8 +327,8 @@ def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
             " ReadWriteMany"
         )
     if several:
-        made = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
-        yield f"make the run's key once; nobody joins without it: {made}"
+        creation = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
+        yield f"make the run's key once; nobody joins without it: {creation}"
     if settings.token_secret:
         yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:

@@ -86,17 +86,17 @@ def documents(spec: Spec) -> list[Document]:
 
 def claims(spec: Spec) -> dict[str, list[str]]:
     """Return claim -> roles that it serves; one claim may serve several."""
-    found: dict[str, list[str]] = {}
+    roles: dict[str, list[str]] = {}
     for role in PLACES:
         if claim := getattr(spec.settings, f"{role}_claim"):
-            found.setdefault(claim, []).append(role)
-    return found
+            roles.setdefault(claim, []).append(role)
+    return roles
 
 
 def access_mode(spec: Spec) -> str:
     """Return the mode of claims that are rendered: by `auto` for many nodes at once where there are several pods."""
-    wanted = spec.settings.access_mode
-    return wanted if wanted != "auto" else "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
+    mode = spec.settings.access_mode
+    return mode if mode != "auto" else "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
 
 
 def claim_documents(spec: Spec) -> list[Document]:
@@ -123,21 +123,21 @@ def variables(spec: Spec) -> dict[str, str]:
     NCCL's.
     """
     settings = spec.settings
-    found = {
+    values = {
         "RUNS_DIR": PLACES["runs"],
         **{name: PLACES["models"] + part for name, part in IN_MODELS.items()},
     }
     if settings.max_restarts:
-        found[LIMIT] = str(settings.max_restarts)
+        values[LIMIT] = str(settings.max_restarts)
     if settings.tracking_claim:
-        found["AIM_REPO"] = PLACES["tracking"]
+        values["AIM_REPO"] = PLACES["tracking"]
     if spec.device == "cuda" and sum(spec.processes) > 1:
-        found["NCCL_DEBUG"] = "WARN"
+        values["NCCL_DEBUG"] = "WARN"
         if spec.pods > 1 or settings.infiniband:
-            found["NCCL_IB_DISABLE"] = "0" if settings.infiniband else "1"
+            values["NCCL_IB_DISABLE"] = "0" if settings.infiniband else "1"
         if settings.hca:
-            found["NCCL_IB_HCA"] = settings.hca
-    return found
+            values["NCCL_IB_HCA"] = settings.hca
+    return values
 
 
 def _labels(spec: Spec) -> dict[str, str]:
@@ -146,11 +146,11 @@ def _labels(spec: Spec) -> dict[str, str]:
 
 def _metadata(spec: Spec, name: str | None = None, *, queued: bool = False) -> Document:
     """Metadata of one object; `queued`: the one that Kueue holds back until there is room."""
-    found: Document = {"name": name or spec.name}
+    metadata: Document = {"name": name or spec.name}
     if spec.settings.namespace:
-        found["namespace"] = spec.settings.namespace
+        metadata["namespace"] = spec.settings.namespace
     queue = {"kueue.x-k8s.io/queue-name": spec.settings.queue} if queued and spec.settings.queue else {}
-    return found | {"labels": _labels(spec) | queue}
+    return metadata | {"labels": _labels(spec) | queue}
 
 
 def _pod(
@@ -164,7 +164,8 @@ def _pod(
         **of_kind,
         "nodeSelector": dict(spec.selectors[pod]),
         "tolerations": [
-            {k: int(v) if k == "tolerationSeconds" else v for k, v in one.items()} for one in settings.tolerations
+            {k: int(v) if k == "tolerationSeconds" else v for k, v in toleration.items()}
+            for toleration in settings.tolerations
         ],
         "imagePullSecrets": [{"name": settings.pull_secret}] if settings.pull_secret else [],
         "topologySpreadConstraints": [
@@ -219,7 +220,7 @@ def _container(spec: Spec, name: str, processes: int, env: Mapping[str, str]) ->
     if settings.infiniband:
         resources[settings.rdma_resource] = str(settings.rdma_count)
         capabilities["add"] = ["IPC_LOCK"]  # pinned memory for the adapters; PodSecurity `restricted` does not allow it
-    found: Document = {
+    container: Document = {
         "name": name,
         "image": settings.image,
         "command": list(ENTRY),
@@ -238,24 +239,24 @@ def _container(spec: Spec, name: str, processes: int, env: Mapping[str, str]) ->
         ],
     }
     if spec.pods > 1:
-        found["ports"] = [
+        container["ports"] = [
             {"name": "pytorchjob-port" if name == "pytorch" else "master", "containerPort": settings.port}
         ]
-    return found
+    return container
 
 
 def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
     own, token = spec.settings.env, spec.settings.token_secret
     plain = {name: text for name, text in {**variables(spec), **of_kind}.items() if name not in own}
-    found: list[Document] = [{"name": name, "value": text} for name, text in {**plain, **own}.items()]
+    entries: list[Document] = [{"name": name, "value": text} for name, text in {**plain, **own}.items()]
     if spec.pods > 1:
-        found.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
-        found.append(
+        entries.append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+        entries.append(
             {"name": KEY, "valueFrom": {"secretKeyRef": {"name": f"{spec.name}-key", "key": KEY, "optional": True}}}
         )
     if token:
-        found.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token, "key": "HF_TOKEN"}}})
-    return found
+        entries.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token, "key": "HF_TOKEN"}}})
+    return entries
 
 
 def _pytorchjob(spec: Spec) -> list[Document]:

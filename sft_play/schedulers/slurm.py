@@ -46,8 +46,9 @@ HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 TEMPLATE = Path(__file__).with_name("slurm.sh")
 EXPORT = "--export=NIL"
 PASSED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|PYTHONPATH|CUDA_HOME|HF_\w+|TRANSFORMERS_\w+|TORCH_HOME|TRITON_CACHE_DIR|XDG_CACHE_HOME|OMP_NUM_THREADS"
-    r"|NCCL_(?!TIMEOUT$)\w+|GLOO_\w+|TORCH_(NCCL|FR)_\w+|PYTORCH_(CUDA_)?ALLOC_CONF|AIM_REPO|MLFLOW_TRACKING_URI|WANDB_(MODE|PROJECT|ENTITY|DIR)"
+    r"PATH|LD_LIBRARY_PATH|PYTHONPATH|CUDA_HOME|HF_\w+|TRANSFORMERS_\w+|TORCH_HOME|TRITON_CACHE_DIR|XDG_CACHE_HOME"
+    r"|OMP_NUM_THREADS|NCCL_(?!TIMEOUT$)\w+|GLOO_\w+|TORCH_(NCCL|FR)_\w+|PYTORCH_(CUDA_)?ALLOC_CONF|AIM_REPO"
+    r"|MLFLOW_TRACKING_URI|WANDB_(MODE|PROJECT|ENTITY|DIR)"
     r"|(http|https|no|all|HTTP|HTTPS|NO|ALL)_(proxy|PROXY)"
 )
 """Variables of this shell that the job gets too: where things are, and how the network is used."""
@@ -65,8 +66,8 @@ under `--export=NONE`.
 OF_STEPS = {
     "--mem": "MEM_PER_NODE", "--cpu-freq": "CPU_FREQ_REQ",
     **{f"--{name}": name.replace("-", "_").upper() for name in (
-        "mem-per-cpu", "mem-per-gpu", "mem-bind", "gpus-per-node", "gpu-bind", "gpu-freq", "hint", "distribution", "threads-per-core",
-        "ntasks-per-core", "ntasks-per-socket", "overcommit", "profile", "tres-per-task",
+        "mem-per-cpu", "mem-per-gpu", "mem-bind", "gpus-per-node", "gpu-bind", "gpu-freq", "hint", "distribution",
+        "threads-per-core", "ntasks-per-core", "ntasks-per-socket", "overcommit", "profile", "tres-per-task",
     )},
 }  # fmt: skip
 """Options of sbatch -> the variables, without `SLURM_`, by which a job hands them on to srun."""
@@ -74,15 +75,18 @@ LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, its hyphen included."""
 HINTS: tuple[tuple[str, str | None, str], ...] = (
     (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy", None,
-     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts against them now"),
-    (r"partition name|invalid partition", "slurm.partition", "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"),
+     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts"
+     " against them now"),
+    (r"partition name|invalid partition", "slurm.partition",
+     "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"),
     (r"time limit|timelimit", "slurm.time", "`sinfo -s` shows the longest time of each partition; then SLURM_TIME="),
-    (r"account", "slurm.account", "`sacctmgr show associations user=$USER` lists your accounts; then SLURM_ACCOUNT=NAME"),
+    (r"account", "slurm.account",
+     "`sacctmgr show associations user=$USER` lists your accounts; then SLURM_ACCOUNT=NAME"),
     (r"qos", "slurm.qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
     (r"unable to contact|refused|timed out|socket", None, "`scontrol ping` asks the controller"),
     (r"node|processors|cpu|gres|gpu|memory|feature|constraint", None,
-     "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS, SLURM_CPUS_PER_GPU, SLURM_MEMORY "
-     "and SLURM_CONSTRAINT ask for less"),
+     "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS,"
+     " SLURM_CPUS_PER_GPU, SLURM_MEMORY and SLURM_CONSTRAINT ask for less"),
     ("", None, "the lines above are sbatch's own"),
 )  # fmt: skip
 """What sbatch says, the one key that it is about, and what to do about it; the first that matches.
@@ -213,7 +217,7 @@ def options(job: BatchJob) -> list[str]:
     """Return the options for sbatch, one each, as they are in `#SBATCH` lines."""
     slurm = job.slurm
     output = str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if slurm.array else '%j'}.out"
-    given: dict[str, str | int | None] = {
+    values: dict[str, str | int | None] = {
         "--job-name": job.run_name,
         "--nodes": job.nodes,
         "--ntasks-per-node": 1,
@@ -234,7 +238,7 @@ def options(job: BatchJob) -> list[str]:
     }
     return [
         f"{name}={_for_sbatch(str(value))}" if value != "" else name
-        for name, value in given.items()
+        for name, value in values.items()
         if value is not None
     ] + [EXPORT]
 
@@ -380,16 +384,18 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
     """
     passed = {name: value for name, value in ambient.items() if PASSED.fullmatch(name) and value}
     withheld = sorted(name for name, value in passed.items() if name != TOKEN_FILE and mask(name, value) != value)
-    kept = {name: value for name, value in passed.items() if name not in withheld}
+    variables = {name: value for name, value in passed.items() if name not in withheld}
     binaries = str(Path(sys.executable).parent)
-    paths = kept.get("PATH", os.defpath).split(":")
-    kept["PATH"] = ":".join(paths if binaries in paths else [binaries, *paths])
+    paths = variables.get("PATH", os.defpath).split(":")
+    variables["PATH"] = ":".join(paths if binaries in paths else [binaries, *paths])
     if (
-        "PYTHONPATH" in kept
+        "PYTHONPATH" in variables
     ):  # entries are this folder's, and the job begins in it too, but its parts may change folders
-        kept["PYTHONPATH"] = ":".join(str(Path(part).absolute()) for part in kept["PYTHONPATH"].split(":") if part)
+        variables["PYTHONPATH"] = ":".join(
+            str(Path(part).absolute()) for part in variables["PYTHONPATH"].split(":") if part
+        )
     return (
-        kept
+        variables
         | {
             "RUNS_DIR": str(runs_folder().absolute()),
             "SFT_PLAY_CACHE": str(cache_folder().absolute()),
@@ -407,8 +413,8 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
     )  # the only shell text that is not ours: it may leave a quote or a block open
     done = subprocess.run(["bash", "-n"], input=setup, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().partition("\n")[0]
-        raise UserError(f"`slurm.setup` is not valid shell text: {said}", hint="each entry is one line")
+        complaint = done.stderr.strip().partition("\n")[0]
+        raise UserError(f"`slurm.setup` is not valid shell text: {complaint}", hint="each entry is one line")
     try:
         save_config(ahead.loaded, _next_to(script, "config"))
         if ahead.options.deepspeed:
