@@ -300,9 +300,8 @@ def _answer(arguments: list[str]) -> int:
         if name := getattr(stop, "signal", None):
             print(f"stopped by {name}", file=sys.stderr)
         raise
-    except (
-        BrokenPipeError
-    ):  # `make config | head`: the reader has gone; as shells do, say that the command did not end by itself
+    except BrokenPipeError:
+        # `make config | head`: the reader has gone; return the code of a process that SIGPIPE ended.
         sys.stderr.close()
         return 141
     except OSError as error:

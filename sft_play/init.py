@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 FOLDERS = ("configs", "deepspeed", "examples", "docs")
 """`docs` because hints name its pages, and the examples link to them."""
 NEXT = "make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
-MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` of the environment named below.
+MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` in the
+# environment named below.
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 override SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # Python reads the variables that you typed out of MAKEFLAGS, letter for letter; make must not expand them.
 override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(v)))
 $(foreach v,$(typed),$(eval unexport $(v)))
-$(if $(filter PYTHON VENV,$(typed)),$(error this Makefile takes no PYTHON and no VENV: run `sft-play init` of the other environment))
+$(if $(filter PYTHON VENV,$(typed)),$(error \
+  this Makefile takes no PYTHON and no VENV: run `sft-play init` of the other environment))
 .PHONY: FORCE
 $(MAKEFILE_LIST): ;
 %: FORCE

@@ -98,9 +98,8 @@ def prepare_run(run: RunFolder, *, scored: bool = False, day: str | None = None)
     if any(name.startswith(LIBRARY) for name in config.eval.metrics):
         from sft_play.evaluation.scores import check_library_metrics
 
-        check_library_metrics(
-            config.eval.metrics
-        )  # a name that is wrong is said before anything is downloaded or trained
+        # A wrong name is reported before anything is downloaded or trained.
+        check_library_metrics(config.eval.metrics)
     before = Prepared.load(run.prepared) if run.prepared.is_file() else None
     prepared, _ = prepare(config, scored=scored, day=day, before=before)
     prepared.save(run.prepared)

@@ -20,7 +20,7 @@ from sft_play.config.load import load_config, read_config
 from sft_play.config.metrics import OF_LOSS
 from sft_play.config.reader import INVALID, Mismatch, closest_word, read_record, shown
 from sft_play.config.schema import TrainConfig
-from sft_play.config.yaml_files import Node, read_yaml, scalar_text
+from sft_play.config.yaml_files import YamlNode, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.evaluation.compare import show as show_comparison
@@ -333,7 +333,7 @@ def _call(call: Call, run_name: str, *ours: Override) -> Call:
     return replace(call, options={**options, "RUN_NAME": run_name}, overrides=(*typed, *ours))
 
 
-def _text(node: Node) -> str:
+def _text(node: YamlNode) -> str:
     """Return a value as it is typed on a command line."""
     plain = node.plain()
     return (

@@ -114,9 +114,8 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
     if checkpoint is not None:
         notes = refuse(compare(Stamp.load(checkpoint), stamp, "resume"), f"the checkpoint `{checkpoint.name}`")
         for note in notes if rank == 0 else []:
-            print(
-                note, file=log_alone() if MARK in os.environ else sys.stdout
-            )  # the launcher has said it on the console
+            # The launcher has printed it on the console.
+            print(note, file=log_alone() if MARK in os.environ else sys.stdout)
     if rank == 0:
         stamp.save(run.path)
     return stamp

@@ -1,5 +1,5 @@
-"""Several machines over SSH from one terminal: the ordinary commands, typed on each of them.
+"""Several machines over SSH from one terminal, each of which runs the ordinary commands.
 
-`inventory` lists them, `ssh` runs commands on them. `check` compares what `make doctor` says on each, `bring` gives them
-what they lack by rsync, `train` starts and shows the launchers.
+`inventory` lists the machines and `ssh` runs commands on them. `check` compares the reports of `make doctor`, `bring`
+copies what a machine lacks with rsync, and `train` starts the launchers and shows their output.
 """

@@ -1,5 +1,5 @@
-"""Bring code, environment, model, prepared data and checkpoints to the machines of a cluster: only what a machine
-lacks, by rsync over SSH.
+"""Copy code, environment, model, prepared data and checkpoints to the machines of a cluster: only what a machine lacks,
+with rsync over SSH.
 
 Of the code goes what git tracks, as it is in the working tree. A folder that we fill there has a marker: in one without
 it no file that differs is ever replaced, in one with it rsync sets aside what it replaces. Needs rsync and a shell
@@ -48,37 +48,36 @@ from sft_play.runs.prepared import Prepared
 from sft_play.text import bar, plural
 
 SECONDS = 6 * 3600.0
-"""The longest time of one transfer: a large model over a slow network."""
+"""Time limit of one transfer, which may be a large model over a slow network."""
 VANISHED = 24
-"""rsync's exit code where files of the source were removed meanwhile."""
+"""rsync's exit code when source files were removed during the transfer."""
 MOST_NAMED = 10
 GIB = 2**30
 MARKER = ".cache/sft-play-sent"
-"""In the project's folder of a machine, where git ignores it: the names of the files that were brought, each with a NUL
-behind it.
+"""Marker in a machine's project folder, ignored by git: the names of the files that were sent, each followed by a NUL.
 """
 SET_ASIDE = ".cache/replaced"
 SECRETS = (".env", ".netrc")
 NOTICED = ("sft_play/", "configs/")
-"""Where a file that is not tracked yet was probably meant to be sent."""
+"""Folders whose untracked files the user probably meant to send."""
 INVENTORIES = "configs/clusters/"
-"""Read on the master only: one of your own stays there, and needs no commit."""
+"""Only the master reads inventories, so a user's own one need not be committed."""
 RUN_FILES = ("config.json", "plan.json", "events.jsonl", "stamp.json", "deepspeed.json")
-"""What another machine needs of a run to continue it, apart from a checkpoint."""
+"""Files of a run, besides a checkpoint, that another machine needs to continue it."""
 OPEN = (
     HOME + 'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; df -Pk . | tail -n 1; if [ -e "$m" ];'
     ' then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo foreign; fi'
 )
-"""Takes a folder and its marker; says how much room there is, and whose it is."""
+"""Arguments: a folder and its marker. Prints the free space, and whether the folder is ours, empty or foreign."""
 READ = HOME + 'f=$(h "$1"); if [ -e "$f/.cache/$3" ]; then printf same; elif [ -e "$f/$2" ]; then cat "$f/$2"; fi'
-"""Takes a project's folder, its marker, and the name of a file that is in it where it is this machine's own."""
+"""Arguments: a project's folder, its marker, and the name of a file that only this machine's own folder contains."""
 MARK = HOME + 'm=$(h "$1"); mkdir -p -- "${m%/*}" && cat >"$m"'
-"""Takes a marker, and on its input what it holds."""
+"""Argument: a marker; its content is on stdin."""
 MOVE = HOME + (
     'cd -- "$(h "$1")" && mkdir -p -- "$2" && xargs -0 sh -c \'for f; do [ ! -f "$f" ] || { mkdir -p -- "$0/$(dirname'
     ' -- "$f")" && mv -- "$f" "$0/$f"; }; done\' "$2"'
 )
-"""Takes a folder and another one inside it, and on its input the names of files to move there."""
+"""Arguments: a folder and a folder inside it; the names of the files to move there are on stdin."""
 
 
 def deliver(
@@ -92,11 +91,11 @@ def deliver(
     aside: str = "",
     options: Sequence[str] = (),
 ) -> None:
-    """Bring files of `source` (`names`, relative to it) to the folder `there` where they are missing or others there.
+    """Copy `names` of the folder `source` to the folder `there` if they are missing or different there.
 
-    With a `marker` (a path there) a folder that has none, and files of other content, is refused with their names and
-    `hint`: `UserError`, and nothing is sent. What is replaced in a marked folder is set aside in `aside`, where that is
-    given. Raise `HardwareError` for a host that cannot be asked, or has no room.
+    With a `marker` (a path there), an unmarked folder with files of other content is refused before anything is sent:
+    `UserError` with their names and `hint`. Files replaced in a marked folder are moved to `aside`, if it is set. Raise
+    `HardwareError` for a host that cannot be reached or whose disk is full.
     """
     if not names:
         return
@@ -120,7 +119,7 @@ def deliver(
         )
     if marker and state != "ours":
         mark(host, marker, ())
-    if new or replaced or foreign:  # of the same content: times become ours, so that nothing is read again
+    if new or replaced or foreign:  # for equal content only the times are copied, so that it is not read again
         backup = ["--backup", f"--backup-dir={aside}"] if aside else []
         with bar(f"to {host.name}", "MiB") as show:
 
@@ -128,13 +127,13 @@ def deliver(
                 if numbers := re.findall(rb"([\d,.]+) +\d+% ", out[-500:]):  # bytes so far, of all files
                     show(int(re.sub(rb"\D", b"", numbers[-1])) >> 20, size >> 20)
 
-            rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, heard=show_bytes)
+            rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, on_output=show_bytes)
     if aside and replaced:
         print_line(f"host `{host.name}`: {_listed(replaced)} replaced; the old files are in `{there}/{aside}`")
 
 
 def mark(host: Host, marker: str, names: Iterable[str]) -> None:
-    """Write a marker, with the names of the files that were brought."""
+    """Write a marker with the names of the files that were sent."""
     ask(host, ["sh", "-c", MARK, "sh", marker], f"`{marker}` cannot be written", text=join_names(names))
 
 
@@ -147,7 +146,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def remote(host: Host, path: str) -> str:
-    """Return a path on `host` as rsync takes it; `~/` is where it starts anyway."""
+    """Return a path on `host` as rsync takes it, without `~/`, where rsync starts anyway."""
     name, end = host.ssh or host.address, "/" if path.endswith("/") else ""
     plain = plain_path(path).removeprefix("~/")
     return f"{f'[{name}]' if ':' in name else name}:{plain if plain == '/' else plain + end}"
@@ -159,23 +158,23 @@ def rsync(
     *,
     names: Iterable[str] = (),
     timeout: float = SECONDS,
-    heard: Callable[[bytes], object] | None = None,
+    on_output: Callable[[bytes], object] | None = None,
 ) -> bytes:
-    """Run rsync and return what it prints; `names` are its list of files, in which `#` and `;` begin a comment.
+    """Run rsync and return its output; `names` is its list of files, where `#` and `;` would begin a comment.
 
-    `heard`: see `ssh.run`. Raise `HardwareError` with what it says.
+    `on_output`: see `ssh.run`. Raise `HardwareError` with rsync's message.
     """
     shell = shlex.join(arguments(host, [])[:-3])
     argv = ["rsync", "-a", "--no-owner", "--no-group", "-s", "--timeout=60", "-e", shell, *words]
     text = join_names(f"./{name}" if name[0] in "#;" else name for name in names)
-    code, out, err = run(argv, text or None, timeout, heard=heard)
+    code, out, err = run(argv, text or None, timeout, on_output=on_output)
     require_done(host, 0 if code == VANISHED else code, err, "rsync failed")
     return out
 
 
 def changes(out: bytes) -> tuple[int, list[str], list[str]]:
-    """Return the bytes, the new files and the replaced ones of a dry run with `--out-format=%i %l %n`; not folders,
-    times and modes alone.
+    """Return the bytes, the new files and the replaced files of a dry run with `--out-format=%i %l %n`, without folders
+    and changes of time or mode only.
     """
     size = 0
     new: list[str] = []
@@ -188,7 +187,7 @@ def changes(out: bytes) -> tuple[int, list[str], list[str]]:
 
 
 def join_names(names: Iterable[str]) -> bytes:
-    """Return names of files as rsync reads them; on Linux a name need not be UTF-8."""
+    """Return file names as rsync reads them; on Linux a name need not be UTF-8."""
     return b"".join(os.fsencode(name) + b"\0" for name in names)
 
 
@@ -196,16 +195,16 @@ def join_names(names: Iterable[str]) -> bytes:
 
 
 def project() -> Path:
-    """Return the folder of this project: what is trained with."""
+    """Return the folder of the project that this process runs from."""
     return Path(sft_play.__file__).resolve().parent.parent
 
 
 def code_files() -> list[str]:
-    """Return the project's files that git tracks and that are there, relative to its folder; no `.env`, and none of the
-    folder of runs.
+    """Return the existing files that git tracks, relative to the project's folder, without `.env` and the folder of
+    runs.
 
-    The user is told which files stay behind since they are not tracked, inventories excepted. Raise `UserError` where
-    it is no git checkout, or one in which nothing was added.
+    Print which untracked files are not sent, apart from inventories. Raise `UserError` if the folder is not a git
+    checkout or tracks nothing.
     """
     place, runs = project(), runs_folder().absolute()
     paths = {name: place / name for name in _git_files("--cached") if not _is_secret(name)}
@@ -221,7 +220,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _git_files(*options: str) -> list[str]:
-    """Return what `git ls-files` lists in the project; a name that is not UTF-8 as the system gives it to Python."""
+    """Return what `git ls-files` lists in the project, with names decoded as Python decodes paths."""
     place = project()
     code, out, err = run(["git", "-C", str(place), "ls-files", "-z", *options], timeout=60)
     if code or not (out or "--cached" not in options):
@@ -232,12 +231,10 @@ def _git_files(*options: str) -> list[str]:
 
 
 def send_code(host: Host, files: Sequence[str]) -> None:
-    """Make the project on `host` the same as here; what is replaced or has left the project is set aside. Raise as
-    `deliver`.
-    """
+    """Update the project on `host` and move replaced and removed files aside. Raises as `deliver`."""
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
     aside, marker = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f"{host.folder}/{MARKER}"
-    with mark_in(str(project() / ".cache")) as (seen,):  # on a disk that all see it is this very folder
+    with mark_in(str(project() / ".cache")) as (seen,):  # on a shared disk it is this very folder
         before = ask(host, ["sh", "-c", READ, "sh", host.folder, MARKER, seen.name], f"`{marker}` cannot be read")
         if before == "same":
             return
@@ -267,17 +264,17 @@ NO_PYTHON = 97
 
 
 def install_all(call: Call) -> int:
-    """`make cluster-install`: the project and its environment on all machines at once; return 0 when all are ready,
-    else 3.
+    """Run `make cluster-install`: install the project and its environment on all machines in parallel; return 0 if all
+    are ready, else 3.
 
-    The same command continues where it stopped: files that are there are not sent again, and an environment that is
-    newer than the pinned versions is left as it is.
+    A repeated command continues: existing files are not sent again, and an environment newer than the pinned versions
+    is not changed.
     """
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     files = code_files()
     for host in inventory.hosts:
-        venv_of(host)  # what cannot be installed into is reported before anything is sent
+        venv_of(host)  # an unusable environment is reported before anything is sent
     own = facts_of(inventory.master)
     done = on_all(inventory.hosts, lambda host: install(host, files, own))
     rows: list[dict[str, Any]] = []
@@ -295,7 +292,7 @@ def install_all(call: Call) -> int:
 
 
 def facts_of(host: Host) -> Facts:
-    """Ask one host. Raise `HardwareError` where it cannot be asked."""
+    """Return one host's facts. Raise `HardwareError` if it cannot be reached."""
     answer = ask_doctor(host, {})
     if answer.facts is None:
         raise failed(host, answer.findings[0].text, answer.findings[0].remedy)
@@ -303,7 +300,9 @@ def facts_of(host: Host) -> Facts:
 
 
 def venv_of(host: Host) -> str:
-    """Return the environment's folder, from its interpreter. Raise `UserError` for one that is in no environment."""
+    """Return the environment's folder, derived from its interpreter. Raise `UserError` for an interpreter outside an
+    environment.
+    """
     python = PurePosixPath(host.python)
     if python.parent.name != "bin" or not python.name.startswith("python") or len(python.parts) < 3:
         text = f"host `{host.name}`: `python` is `{host.python}`, which is no environment's interpreter"
@@ -313,8 +312,8 @@ def venv_of(host: Host) -> str:
 
 
 def install(host: Host, files: Sequence[str], own: Facts) -> str:
-    """Bring the project to one machine and make its environment, with the versions of this one (`own`); return what it
-    has then. Raise `UserError`.
+    """Copy the project to one machine, make its environment with this machine's versions (`own`), and return them in
+    words. Raise `UserError`.
     """
     if is_here(host):
         return "this machine; `make install` keeps its environment"
@@ -344,9 +343,7 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
 
 
 def place_there(path: Path, facts: Facts) -> str:
-    """Return where `path` of this machine is on another: in the same place of its cache, hub cache, project or home,
-    else at the same path.
-    """
+    """Map a local path to another machine: below its cache, hub cache, project or home, else the same path."""
     path = path.absolute()
     roots = (
         (cache_folder().absolute(), facts.cache),
@@ -362,9 +359,7 @@ def place_there(path: Path, facts: Facts) -> str:
 
 
 def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterable[Path]) -> Prepared:
-    """Bring the model, other `folders` that the configuration names, and prepared rows to `host`; return where they are
-    there.
-    """
+    """Copy the model, other `folders` of the configuration and the prepared rows to `host`; return their places there."""
     model = Path(prepared.model.path).absolute()
     adapter = prepared.adapter
     for folder in dict.fromkeys([model, *folders, *([Path(adapter.path)] if adapter else [])]):
@@ -376,7 +371,7 @@ def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterabl
         if split:
             rows = Path(split.path)
             names = sorted(str(path.relative_to(rows)) for path in rows.rglob("*") if path.is_file())
-            deliver(host, rows, there, names)  # its name is made of its content
+            deliver(host, rows, there, names)  # the folder is named by a hash of its content
         splits.append(replace(split, path=there) if split else None)
     moved = replace(prepared.model, path=place_there(model, facts))
     adapter = adapter and replace(adapter, path=place_there(Path(adapter.path), facts))
@@ -384,7 +379,7 @@ def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterabl
 
 
 def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
-    """Bring a model's folder; of one in the hub's cache also what its links point to."""
+    """Copy a model's folder, and the targets of its links if it is in the hub's cache."""
     hint = "it is another model: move it away there, or keep yours in a folder of another name here"
     hub = hub_folder()
 
@@ -406,7 +401,7 @@ def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
 
 
 def hub_folder() -> Path:
-    """Return where huggingface_hub keeps models here."""
+    """Return this machine's cache of huggingface_hub."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
@@ -415,7 +410,7 @@ def hub_folder() -> Path:
 
 
 def send_texts(host: Host, folder: str, texts: Mapping[str, str]) -> None:
-    """Write small files, which only their user may read, into a folder there."""
+    """Write small files that only their owner may read into a folder on `host`."""
     with TemporaryDirectory(prefix="sft-play-") as name:
         place = Path(folder if is_here(host) else name)
         place.mkdir(parents=True, exist_ok=True)
@@ -427,15 +422,15 @@ def send_texts(host: Host, folder: str, texts: Mapping[str, str]) -> None:
 
 
 def send_run(host: Host, facts: Facts, run_folder: RunFolder, checkpoint: Path | None) -> None:
-    """Bring what `host` needs to continue a run from `checkpoint`."""
+    """Copy what `host` needs to continue a run from `checkpoint`."""
     names = [name for name in RUN_FILES if (run_folder.path / name).is_file()]
     if checkpoint is not None and checkpoint.is_dir():
         names.append(str(checkpoint.relative_to(run_folder.path)))
-    options = ["-r", "--ignore-missing-args"]  # it may be rotated away meanwhile
+    options = ["-r", "--ignore-missing-args"]  # rotation may remove it during the transfer
     deliver(host, run_folder.path, f"{facts.runs}/{run_folder.name}", names, options=options)
 
 
 def fetch(host: Host, there: str, here: Path, seconds: float) -> None:
-    """Bring the plain files of a folder there, which may be missing, to `here`."""
+    """Copy the plain files of a remote folder, which may be missing, to `here`."""
     here.mkdir(parents=True, exist_ok=True)
     rsync(host, ["--ignore-missing-args", "--no-links", "--no-D", remote(host, there), f"{here}/"], timeout=seconds)

@@ -1,6 +1,6 @@
-"""`make cluster-check CLUSTER=`: whether all machines are ready for a run, what is not, and the remedy.
+"""`make cluster-check CLUSTER=`: report whether all machines are ready for a run, with a remedy for each problem.
 
-Each machine's facts are what `make doctor JSON=1` says there; here they are compared. Changes nothing anywhere.
+It compares the facts that `make doctor JSON=1` prints on each machine and changes nothing.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from sft_play.text import Finding, finding_lines, plural, table
 
 PORT = 29500
 CONNECT_SECONDS, SEND_SECONDS = 5, 1.0
-"""For a connection to the master's port; for the transfer that shows how fast it is."""
+"""Time limit of a connection to the master's port; duration of the transfer that measures its speed."""
 CHUNK = os.urandom(2**18)
-"""A tunnel that compresses must not look fast."""
+"""Random bytes, so that a compressing tunnel does not look fast."""
 FREE_SHARE = 0.8
-"""Of a GPU's memory; with less free, something else is using it."""
+"""Share of a GPU's memory; with less free, another program is using it."""
 SLOW_MBIT, OF_STATED = 500.0, 0.6
-"""Below the first a gigabit line is not what it says: a bad cable, 100 Mbit/s, Wi-Fi. The second is the share of the
-inventory's `network` that must be there.
+"""Least speed of a gigabit line (slower ones have a bad cable, 100 Mbit/s or Wi-Fi), and least share of the inventory's
+`network`.
 """
 OF_ONE_MACHINE = ("package-version", "no-compiler", "no-ninja")
-"""Findings of `make doctor` that say nothing of a run on several machines, whose versions are compared."""
+"""Findings of `make doctor` that do not matter to a run on several machines, whose versions are compared here."""
 CONNECT = 'exec 3<>"/dev/tcp/$1/$2" && cat <&3 >/dev/null && echo >&3'
-"""Takes all that comes from an address and port, then answers. For bash."""
+"""Reads everything from an address and port, then answers (bash)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class GpuFacts:
     """A GPU."""
 
     name: str
@@ -65,16 +65,16 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """One machine, as its own `make doctor` sees it (`doctor.machine`). Paths are absolute, and that machine's."""
+    """One machine's facts by its own `make doctor` (`doctor.machine`); paths are absolute paths there."""
 
     host_name: str
     identity: str
-    """Differs between machines that run now, whatever they are called."""
+    """Unique among running machines, whatever their host names."""
     system: str
     versions: Mapping[str, str]
     driver: str | None
-    gpus: list[Card]
-    """Those that a process of its environment sees."""
+    gpus: list[GpuFacts]
+    """GPUs that a process in its environment sees."""
     interfaces: list[str]
     rsync: bool
     home: str
@@ -82,7 +82,7 @@ class Facts:
     runs: str
     cache: str
     hub: str
-    """Where huggingface_hub keeps models."""
+    """Cache of huggingface_hub."""
 
     @property
     def python(self) -> str:
@@ -91,15 +91,15 @@ class Facts:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What is known of one host."""
+class HostReport:
+    """One host's facts and findings."""
 
     host: Host
     facts: Facts | None = None
-    """`None` where it cannot be asked: a finding says why."""
+    """`None` if it cannot be reached; a finding gives the reason."""
     findings: list[Finding] = field(default_factory=list)
     mbit: float | None = None
-    """Speed from the master to it, where it was measured."""
+    """Measured speed from the master to it."""
 
     def add(self, name: str, text: str, remedy: str, *, fails: bool = True) -> None:
         self.findings.append(Finding(name, "fail" if fails else "warning", text, remedy))
@@ -111,9 +111,9 @@ class Answer:
         return "fail" if "fail" in severities else "warning" if severities else "ok"
 
 
-def ask_doctor(host: Host, shared: Mapping[str, str]) -> Answer:
-    """Return what `make doctor` says on one host; other machines need not reach the hub."""
-    answer = Answer(host)
+def ask_doctor(host: Host, shared: Mapping[str, str]) -> HostReport:
+    """Run `make doctor` on one host and return its report, offline, since only the master needs the hub."""
+    answer = HostReport(host)
     words = program(host, ["doctor", "JSON=1"], {**shared, "HF_HUB_OFFLINE": "1"})
     code, out, err = run(arguments(host, ["timeout", "60", *words]))
     try:
@@ -133,14 +133,14 @@ def ask_doctor(host: Host, shared: Mapping[str, str]) -> Answer:
     return answer
 
 
-def compare(inventory: Inventory, *, shared: Mapping[str, str], backend: str) -> list[Answer]:
-    """Ask all hosts at once and return what is wrong with each. `shared` says where the folders are that all must see;
-    `backend`: of the run.
+def compare(inventory: Inventory, *, shared: Mapping[str, str], backend: str) -> list[HostReport]:
+    """Query all hosts in parallel and return their reports; `shared` are the variables of folders that all must see,
+    `backend` is the run's.
     """
     with mark_in(*shared.values()) as marks:
         asked = on_all(inventory.hosts, lambda host: ask_doctor(host, shared))
         raise_all([result for result in asked.values() if isinstance(result, UserError)])
-        answers = [result for result in asked.values() if isinstance(result, Answer)]
+        answers = [result for result in asked.values() if isinstance(result, HostReport)]
         unseen = on_all(
             [answer.host for answer in answers if answer.facts and marks], lambda host: _unseen(host, marks)
         )
@@ -157,8 +157,8 @@ def compare(inventory: Inventory, *, shared: Mapping[str, str], backend: str) ->
     return answers
 
 
-def _compare(answer: Answer, facts: Facts, first: Host, ours: Facts) -> None:
-    """Compare a machine with the first that answers."""
+def _compare(answer: HostReport, facts: Facts, first: Host, ours: Facts) -> None:
+    """Report where a machine differs from the first that answered."""
     host = answer.host
     if host is not first and facts.identity == ours.identity:
         text = f"`{first.name}` and `{host.name}` are one machine, `{facts.host_name}`"
@@ -173,25 +173,21 @@ def _compare(answer: Answer, facts: Facts, first: Host, ours: Facts) -> None:
 
 
 def other_versions(ours: Facts, theirs: Facts) -> dict[str, str]:
-    """Return what changes how a rank computes or sends, and has other versions on two machines: its name, both in
-    words.
-    """
+    """Return name -> both versions in words, for packages that affect results or communication and differ."""
     here, there = ({**facts.versions, "Python": facts.python} for facts in (ours, theirs))
     names = [name for name in ("Python", *PACKAGES) if here.get(name) != there.get(name)]
     return {name: f"{name} {there.get(name, 'missing')} (there {here.get(name, 'missing')})" for name in names}
 
 
 def versions_remedy(names: Mapping[str, str], install: str) -> str:
-    """Return how a host gets the same versions; `install` brings the pinned ones, and no installation of ours the
-    others.
-    """
+    """Return how to install the same versions on a host; `install` is the remedy for pinned packages."""
     optional = " and ".join(name for name in names if name in OPTIONAL)
     hints = [install] if set(names) - set(OPTIONAL) else []
     hints += [f"install the same version of {optional} on all machines with pip, or uninstall it"] if optional else []
     return "; ".join(hints)
 
 
-def _look_at_cards(answer: Answer, facts: Facts, answers: Sequence[Answer], backend: str) -> None:
+def _look_at_cards(answer: HostReport, facts: Facts, answers: Sequence[HostReport], backend: str) -> None:
     stated, count = answer.host.gpus, len(facts.gpus)
     reasons = {
         f"`gpus: {stated}` in the inventory": stated is not None,
@@ -209,7 +205,7 @@ def _look_at_cards(answer: Answer, facts: Facts, answers: Sequence[Answer], back
             answer.add("gpu-memory", f"GPU {number} ({card.name}) has {sizes}", remedy, fails=False)
 
 
-def _look_at_system(answer: Answer, facts: Facts, *, alone: bool) -> None:
+def _look_at_system(answer: HostReport, facts: Facts, *, alone: bool) -> None:
     host = answer.host
     if facts.system != "Linux":
         answer.add("no-linux", f"it runs {facts.system}", "leave it out of the inventory: runs need Linux")
@@ -225,14 +221,14 @@ def _look_at_system(answer: Answer, facts: Facts, *, alone: bool) -> None:
 
 
 def shared_folders(sync: str) -> dict[str, str]:
-    """Return the variables that say where all machines keep runs and cache, under `data.sync: shared`."""
+    """Return the variables of the shared folders of runs and cache, if `data.sync` is `shared`."""
     folders = {"RUNS_DIR": str(runs_folder().absolute()), "SFT_PLAY_CACHE": str(cache_folder().absolute())}
     return folders if sync == "shared" else {}
 
 
 @contextlib.contextmanager
 def mark_in(*folders: str) -> Iterator[list[Path]]:
-    """Leave a file in folders, by which another machine can tell that it sees the same ones; yield them."""
+    """Yield files put into `folders`, by which another machine recognises that it sees the same folders."""
     marks = [Path(folder) / f".seen-{secrets.token_hex(8)}" for folder in folders]
     new_folders = [mark.parent for mark in marks if not mark.parent.exists()]
     try:
@@ -245,11 +241,11 @@ def mark_in(*folders: str) -> Iterator[list[Path]]:
             with contextlib.suppress(OSError):
                 mark.unlink()
                 if mark.parent in new_folders:
-                    mark.parent.rmdir()  # where nothing else has come into it
+                    mark.parent.rmdir()  # fails if it is not empty by now
 
 
 def _unseen(host: Host, marks: Sequence[Path]) -> str:
-    """Return the variables of the folders that a host does not see."""
+    """Return the variables whose folders a host does not see."""
     script = 'for mark; do [ -e "$mark" ] || echo "$mark"; done'
     missing = ask(host, ["sh", "-c", script, "sh", *map(str, marks)], "folders cannot be looked at").split("\n")
     names = zip(("`RUNS_DIR`", "`SFT_PLAY_CACHE`"), map(str, marks), strict=True)
@@ -259,8 +255,8 @@ def _unseen(host: Host, marks: Sequence[Path]) -> str:
 # ---- The master's port
 
 
-def measure(answers: Sequence[Answer], inventory: Inventory, port: int) -> None:
-    """Let each host connect to the master's port, one after the other, and see how fast what is sent arrives."""
+def measure(answers: Sequence[HostReport], inventory: Inventory, port: int) -> None:
+    """Let each host in turn connect to the master's port, and measure the speed."""
     master, others = answers[0], [answer for answer in answers[1:] if answer.facts]
     try:
         server = socket.create_server(("", port))
@@ -291,7 +287,7 @@ def measure(answers: Sequence[Answer], inventory: Inventory, port: int) -> None:
 
 
 def _send_to(host: Host, server: socket.socket, address: str, port: int) -> tuple[float | None, str]:
-    """Return the speed from here to `host` in Mbit/s, or why it cannot connect."""
+    """Return the speed from here to `host` in Mbit/s, or `None` and why it cannot connect."""
     words = ["timeout", f"{3 * CONNECT_SECONDS}", "bash", "-c", CONNECT, "bash", address, str(port)]
     argv = arguments(host, words)
     with start(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
@@ -318,7 +314,7 @@ def _send_to(host: Host, server: socket.socket, address: str, port: int) -> tupl
 
 
 def main(call: Call) -> int:
-    """Print what was found; return 0, or 3 where a machine cannot take part. Raise `UserError`."""
+    """Print the findings; return 0, or 3 if a machine cannot take part. Raise `UserError`."""
     began = time.monotonic()
     inventory = inventory_for_call(call)
     require_master_here(inventory)
@@ -353,7 +349,7 @@ def main(call: Call) -> int:
     return HardwareError.exit_code if "fail" in verdicts else 0
 
 
-def _row(answer: Answer) -> tuple[str, ...]:
+def _row(answer: HostReport) -> tuple[str, ...]:
     if not (facts := answer.facts):
         return (answer.host.name, answer.verdict, *["-"] * 6)
     names = [card.name.removeprefix("NVIDIA ").removeprefix("GeForce ") for card in facts.gpus]

@@ -18,7 +18,7 @@ from sft_play.config.call import Call
 from sft_play.config.layers import PRESETS, check_name
 from sft_play.config.names import closest_file
 from sft_play.config.reader import INVALID, Mismatch, Range, convert, fields_of, shown
-from sft_play.config.yaml_files import Node, read_yaml, resolve_scalar
+from sft_play.config.yaml_files import YamlNode, read_yaml, resolve_scalar
 from sft_play.errors import UserError, raise_all
 from sft_play.files import is_file_name, typed_path
 from sft_play.plan.hardware import network_speed
@@ -37,7 +37,7 @@ ALIASES = {
     "nodes": "hosts",
     "bandwidth": "network",
 }
-"""What other tools call a key."""
+"""Name in other tools -> key."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 ADDRESS = rf"{OCTET}(\.{OCTET}){{3}}|(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,252}}"
@@ -54,7 +54,7 @@ PATTERNS = {
     ),
     "python": (r"[^\s\x00-\x1f-][^\x00-\x1f]*", "a Python interpreter", None),
 }
-"""Key -> what its values match, that in words, and a hint."""
+"""Key -> pattern of its values, the pattern in words, and a hint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,25 +64,25 @@ class Host:
     address: str
     """Name or IPv4 address by which the other machines reach it."""
     ssh: str | None = None
-    """Where `ssh` goes when that is not `address`: a `Host` of the ssh configuration, such as one with a jump host."""
+    """Target of `ssh` if it is not `address`: a `Host` of the ssh configuration, such as one with a jump host."""
     user: str | None = None
-    """For ssh; `None`: as ssh's configuration says."""
+    """User for ssh; `None`: by ssh's configuration."""
     port: Annotated[int, Range(minimum=1, maximum=65_535)] | None = None
-    """Of its sshd; `None`: as ssh's configuration says, else 22."""
+    """Port of its sshd; `None`: by ssh's configuration, else 22."""
     gpus: Annotated[int, Range(minimum=0, maximum=64)] | None = None
     """GPUs to use, 0 for the CPU; `None`: all."""
     python: str = ".venv/bin/python"
     """Interpreter of the environment: absolute, `~/...`, or relative to `folder`."""
     folder: str = "~/sft-play"
-    """The project there: absolute or `~/...`."""
+    """The project's folder there: absolute or `~/...`."""
     interface: str | None = None
-    """Network interface towards the others; `None`: that of the route to the master."""
+    """Network interface to the others; `None`: that of the route to the master."""
     name: str
-    """As the user calls it; in messages, and in `CLUSTER_HOSTS=`."""
+    """Its name in the inventory, in messages and in `CLUSTER_HOSTS=`."""
     place: str | None = None
-    """Where the inventory names it, `file:line`."""
+    """`file:line` of its entry."""
     ssh_config: Path | None = None
-    """For `ssh -F`; `None`: ssh's own files."""
+    """File for `ssh -F`; `None`: ssh's default files."""
     cluster: Path = Path("...")
     """The inventory's file, as `CLUSTER=` takes it."""
 
@@ -119,7 +119,7 @@ def inventory_for_call(call: Call) -> Inventory:
 
 
 def inventory_path(name: str) -> Path:
-    """Return the file that `CLUSTER=` names; a bare name is that of a shipped inventory. Raise `UserError`."""
+    """Return the file that `CLUSTER=` names, a path or a shipped inventory's name. Raise `UserError`."""
     check_name(name, "CLUSTER")
     path, shipped = Path(name), INVENTORIES / f"{name}.yaml"
     if path.is_file():
@@ -134,10 +134,11 @@ def inventory_path(name: str) -> Path:
 
 
 def read_inventory(path: Path, changes: Mapping[str, str] | None = None) -> Inventory:
-    """Return the inventory of a file and of those that it extends. Raise every problem at once, with `file:line`.
+    """Return the inventory of a file and of the files that it extends. Raise all problems together, with `file:line`.
 
     `changes` are variables of the command line: `CLUSTER_NETWORK`, `CLUSTER_SSH_CONFIG`, `CLUSTER_HOSTS` (the hosts to
-    use, in this order), `CLUSTER_PYTHON` and other keys, for all hosts, and `CLUSTER_NAME_GPUS`, for one.
+    use, in this order), a key for all hosts such as `CLUSTER_PYTHON`, and a key for one host such as
+    `CLUSTER_NAME_GPUS`.
     """
     layers = _Layers()
     layers.read_file(path)
@@ -146,17 +147,17 @@ def read_inventory(path: Path, changes: Mapping[str, str] | None = None) -> Inve
 
 
 class _Placed(NamedTuple):
-    """A value as a file or a variable gives it."""
+    """A value and its place in a file or variable."""
 
-    node: Node
+    node: YamlNode
     place: str
     folder: Path
-    """The folder that a path in it is relative to."""
+    """The folder that its path is relative to."""
 
 
 @dataclass(slots=True)
 class _Layers:
-    """What the files say, later ones over earlier ones, then the command line."""
+    """Values of the files, later ones over earlier ones, then of the command line."""
 
     top: dict[str, _Placed] = field(default_factory=dict)
     defaults: dict[str, _Placed] = field(default_factory=dict)
@@ -168,7 +169,7 @@ class _Layers:
         self.problems.append(UserError(text, place=place, hint=hint))
 
     def read_file(self, path: Path, chain: tuple[Path, ...] = ()) -> None:
-        """Take a file's values over those of the file that it extends."""
+        """Read a file over the file that it extends."""
         if path.resolve() in (other.resolve() for other in chain):
             circle = " -> ".join(map(str, (*chain, path)))
             raise UserError(f"`extends` goes round in a circle: {circle}", place=str(chain[0]))
@@ -187,12 +188,12 @@ class _Layers:
             for name, node in hosts.node.value.items():
                 self.take_host(name, node, path)
 
-    def take_host(self, name: str, node: Node, path: Path) -> None:
+    def take_host(self, name: str, node: YamlNode, path: Path) -> None:
         place = f"{path}:{node.line}"
         if not NAME.fullmatch(name):
             self.problem(f"`{name}` is not a name for a host; expected letters, digits, `.`, `_` and `-`", place)
         elif node.value is None and name in self.hosts:
-            del self.hosts[name]  # a file that extends another leaves this host out
+            del self.hosts[name]  # null removes a host of the extended file
         else:
             keys, self.places[name] = self.hosts.setdefault(name, {}), place
             if isinstance(node.value, dict):
@@ -200,8 +201,8 @@ class _Layers:
             elif node.value is not None:
                 keys["address"] = _Placed(node, place, path.parent)
 
-    def take(self, node: Node, allowed: Iterable[str], what: str, path: Path, into: dict[str, _Placed]) -> None:
-        """Take the entries of a mapping; null takes back what an earlier file said."""
+    def take(self, node: YamlNode, allowed: Iterable[str], what: str, path: Path, into: dict[str, _Placed]) -> None:
+        """Store the entries of a mapping; null removes an earlier file's value."""
         if not isinstance(node.value, dict):
             self.problem(f"{what} is `{shown(node)}`; expected {_listed(allowed)}", f"{path}:{node.line}")
             return
@@ -224,7 +225,7 @@ class _Layers:
         for option, places in targets.items():
             for values, key in places if option in changes else ():
                 text = changes[option]
-                values[key] = _Placed(Node(resolve_scalar(text), text=text), f"{option}={text}", Path.cwd())
+                values[key] = _Placed(YamlNode(resolve_scalar(text), text=text), f"{option}={text}", Path.cwd())
         for option in sorted(changes.keys() - targets.keys() - {"CLUSTER_HOSTS"}):
             hint = _nearest(option, ["CLUSTER_HOSTS", *targets])
             self.problem(f"unknown variable `{option}`", f"{option}={changes[option]}", hint)
@@ -232,7 +233,7 @@ class _Layers:
             self.choose_hosts(changes["CLUSTER_HOSTS"])
 
     def choose_hosts(self, text: str) -> None:
-        """Keep the named hosts, in the order given; each is named once."""
+        """Keep only the named hosts, in that order; each may be named once."""
         names = text.replace(",", " ").split()
         origin, listed = f"CLUSTER_HOSTS={text}", _listed(self.hosts)
         if not names:
@@ -270,7 +271,7 @@ class _Layers:
             values = {key: self.value(key, KEYS[key], placed) for key, placed in keys.items()}
             if "address" in keys:
                 hosts.append(Host(name=name, place=self.places[name], ssh_config=ssh_config, cluster=path, **values))
-            elif not self.problems:  # another problem may be its cause, such as a mistyped key
+            elif not self.problems:  # an earlier problem, such as a mistyped key, may be the cause
                 hint = "`address: 192.168.1.10`, the address by which the others reach it"
                 self.problem(f"host `{name}` has no `address`", self.places[name], hint)
         if not self.problems:
@@ -291,7 +292,7 @@ class _Layers:
         return value
 
     def refuse_doubles(self, hosts: Iterable[Host]) -> None:
-        """Refuse two hosts with one address, and an address by which every machine reaches itself."""
+        """Refuse two hosts with one address, and a loopback address."""
         seen: dict[str, Host] = {}
         for host in hosts:
             first = seen.setdefault(host.address.lower(), host)

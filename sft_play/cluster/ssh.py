@@ -1,8 +1,8 @@
-"""Commands on the machines of a cluster by the `ssh` program; this machine's own addresses need none.
+"""Run commands on the machines of a cluster with the `ssh` program, and directly on this machine.
 
-One connection per host is shared by all commands of this process. Words reach the other side letter for letter (they
-are quoted for the shell that sshd starts), host keys are checked, and nothing ever asks for a password: a terminal that
-waits on one of eight machines looks like a run that hangs.
+All commands of this process share one connection per host. Words arrive verbatim (they are quoted for the shell that
+sshd starts), host keys are checked, and nothing asks for a password: a prompt on one of eight machines would look like
+a hang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sft_play.text import Finding
 
 Result = TypeVar("Result")
 SECONDS = 30.0
-"""How long a machine may take to answer."""
+"""Time limit for a machine's answer."""
 OPTIONS = (
     "BatchMode=yes",
     "StrictHostKeyChecking=yes",
@@ -45,25 +45,25 @@ OPTIONS = (
     "ForwardAgent=no",
     "ForwardX11=no",
 )
-"""Forwarded ports of the user's own configuration would be refused the second time; a host that trains needs neither
-the user's keys nor their screen.
+"""Port forwardings of the user's own configuration would fail on the second connection; a training host needs neither
+the user's keys nor their display.
 """
 NO_FOLDER = 96
-"""Exit code of `IN_FOLDER` where the folder is not there, is a file, or may not be entered."""
+"""Exit code of `IN_FOLDER` if the folder is missing, is a file, or may not be entered."""
 NOT_A_PROGRAM, NO_PROGRAM = 126, 127
-"""A shell's exit codes for a program that cannot be started, or is not there."""
+"""A shell's exit codes for a program that cannot be started, and for one that is missing."""
 SSH_FAILED, TIMED_OUT = 255, 124
 NO_HOME = "Could not chdir to home directory"
-"""How sshd begins a remark on stderr, whatever then becomes of the command."""
+"""Beginning of sshd's warning on stderr, which says nothing about the command."""
 HOME = 'h() { case "$1" in "~/"*) printf "%s" "$HOME/${1#"~/"}";; *) printf "%s" "$1";; esac; }; '
-"""`~/` is the user's home over there; no path is ever part of a script's text."""
+"""Shell function that expands `~/` on the remote side; paths are arguments, never part of a script's text."""
 IN_FOLDER = HOME + f'f=$(h "$1"); cd "$f" || exit {NO_FOLDER}; p=$(h "$2"); shift 2; exec "$p" "$@"'
 
 
 def arguments(host: Host, argv: Sequence[str], *, tty: bool = False) -> list[str]:
-    """Return the local command line that runs `argv` on `host`, in its home folder; on this machine `argv` itself.
+    """Return the local command line that runs `argv` in the home folder of `host`; on this machine `argv` itself.
 
-    With `tty` the remote side gets a terminal: what it runs ends with the connection.
+    With `tty` the remote side gets a terminal, so that its processes end with the connection.
     """
     if is_here(host):
         return list(argv)
@@ -74,7 +74,7 @@ def arguments(host: Host, argv: Sequence[str], *, tty: bool = False) -> list[str
 
 
 def login(host: Host, program: str = "ssh") -> str:
-    """Return the command by which a person logs in on `host`."""
+    """Return the command with which a person logs in on `host`."""
     target = f"{f'{host.user}@' if host.user else ''}{host.ssh or host.address}"
     return shlex.join([program, *_client(host), target])
 
@@ -85,7 +85,7 @@ def _client(host: Host) -> list[str]:
 
 
 def program(host: Host, words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
-    """Return what runs `sft_play WORDS` in the host's project; `ENDED` says what its exit codes mean."""
+    """Return the command that runs `sft_play WORDS` in the host's project; `CAUSES` explains its exit codes."""
     settings = [f"{name}={value}" for name, value in (variables or {}).items()]
     if is_here(host):
         return ["env", *settings, sys.executable, "-m", "sft_play", *words]
@@ -101,7 +101,7 @@ _stopped = threading.Event()
 
 
 def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program, which `on_all` ends when its command is stopped. Raise `HardwareError` where it is missing."""
+    """Start a program that `on_all` kills if the command is stopped. Raise `HardwareError` if it is not installed."""
     try:
         process = subprocess.Popen(argv, **options)
     except FileNotFoundError as error:
@@ -118,11 +118,11 @@ def run(
     text: bytes | None = None,
     timeout: float = SECONDS,
     *,
-    heard: Callable[[bytes], object] | None = None,
+    on_output: Callable[[bytes], object] | None = None,
 ) -> tuple[int, bytes, str]:
-    """Run a program to its end; return its exit code (124 after `timeout` seconds), output and messages.
+    """Run a program to its end; return its exit code (124 after `timeout` seconds), stdout and stderr.
 
-    `heard` gets its output so far, twice a second. Raise as `start`.
+    `on_output` is called twice a second with the output so far. Raises as `start`.
     """
     until = time.monotonic() + timeout
     stdin = subprocess.DEVNULL if text is None else subprocess.PIPE
@@ -133,19 +133,19 @@ def run(
                     out, err = process.communicate(text, timeout=0.5)
                     return process.returncode, out, err.decode(errors="replace")
                 except subprocess.TimeoutExpired as error:
-                    text, out = None, error.stdout or b""  # the text is being written
+                    text, out = None, error.stdout or b""  # `communicate` continues writing the text
                     if time.monotonic() > until:
                         return TIMED_OUT, out, f"no answer within {timeout:g} s"
-                    if heard:
-                        heard(out)
+                    if on_output:
+                        on_output(out)
         finally:
             process.kill()
 
 
 def ask(host: Host, words: Sequence[str], what: str, *, text: bytes | None = None, timeout: float = SECONDS) -> str:
-    """Run a command on `host` and return its output. Raise `HardwareError`, with `what` a failure means.
+    """Run a command on `host` and return its output. Raise `HardwareError`, which says `what` failed.
 
-    It ends in time over there, too: nobody may end it on a machine whose cable was pulled.
+    The time limit applies on `host` too, since nothing could end the command there after a lost connection.
     """
     code, out, err = run(arguments(host, ["timeout", f"{timeout + 30:.0f}", *words]), text, timeout)
     require_done(host, code, err, what)
@@ -153,7 +153,7 @@ def ask(host: Host, words: Sequence[str], what: str, *, text: bytes | None = Non
 
 
 def require_done(host: Host, code: int, err: str, what: str) -> None:
-    """Raise `HardwareError` for a code that is not 0."""
+    """Raise `HardwareError` for a nonzero exit code."""
     if code in (SSH_FAILED, TIMED_OUT):
         why = trouble(host, code, err)
         raise failed(host, why.text, why.remedy)
@@ -164,15 +164,15 @@ def require_done(host: Host, code: int, err: str, what: str) -> None:
 
 
 def failed(host: Host, text: str, hint: str | None) -> HardwareError:
-    """Return the error of one host."""
+    """Return an error about one host."""
     return HardwareError(f"host `{host.name}`: {text}", place=host.place, hint=hint)
 
 
 def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, Result | UserError]:
-    """Return host name -> what `call` returned for it, or the `UserError` that it raised; all hosts at once.
+    """Call `call` for all hosts in parallel; return host name -> its result, or the `UserError` that it raised.
 
-    Another exception, a signal's included, is raised when all have ended: at once, since the programs that they wait
-    for are ended then.
+    Any other exception, such as one raised by a signal, kills the programs that the calls wait for and is raised when
+    all calls have ended.
     """
 
     def attempt(host: Host) -> Result | UserError:
@@ -196,8 +196,8 @@ def on_all(hosts: Sequence[Host], call: Callable[[Host], Result]) -> dict[str, R
 
 
 def relay(host: Host, process: subprocess.Popen[bytes]) -> str:
-    """Show the output of a program with the host's name before each line until it ends; return its first line that is
-    an error, else its last.
+    """Print a program's output with the host's name before each line until it ends; return its first error line, else
+    its last line.
     """
     last = ""
     assert process.stdout is not None
@@ -210,11 +210,11 @@ def relay(host: Host, process: subprocess.Popen[bytes]) -> str:
 
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?=.)|[\x00-\x08\x0b-\x1f\x7f]")
-"""What programs write to a terminal apart from letters."""
+"""Control sequences that programs write to a terminal."""
 
 
 def print_line(text: str) -> None:
-    """Tell the user, on stderr; lines of several threads stay complete."""
+    """Print a line on stderr in one write, so that lines of several threads do not mix."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
@@ -223,10 +223,10 @@ def print_line(text: str) -> None:
 
 @functools.cache
 def control_path() -> str:
-    """Return where this process keeps its shared connections: a private folder with a short path, as sockets need, gone
-    at exit.
+    """Return the path of this process's shared connections, in a private folder that is removed at exit; sockets need a
+    short path.
     """
-    folder = Path(tempfile.mkdtemp(prefix="sft-", dir="/tmp"))  # TMPDIR may be too long
+    folder = Path(tempfile.mkdtemp(prefix="sft-", dir="/tmp"))  # the path of TMPDIR may be too long
 
     def close() -> None:
         for path in folder.glob("*"):
@@ -239,7 +239,7 @@ def control_path() -> str:
 
 
 def is_here(host: Host) -> bool:
-    """Whether `host` is this machine: its address is one of the addresses that interfaces here have."""
+    """Return whether `host` is this machine, by the addresses of its interfaces."""
     return _is_own(host.address)
 
 
@@ -251,7 +251,9 @@ def _is_own(address: str) -> bool:
 
 
 def require_master_here(inventory: Inventory) -> None:
-    """Raise `UserError` where the first host is another machine: rank 0, the run's folder and checkpoints are here."""
+    """Raise `UserError` unless the first host is this machine, which runs rank 0 and has the run's folder and
+    checkpoints.
+    """
     if sys.platform != "linux":
         raise HardwareError("cluster runs need Linux on every machine, this one too")
     if not is_here(master := inventory.master):
@@ -264,12 +266,12 @@ def require_master_here(inventory: Inventory) -> None:
 
 
 class Cause(NamedTuple):
-    """What a failure means."""
+    """A kind of failure, with its remedy."""
 
     id: str
     codes: Sequence[int]
     words: Sequence[str]
-    """Any of them is in what was printed, in lower case."""
+    """Lower-case texts, one of which must be in the output."""
     text: str
     remedy: str
 
@@ -351,11 +353,11 @@ CAUSES = (
         "start it manually: `{login}`, then in `{folder}`; `make cluster-install CLUSTER={cluster}` reinstalls it",
     ),
 )
-"""The first that fits counts."""
+"""Causes of failures; the first match counts."""
 
 
 def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
-    """Return why `host` cannot be asked, by the exit code of ssh or of what it ran there, and by what these printed."""
+    """Return why a command on `host` failed, by the exit code of ssh or of the command, and by their output."""
     target, last = host.ssh or host.address, last_word(err, out) or "no answer"
     words = f"{err}\n{out}".lower() if err or out else last
     cause = next(row for row in CAUSES if code in row.codes and any(part in words for part in row.words))
@@ -374,10 +376,10 @@ def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
 
 
 def last_word(err: str, out: str = "") -> str:
-    """Return the line of a program's words that says most: a full disk before what followed from it, else the last on
-    stderr, else on stdout.
+    """Return the most informative line of a program's output: one about a full disk, else the last on stderr, else on
+    stdout.
 
-    Neither rsync's summary nor sshd's own remark, that there is no home, which comes after all others.
+    rsync's summary and sshd's warning about a missing home, which come last, are skipped.
     """
     lines = [line.strip() for text in (out, err) for line in text.splitlines() if line.strip()]
     full = [line for line in lines if "No space left" in line or "quota exceeded" in line.lower()]
@@ -390,16 +392,14 @@ def last_word(err: str, out: str = "") -> str:
 
 COMMON = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|SFT)_(?!PLAY_)\w+|OMP_NUM_THREADS")
 OF_THE_HUB = re.compile(r"HF_(?!HOME$)\w+(?<!_CACHE)(?<!_PATH)(?<!_DIR)|AIM_REPO")
-"""Settings of the hub's libraries that are no folder, and where tracked runs are kept; of these what looks like a
-secret stays here.
+"""Settings of the hub's libraries that are not folders, and the place of tracked runs; those that look like a secret
+are not forwarded.
 """
 EACH_ITS_OWN = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
 def settings_to_forward(ambient: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's own settings that reach every machine; what names devices or a cache's folder is each
-    machine's.
-    """
+    """Return the user's settings that apply on every machine, without those that name devices or cache folders."""
     return {
         name: value
         for name, value in ambient.items()

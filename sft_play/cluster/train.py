@@ -1,9 +1,9 @@
-"""`make train-cluster`: one run on all machines of an inventory, started, shown and stopped from here; and the ordinary
-commands `runs`, `logs` and `stop` on each of them.
+"""`make train-cluster`: start, show and stop one run on all machines of an inventory; and `runs`, `logs` and `stop` on
+each of them.
 
-On every machine runs the command that a person would type there, under SSH: the launchers meet, watch each other and
-decide by themselves, as by hand. This command brings what the machines lack, shows what they print, and ends as node
-0's launcher does, which runs here.
+Every machine runs, under SSH, the command that a person would type there: the launchers meet, watch each other and
+decide as if started manually. This command copies what the machines lack, shows their output, and ends with the exit
+code of node 0's launcher, which runs here.
 """
 
 from __future__ import annotations
@@ -76,47 +76,48 @@ from sft_play.text import plural
 
 TICK_SECONDS, POLL_SECONDS = 0.2, 5.0
 GRACE_SECONDS = 10.0
-"""How long node 0 may take to say why a machine could not begin."""
+"""Time limit for node 0 to report why a machine could not start."""
 LEAVE_SECONDS, LOGS_SECONDS = 3.0, 8.0
-"""How long the others may take to end after node 0, which waits for all that answer; and to hand over their logs."""
+"""Time limits for the others to end after node 0, which waits for all that answer, and to send their logs."""
 CANNOT_START = (SSH_FAILED, NO_FOLDER, NO_PROGRAM, NOT_A_PROGRAM)
 CTRL_C = b"\x03"
 LAUNCH = 'set -a; . "$1" && rm -f "$1"; set +a; shift; exec "$@"'
-"""Takes a file with the launcher's variables, which hold the run's key, and what to run with them."""
+"""Arguments: a file with the launcher's variables, among them the run's key, and the command to run with them."""
 RELEASE = 'i=0; until rm "$1" 2>/dev/null; do i=$((i+1)); [ $i -lt 60 ] || exit 1; sleep 0.2; done'
-"""Takes the file by which a launcher asks for a checkpoint (`launch.attempt.fetch_checkpoint`), and removes it."""
+"""Argument: the file by which a launcher asks for a checkpoint (`launch.attempt.fetch_checkpoint`), which is removed.
+"""
 NOT_WITH_RUN = {
     "RUN_NAME": "it starts a new run",
     "DEEPSPEED_CONFIG": "a run keeps its DeepSpeed settings; RUN_NAME starts a new one with others",
     "CLUSTER_NETWORK": "a run keeps the network's speed; LAUNCH_NETWORK changes it",
 }
-"""Options that cannot stand next to `RUN`, and why."""
+"""Options that cannot be combined with `RUN` -> reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What one `train-cluster` was asked for."""
+    """The request of one `train-cluster` command."""
 
     call: Call
     inventory: Inventory
     loaded: LoadedConfig
     run: RunFolder
-    begun: bool
-    """Whether the run exists, and is resumed."""
+    started: bool
+    """Whether the run exists and is resumed."""
     deepspeed: str | None = None
-    """Text of the user's `DEEPSPEED_CONFIG`, read and checked before anything is sent."""
+    """Text of the user's `DEEPSPEED_CONFIG`, checked before anything is sent."""
 
     @property
     def shared(self) -> dict[str, str]:
-        """Where all machines keep runs and cache, when these are on a disk that all of them see."""
+        """Variables of the folders of runs and cache, if they are on a shared disk."""
         return shared_folders(self.loaded.config.data.sync)
 
 
 def main(call: Call) -> int:
-    """Train on the machines of `CLUSTER` and return the exit code: that of node 0's launcher."""
+    """Train on the machines of `CLUSTER` and return the exit code of node 0's launcher."""
     task = read_task(call)
     with end_by_signals():
-        port = choose_port(call)  # one that is taken is reported before anything is prepared
+        port = choose_port(call)  # a taken port is reported before anything is prepared
         hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
         print_line(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
         if away:
@@ -130,7 +131,7 @@ def main(call: Call) -> int:
 
 
 def read_task(call: Call) -> Task:
-    """Return what was asked for. Raise `UserError` for what cannot be started."""
+    """Return the command's request. Raise `UserError` if it cannot be started."""
     inventory = inventory_for_call(call)
     require_master_here(inventory)
     options, name = call.options, call.options.get("RUN")
@@ -148,14 +149,14 @@ def read_task(call: Call) -> Task:
             raise UserError(f"the run `{folder.name}` is in use: process {owner} trains it", hint=hint)
         check_overrides(call)
         loaded = call.load_config()
-        if not (begun := has_started(folder) and folder.plan.is_file()) and not loaded.config.launch.auto_resume:
-            print_line(f"`{folder.name}` had not begun; it begins now")
+        if not (started := has_started(folder) and folder.plan.is_file()) and not loaded.config.launch.auto_resume:
+            print_line(f"`{folder.name}` had not started; it starts now")
             loaded = override_config(loaded, [Override(key="launch.auto_resume", text="true", origin=f"RUN={name}")])
-        return Task(call=call, inventory=inventory, loaded=loaded, run=folder, begun=begun)
+        return Task(call=call, inventory=inventory, loaded=loaded, run=folder, started=started)
     loaded = call.load_config()
     folder = RunFolder(runs_folder() / choose_name(options.get("RUN_NAME"), loaded.path))
-    begun = has_started(folder) and loaded.config.launch.auto_resume
-    if folder.path.exists() and not begun and (folder.config.is_file() or not loaded.config.launch.auto_resume):
+    started = has_started(folder) and loaded.config.launch.auto_resume
+    if folder.path.exists() and not started and (folder.config.is_file() or not loaded.config.launch.auto_resume):
         hint = f"choose another RUN_NAME, or resume it: {command(inventory, folder)}"
         raise UserError(f"the run `{folder.name}` exists already: `{folder.path}`", hint=hint)
     if inventory.network and loaded.config.launch.network is None:
@@ -163,16 +164,16 @@ def read_task(call: Call) -> Task:
         loaded = override_config(loaded, [speed])
     own = read_user_json(typed_path(options["DEEPSPEED_CONFIG"])) if options.get("DEEPSPEED_CONFIG") else None
     deepspeed = json.dumps(dict(own.settings), indent=2) if own else None
-    return Task(call=call, inventory=inventory, loaded=loaded, run=folder, begun=begun, deepspeed=deepspeed)
+    return Task(call=call, inventory=inventory, loaded=loaded, run=folder, started=started, deepspeed=deepspeed)
 
 
 def command(inventory: Inventory, folder: RunFolder) -> str:
-    """Return what a user types to resume a run."""
+    """Return the command that resumes a run."""
     return f"make train-cluster CLUSTER={inventory.path} RUN={folder.name}"
 
 
 def choose_port(call: Call) -> int:
-    """Return the port at which the machines meet: the typed one, else a free one from 29500 on. Raise
+    """Return the port at which the machines meet: the typed port, else the first free one from 29500. Raise
     `HardwareError`.
     """
     if typed := call.port("MASTER_PORT"):
@@ -184,7 +185,7 @@ def choose_port(call: Call) -> int:
     return port
 
 
-# ---- Before it starts
+# ---- Before the start
 
 
 def require_all(results: Mapping[str, object]) -> None:
@@ -208,7 +209,7 @@ def ready(task: Task) -> dict[str, Facts]:
 
 
 def prepare(task: Task) -> Prepared:
-    """Find the model and prepare the data on this machine, once for all."""
+    """Resolve the model and prepare the data on this machine, for all machines."""
     parent = cache_folder() / "cluster"
     parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"prepare-{task.run.name}-", dir=parent) as name:
@@ -220,12 +221,12 @@ def prepare(task: Task) -> Prepared:
 
 
 def supply(task: Task, host: Host, facts: Facts, prepared: Prepared) -> None:
-    """Bring one machine model, rows, the run to resume, and its launcher's configuration. Raise `UserError`."""
+    """Copy model, rows, the run to resume and the launcher's configuration to one machine. Raise `UserError`."""
     if not is_here(host) and not task.shared:
         named = (task.loaded.config.model.name, task.loaded.config.model.tokenizer)
         folders = [Path(name).expanduser().absolute() for name in named if name]
         prepared = bring.send_prepared(host, facts, prepared, folders)
-        if task.begun:
+        if task.started:
             bring.send_run(host, facts, task.run, newest_valid(task.run)[0])
     texts = {"config.json": json.dumps(saved_form(task.loaded)), "prepared.json": json.dumps(asdict(prepared))}
     texts |= {"deepspeed.json": task.deepspeed} if task.deepspeed else {}
@@ -233,17 +234,17 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared) -> None:
 
 
 def files_folder(facts: Facts, folder: RunFolder, host: Host) -> str:
-    """Return where a machine keeps what its launcher of a run reads; by host, since machines may share a cache."""
+    """Return the folder with the files of a machine's launcher, named by host since machines may share a cache."""
     return f"{facts.cache}/cluster/{folder.name}/{host.name}"
 
 
-# ---- What is typed there
+# ---- The command on each machine
 
 
 def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> list[str]:
-    """Return the command of one machine, `NODE_RANK` `rank`: what a person would type there."""
+    """Return the command of the machine with `NODE_RANK` `rank`, as a person would type it there."""
     folder, count = files_folder(facts, task.run, host), len(task.inventory.hosts)
-    if task.begun and task.call.options.get("RUN"):
+    if task.started and task.call.options.get("RUN"):
         words = ["resume", f"RUN={task.run.name}"]
         words += [f"{variable_name(override.key)}={override.text}" for override in task.call.overrides]
         words += ["MODEL_TRUST_REMOTE_CODE=true"] if task.call.trusts_code else []
@@ -257,18 +258,18 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> li
 
 
 def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
-    """Return what a machine's launcher gets on top of its own environment."""
+    """Return the variables added to the environment of a machine's launcher."""
     variables = {**task.shared, DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json", CONTROLLED: "1"}
-    if not is_here(host):  # all was brought; asking the hub would make machines differ
+    if not is_here(host):  # everything was copied, and asking the hub could make machines differ
         variables |= {**settings_to_forward(os.environ), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
         variables |= {} if task.shared else {FETCH: "1"}
     if host.interface:
-        # To NCCL a name without `=` is a prefix: `eth1` would be `eth10` too.
+        # NCCL takes a name without `=` as a prefix: `eth1` would match `eth10`.
         variables |= {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": f"={host.interface}"}
     return variables | ({"CUDA_VISIBLE_DEVICES": ""} if host.gpus == 0 else {})
 
 
-# ---- While it trains
+# ---- During training
 
 
 @dataclass(slots=True)
@@ -279,13 +280,13 @@ class Launcher:
     facts: Facts
     process: subprocess.Popen[bytes]
     error: str = ""
-    """Its first line that is an error, else its last."""
+    """Its first error line, else its last line."""
     ended_at: float | None = None
     reader: threading.Thread | None = None
-    """Shows what it prints."""
+    """Thread that prints its output."""
 
     def code(self) -> int | None:
-        """Return its exit code; `None` while it runs."""
+        """Return its exit code, or `None` while it runs."""
         if self.process.poll() is not None and self.ended_at is None:
             self.ended_at = time.monotonic()
         return self.process.returncode
@@ -301,18 +302,18 @@ class Control:
     launchers: list[Launcher] = field(default_factory=list)
     stop: Stop = field(default_factory=Stop)
     passed: int = 0
-    """Requests to stop that the launchers have heard of."""
+    """Number of stop requests passed on to the launchers."""
     before: int = 0
-    """Events that the run had before this command."""
+    """Number of the run's events before this command."""
     restarts: int = 0
-    """Restarts of node 0 for which checkpoints were brought."""
+    """Restarts of node 0 for which checkpoints were copied."""
     panel: bool = False
-    """Whether the run's panel is shown: what node 0 prints comes above it."""
+    """Whether the run's panel is shown, with node 0's output above it."""
     output: list[str] = field(default_factory=list)
-    """What node 0 printed for `JSON=1`."""
+    """Node 0's output for `JSON=1`."""
 
     def train(self) -> int:
-        """Start the launchers, wait until node 0's has ended, and return its exit code."""
+        """Start the launchers, wait for node 0's, and return its exit code."""
         task, problem = self.task, ""
         hosts = task.inventory.hosts
         self.before, self.panel = len(self.events()), is_terminal(sys.stdout) and not task.call.json
@@ -331,7 +332,7 @@ class Control:
             while any(launcher.code() is None for launcher in self.launchers) and time.monotonic() < until:
                 time.sleep(TICK_SECONDS)
         for launcher in self.launchers:
-            launcher.process.terminate()  # the connection's end is the end of what is left there
+            launcher.process.terminate()  # closing the connection ends the remaining processes there
             if launcher.reader:
                 launcher.reader.join(LEAVE_SECONDS)
         if not task.shared and task.run.path.is_dir():
@@ -340,12 +341,14 @@ class Control:
         return self.say_how_it_ended(problem)
 
     def send_variables(self, host: Host, variables: Mapping[str, str]) -> None:
-        """Bring a launcher its variables: every user of a machine sees its command lines, and one is the run's key."""
+        """Send a launcher its variables in a file, since command lines are visible to every user of a machine and one
+        variable is the run's key.
+        """
         text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
         bring.send_texts(host, files_folder(self.facts[host.name], self.task.run, host), {"environment": text})
 
     def start(self, rank: int, host: Host, variables: Mapping[str, str]) -> Launcher:
-        """Start the command on one machine; it ends with this process."""
+        """Start the command on one machine, bound to this process."""
         facts, as_json = self.facts[host.name], self.task.call.json
         words, environ = node_words(self.task, host, facts, rank, self.port), dict(os.environ)
         if rank:
@@ -369,7 +372,7 @@ class Control:
         return launcher
 
     def read(self, rank: int, launcher: Launcher) -> None:
-        """Take what a launcher prints until it ends: node 0's as it is, another's with its host's name."""
+        """Read a launcher's output until it ends; print node 0's as it is, another's with its host's name."""
         if rank:
             launcher.error = relay(launcher.host, launcher.process)
             return
@@ -382,11 +385,11 @@ class Control:
                 print(line, end="", flush=True)
 
     def events(self) -> list[str]:
-        """Return what node 0 has recorded."""
+        """Return the events that node 0 has recorded."""
         return [event["event"] for event in read_events(self.task.run) if event.get("node", 0) == 0]
 
     def pass_signals(self) -> None:
-        """Tell the launchers of a request to stop; a second Ctrl-C kills them."""
+        """Pass a stop request on to the launchers; a second Ctrl-C kills them."""
         if self.passed == len(self.stop.signals):
             return
         text = (
@@ -402,7 +405,9 @@ class Control:
                 launcher.process.stdin.flush()
 
     def end_where_one_cannot_begin(self) -> str:
-        """End all where a machine could not begin, and node 0, which waits for it, has not said so; return why."""
+        """End node 0 if another machine could not start and node 0, which waits for it, has not reported that; return
+        why.
+        """
         due = time.monotonic() - GRACE_SECONDS
         dead = next(
             (launcher for launcher in self.launchers[1:] if launcher.code() and (launcher.ended_at or due) < due), None
@@ -415,7 +420,7 @@ class Control:
         return f"host `{dead.host.name}`: {why}"
 
     def say_how_it_ended(self, problem: str) -> int:
-        """Print what node 0 could not know, and return the exit code."""
+        """Print what node 0 cannot know, and return the exit code."""
         task, code = self.task, self.launchers[0].process.returncode
         if self.stop.wanted:
             code = code if code >= 0 else stop_code(self.stop.signals[0])
@@ -430,7 +435,7 @@ class Control:
         return code
 
     def bring_checkpoints(self) -> None:
-        """Bring the others the checkpoint from which node 0 starts again, whenever it does."""
+        """Copy the newest checkpoint to the others whenever node 0 restarts."""
         restarts = sum(event in (RECOVERED, RESTARTED) for event in self.events()[self.before :])
         if restarts > self.restarts and not self.task.shared:
             for rank, launcher in enumerate(self.launchers[1:], start=1):
@@ -438,7 +443,7 @@ class Control:
         self.restarts = restarts
 
     def bring_checkpoint(self, rank: int, launcher: Launcher) -> None:
-        """Bring one machine the newest checkpoint, as soon as it can be reached."""
+        """Copy the newest checkpoint to one machine as soon as it can be reached."""
         host, facts, folder = launcher.host, launcher.facts, self.task.run
         wish = f"{facts.runs}/{folder.name}/.fetch-node{rank}"
         while launcher.code() is None and self.launchers[0].code() is None:
@@ -453,7 +458,7 @@ class Control:
 
 
 def status(call: Call) -> int:
-    """`make cluster-status`: `make runs` on each machine; 3 where one cannot be asked."""
+    """Run `make cluster-status`: `make runs` on each machine; return 3 if one cannot be reached."""
     inventory, name = inventory_for_call(call), Path(call.options.get("RUN", "")).name
     words = ["runs", *([f"WHERE=name = '{name}'"] if name else []), *(["JSON=1"] if call.json else [])]
     answers = on_all(inventory.hosts, lambda host: answer_of(host, words))
@@ -475,7 +480,7 @@ def status(call: Call) -> int:
 
 
 def logs(call: Call) -> int:
-    """`make cluster-logs RUN= RANK= FOLLOW=1`: `make logs` on the machine of the rank."""
+    """Run `make cluster-logs RUN= RANK= FOLLOW=1`: `make logs` on the rank's machine."""
     inventory, folder, shared = _run_of(call)
     rank = call.integer("RANK") or 0
     counts = last_plan(folder).ranks_by_node
@@ -490,7 +495,7 @@ def logs(call: Call) -> int:
 
 
 def stop(call: Call) -> int:
-    """`make cluster-stop RUN=`: `make stop` on each machine; what the master says counts."""
+    """Run `make cluster-stop RUN=`: `make stop` on each machine; return the master's exit code."""
     inventory, folder, shared = _run_of(call)
     words = ["stop", f"RUN={folder.name}", *(["JSON=1"] if call.json else [])]
     answers = on_all(inventory.hosts, lambda host: answer_of(host, words, shared, timeout=3600))
@@ -507,7 +512,7 @@ def stop(call: Call) -> int:
 
 
 def _run_of(call: Call) -> tuple[Inventory, RunFolder, dict[str, str]]:
-    """Return the inventory, the run that `RUN` names, and where the machines keep it."""
+    """Return the inventory, the run that `RUN` names, and the variables of shared folders."""
     require_master_here(inventory := inventory_for_call(call))
     if not (name := call.options.get("RUN")):
         hint = f"make {call.command} CLUSTER={inventory.path} RUN=NAME"
@@ -517,7 +522,7 @@ def _run_of(call: Call) -> tuple[Inventory, RunFolder, dict[str, str]]:
 
 
 class Output(NamedTuple):
-    """What a command on a machine printed."""
+    """Exit code and output of a command on one machine."""
 
     code: int
     out: str
@@ -525,7 +530,7 @@ class Output(NamedTuple):
 
 
 def answer_of(host: Host, words: Sequence[str], shared: Mapping[str, str] = {}, timeout: float = 60) -> Output:
-    """Return what a command on one machine printed. Raise `HardwareError` where it could not be started."""
+    """Run a command on one machine and return its output. Raise `HardwareError` if it could not be started."""
     code, out, err = run(arguments(host, program(host, words, shared)), timeout=timeout)
     return _answered(host, code, out.decode(errors="replace"), err)
 
@@ -538,7 +543,7 @@ def _answered(host: Host, code: int, out: str, err: str) -> Output:
 
 
 def show(answers: Mapping[str, Output | UserError]) -> None:
-    """Print what the machines' commands printed, with the host's name before each line."""
+    """Print the output of the machines' commands, with the host's name before each line."""
     for name, answer in answers.items():
         if isinstance(answer, Output):
             for stream, text in ((sys.stdout, answer.out), (sys.stderr, answer.err)):

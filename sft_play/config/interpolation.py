@@ -10,7 +10,7 @@ from typing import Any
 from sft_play.config.keys import find_key, schema_keys
 from sft_play.config.layers import Value
 from sft_play.config.reader import options
-from sft_play.config.yaml_files import Node, resolve_scalar, wrap
+from sft_play.config.yaml_files import YamlNode, resolve_scalar, wrap
 from sft_play.errors import SECRET_VARIABLE, UserError, first_line, mask
 
 PLAIN_VARIABLE = re.compile(
@@ -48,7 +48,7 @@ def interpolate(values: Mapping[str, Value], problems: list[UserError]) -> dict[
             continue
         # Interpolated text (`${oc.env:N}`, `0.${x}`) may be a number.
         line = value.node.line
-        node = Node(resolve_scalar(plain), plain, line) if isinstance(plain, str) else wrap(plain, line)
+        node = YamlNode(resolve_scalar(plain), plain, line) if isinstance(plain, str) else wrap(plain, line)
         resolved[key] = replace(value, node=node)
     return resolved
 
@@ -58,7 +58,9 @@ def _problem(key: str, value: Value, error: Exception) -> UserError:
 
 
 def _variable(name: str, *default: Any) -> Any:
-    """Resolve `${oc.env:NAME}` unless it may be a secret, since a configuration is shown and saved in the run folder."""
+    """Resolve `${oc.env:NAME}` unless it may be a secret, since a configuration is shown and saved in the run's
+    folder.
+    """
     from omegaconf.resolvers import oc
 
     if not PLAIN_VARIABLE.fullmatch(name) or SECRET_VARIABLE.search(name):
@@ -80,7 +82,7 @@ def _as_read(key: str, value: Value) -> Any:
     return _escaped(plain) if value.literal else plain
 
 
-def texts_in(node: Node) -> Iterator[str]:
+def texts_in(node: YamlNode) -> Iterator[str]:
     """Yield every text and every name in a value."""
     if isinstance(node.value, dict):
         yield from node.value

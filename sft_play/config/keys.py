@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, cast
 
 from sft_play.config import schema
 from sft_play.config.reader import Range, fields_of
-from sft_play.config.yaml_files import Node, wrap
+from sft_play.config.yaml_files import YamlNode, wrap
 
 TABLE = Path(__file__).with_name("training_arguments.json")
 RANGES: Mapping[str, Range] = {
@@ -134,16 +134,16 @@ def variables() -> Mapping[str, str]:
     return {variable_name(name): name for name in names}
 
 
-def as_meant(key: str, node: Node) -> Node:
+def as_meant(key: str, node: YamlNode) -> YamlNode:
     """Translate a value that other tools take for this key: `packing: true`, `target_modules: all-linear` or
     `q_proj,v_proj`.
     """
     if key == "train.packing" and isinstance(node.value, bool):
-        return Node("on" if node.value else "off", line=node.line)
+        return YamlNode("on" if node.value else "off", line=node.line)
     if key == "tuning.lora.target_modules" and isinstance(node.value, str):
         modules = [name.strip() for name in node.value.split(",") if name.strip()]
         if modules in (["all-linear"], ["all"], ["auto"]):
-            return Node("auto", line=node.line)
+            return YamlNode("auto", line=node.line)
         return wrap(modules, node.line) if modules else node
     return node
 

@@ -16,7 +16,7 @@ from sft_play.config import names
 from sft_play.config.keys import Key, as_meant, find_key, sections, variable_name, variables
 from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
 from sft_play.config.schema import needs_own_word
-from sft_play.config.yaml_files import Node, parse_yaml, read_yaml, resolve_scalar, wrap
+from sft_play.config.yaml_files import YamlNode, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import UserError, without_secret
 from sft_play.files import is_file_name
 from sft_play.runs.folder import is_strangers
@@ -51,7 +51,7 @@ class Override:
 class Value:
     """A value before it is checked."""
 
-    node: Node
+    node: YamlNode
     origin: str
     literal: bool = False
     """Whether `${` in it is literal: words typed on a command line are never interpolated."""
@@ -140,7 +140,7 @@ def file_layers(
     layers = [layer for parent in parents for layer in file_layers(parent, problems, (*chain, path), of_run=of_run)]
     preset = path.stem if path.resolve().parent == PRESETS else ""
     layer: Layer = []
-    for key, node in leaves(Node({name: part for name, part in tree.items() if name != "extends"})):
+    for key, node in leaves(YamlNode({name: part for name, part in tree.items() if name != "extends"})):
         place = f"{path}:{node.line}"
         if find_key(key):
             layer.append((key, Value(node, place, of_run=of_run, preset=preset)))
@@ -149,7 +149,7 @@ def file_layers(
     return [*layers, layer]
 
 
-def _parents(node: Node | None, path: Path) -> Iterator[Path]:
+def _parents(node: YamlNode | None, path: Path) -> Iterator[Path]:
     for entry in [] if node is None else node.value if isinstance(node.value, list) else [node]:
         place = f"{path}:{entry.line}"
         name = entry.value if isinstance(entry.value, str) else entry.text
@@ -169,7 +169,7 @@ def _parents(node: Node | None, path: Path) -> Iterator[Path]:
             raise UserError(f"`extends` is `{name}`, which is neither a preset nor a file", place=place, hint=hint)
 
 
-def leaves(node: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
+def leaves(node: YamlNode, prefix: str = "") -> Iterator[tuple[str, YamlNode]]:
     """Yield dotted key and node of each value of a mapping, descending into sections only and skipping empty ones."""
     for name, part in node.value.items():
         key = f"{prefix}.{name}" if prefix else name
@@ -240,23 +240,23 @@ def typed_layer(overrides: Iterable[Override], problems: list[UserError]) -> Lay
     return layer
 
 
-def node_of_text(text: str, key: Key) -> Node:
+def node_of_text(text: str, key: Key) -> YamlNode:
     """Return the value of `text` as `key` takes it: text verbatim, lists and mappings as YAML, else a scalar.
 
     An empty text or `null` is null if the key allows it. Raise `UserError` for a list or mapping that is not YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and type(None) in parts:
-        return Node(None)
+        return YamlNode(None)
     if all(part in (str, type(None)) for part in parts):
-        return Node(text)
+        return YamlNode(text)
     holds_more = any((get_origin(part) or part) in (list, dict, Mapping) for part in parts)
     if holds_more and text.lstrip().startswith(("[", "{", "- ")):
         return parse_yaml(text, key.name)
     value = resolve_scalar(text.strip())
     if value is None or isinstance(value, str):
         value = text if str in parts else text.strip()
-    return Node(value, text=text)
+    return YamlNode(value, text=text)
 
 
 def explain_mismatch(key: Key, text: str) -> str:
@@ -316,8 +316,8 @@ def _note_other_data(merged: Mapping[str, Value], notices: list[str]) -> None:
     settings = [f"`{key}: {shown(value.node)}`" for key, value in merged.items() if value.preset == "quickstart"]
     if settings and any(merged[key].preset != "quickstart" for key in TRAINING if key in merged):
         notices.append(
-            f"the data are not the quickstart's, whose settings fit its own: {', '.join(settings)}; `run_cpu` is the same"
-            " without them"
+            f"the data are not the quickstart's, whose settings fit its own: {', '.join(settings)}; `run_cpu` is the"
+            " same without them"
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from sft_play.config.keys import REFUSED, extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.reader import fields_of, shown
 from sft_play.config.schema import DataSource
-from sft_play.config.yaml_files import Node
+from sft_play.config.yaml_files import YamlNode
 from sft_play.errors import HUB_LOGIN, SECRET, UserError
 
 SECRETS_HINT = (
@@ -291,7 +291,7 @@ def hint_elsewhere(name: str) -> str | None:
     return INSTEAD.get(word) or INSTEAD.get(bare) or refused
 
 
-def unknown_key(key: str, place: str, node: Node) -> UserError:
+def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
     """Return the error for an unknown key in a file, with a suggestion if there is one."""
     if not key:
         return UserError("a key is empty; expected a name", place=place)

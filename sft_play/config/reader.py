@@ -28,7 +28,7 @@ from typing import (
     is_typeddict,
 )
 
-from sft_play.config.yaml_files import FLOAT, Node, scalar_text, wrap
+from sft_play.config.yaml_files import FLOAT, YamlNode, scalar_text, wrap
 
 LARGEST_INTEGER = 2**31 - 1
 """Maximum of a key without a `Range.maximum`, so that it fits into 32 bits."""
@@ -83,7 +83,7 @@ class Mismatch(NamedTuple):
 
     key: str
     """Dotted key, with `[i]` for list entries."""
-    node: Node
+    node: YamlNode
     problem: str
     """What is wrong, without the key: `` is `two`; expected ... ``."""
     hint: str | None = None
@@ -188,7 +188,7 @@ def _keys_of(record: Any) -> str:
     return " and ".join(f"`{name}`" for name in required_fields(record))
 
 
-def shown(node: Node) -> str:
+def shown(node: YamlNode) -> str:
     """Return a value as it is quoted in messages, cut after 80 characters."""
     text = node.text if node.text is not None else node.plain()
     text = text if isinstance(text, str) else scalar_text(text)
@@ -198,10 +198,10 @@ def shown(node: Node) -> str:
 
 def quoted(text: str) -> str:
     """Return text as it is quoted in messages."""
-    return shown(Node(text))
+    return shown(YamlNode(text))
 
 
-def convert(node: Node, annotation: Any, key: str, problems: list[Mismatch]) -> Any:
+def convert(node: YamlNode, annotation: Any, key: str, problems: list[Mismatch]) -> Any:
     """Return the value of `node` converted to `annotation`, or `INVALID` with its mismatches added to `problems`."""
     value, parts = node.value, options(annotation)
     if value is None and type(None) in parts:
@@ -248,7 +248,7 @@ def _number(value: float, annotation: Any) -> Any:
     return float(value) if float in parts else INVALID
 
 
-def read_record(node: Node, record: Any, key: str, problems: list[Mismatch]) -> Any:
+def read_record(node: YamlNode, record: Any, key: str, problems: list[Mismatch]) -> Any:
     """Return a mapping as the dataclass `record`, or `INVALID`; `key` prefixes the names of its fields in messages."""
     fields, before, prefix = fields_of(record), len(problems), f"{key}." if key else ""
     values: dict[str, Any] = {}
@@ -322,7 +322,7 @@ def _is_scalar(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
     return kind is Any or type(value) is kind
 
 
-def _finite(node: Node, key: str, problems: list[Mismatch]) -> Any:
+def _finite(node: YamlNode, key: str, problems: list[Mismatch]) -> Any:
     plain = node.plain()
     try:
         json.dumps(plain, allow_nan=False)
@@ -332,7 +332,7 @@ def _finite(node: Node, key: str, problems: list[Mismatch]) -> Any:
         return INVALID
 
 
-def _value_hint(node: Node, annotation: Any) -> str | None:
+def _value_hint(node: YamlNode, annotation: Any) -> str | None:
     parts, value = options(annotation), node.value
     words = [str(word) for word in literals(annotation)]
     entries = [entry for part in parts if get_origin(part) is list for entry in get_args(part)]

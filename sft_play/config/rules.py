@@ -245,7 +245,7 @@ def network_keys(config: Config) -> list[tuple[str, str]]:
 
 
 def slow_network(config: Config) -> Iterator[Conflict]:
-    """Refuse a changed exchange under ZeRO and FSDP2, which send parts of weights and states by their own operations."""
+    """Refuse a changed exchange under ZeRO and FSDP2, which send parts of weights and states by their own means."""
     launch = config.launch
     for key, _ in network_keys(config) if launch.strategy not in REPLICAS else []:
         hint = f"set `launch.strategy: ddp`, or leave `{key}` out"

@@ -25,11 +25,11 @@ LARGEST_NODES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A YAML value and its line."""
 
     value: Any
-    """Scalar, `list[Node]` or `dict[str, Node]`."""
+    """Scalar, `list[YamlNode]` or `dict[str, YamlNode]`."""
     text: str | None = None
     """A plain scalar as written, for keys whose type is text: `revision: 0012` is `0012`."""
     line: int | None = None
@@ -59,13 +59,13 @@ def is_writable(text: str) -> bool:
     return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def wrap(value: Any, line: int | None = None) -> Node:
-    """Return ordinary Python as a `Node`, every part at `line`."""
+def wrap(value: Any, line: int | None = None) -> YamlNode:
+    """Return ordinary Python as a `YamlNode`, every part at `line`."""
     if isinstance(value, Mapping):
-        return Node({str(key): wrap(part, line) for key, part in value.items()}, line=line)
+        return YamlNode({str(key): wrap(part, line) for key, part in value.items()}, line=line)
     if isinstance(value, (list, tuple)):
-        return Node([wrap(part, line) for part in value], line=line)
-    return Node(value, line=line)
+        return YamlNode([wrap(part, line) for part in value], line=line)
+    return YamlNode(value, line=line)
 
 
 def resolve_scalar(text: str) -> Any:
@@ -83,7 +83,7 @@ def resolve_scalar(text: str) -> Any:
     return text
 
 
-def read_yaml(path: Path) -> Node:
+def read_yaml(path: Path) -> YamlNode:
     """Read one document from `path`. Raise `UserError` with file, line and column."""
     return parse_yaml(read_text(path), str(path))
 
@@ -112,11 +112,11 @@ def read_plain_yaml(path: Path) -> Any:
     return read_yaml(path).plain()
 
 
-def parse_yaml(text: str, name: str) -> Node:
+def parse_yaml(text: str, name: str) -> YamlNode:
     """Parse one document; `name` is the place in errors. Raise `UserError`."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return _Builder(name).build(root, None) if root is not None else Node(None, line=1)
+        return _Builder(name).build(root, None) if root is not None else YamlNode(None, line=1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -149,7 +149,7 @@ class _Builder:
         self.name = name
         self.count = 0
 
-    def build(self, node: yaml.Node, line: int | None) -> Node:
+    def build(self, node: yaml.Node, line: int | None) -> YamlNode:
         """`line` is that of the value's key; a value may start further down."""
         line = node.start_mark.line + 1 if line is None else line
         self.count += 1
@@ -161,12 +161,12 @@ class _Builder:
             return self.scalar(node, line)
         self._refuse_tag(node)
         if isinstance(node, yaml.SequenceNode):
-            return Node([self.build(part, None) for part in node.value], line=line)
+            return YamlNode([self.build(part, None) for part in node.value], line=line)
         assert isinstance(node, yaml.MappingNode)
-        return Node(self.mapping(node), line=line)
+        return YamlNode(self.mapping(node), line=line)
 
-    def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
-        entries: dict[str, Node] = {}
+    def mapping(self, node: yaml.MappingNode) -> dict[str, YamlNode]:
+        entries: dict[str, YamlNode] = {}
         lines: dict[Hashable, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
@@ -182,12 +182,12 @@ class _Builder:
             entries[key] = self.build(value_node, line)
         return entries
 
-    def scalar(self, node: yaml.ScalarNode, line: int) -> Node:
+    def scalar(self, node: yaml.ScalarNode, line: int) -> YamlNode:
         text = str(node.value)
         self._refuse_tag(node)
         if node.style is not None:
-            return Node(text, line=line)
-        return Node(resolve_scalar(text), text=text, line=line)
+            return YamlNode(text, line=line)
+        return YamlNode(resolve_scalar(text), text=text, line=line)
 
     def _refuse_tag(self, node: yaml.Node) -> None:
         """Refuse typed tags; a plain scalar has the tag that YAML 1.1 resolves it to, which is ignored here."""

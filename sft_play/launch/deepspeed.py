@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.config.yaml_files import Node, parse_yaml, read_text
+from sft_play.config.yaml_files import YamlNode, parse_yaml, read_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import text_sha256, write_text
 from sft_play.plan.plan import Plan, Precision
@@ -103,7 +103,7 @@ class UserDeepSpeed:
     path: Path
     settings: Mapping[str, Any]
     """In today's spelling; `auto` is still inside."""
-    source: Node = field(default_factory=lambda: Node({}))
+    source: YamlNode = field(default_factory=lambda: YamlNode({}))
     """As written, with lines; nothing of a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
     problems: tuple[UserError, ...] = ()
@@ -237,7 +237,7 @@ OWN_WORD = ("checkpoint", "comet", "compile", "wandb")
 
 
 def settings_from_run(
-    settings: dict[str, Any], run: RunFolder, path: Path, source: Node | None = None
+    settings: dict[str, Any], run: RunFolder, path: Path, source: YamlNode | None = None
 ) -> UserDeepSpeed:
     """The same of settings that a run's own files hold, which a stranger may have made: read as a user's, and kept
     inside the run.
@@ -253,12 +253,12 @@ def settings_from_run(
             ours = {"output_path": inside, "job_name": section, "output_file": f"{inside}/{section}.txt"}
             kept[section] = part | {name: ours[name] for name in names if name != "output_file" or part.get(name)}
             notices += [] if kept[section] == part else [f"{path}: what `{section}` writes goes to `{inside}`"]
-    user = check_settings(kept, source or Node({}), path)
+    user = check_settings(kept, source or YamlNode({}), path)
     raise_all(user.problems)
     return replace(user, notices=(*notices, *user.notices))
 
 
-def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDeepSpeed:
+def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> UserDeepSpeed:
     """The same of settings that were read from `path`; `source` knows their lines. DeepSpeed's own models look at the
     values later (`ask_deepspeed`).
     """
@@ -274,7 +274,7 @@ def check_settings(settings: dict[str, Any], source: Node, path: Path) -> UserDe
     return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Node]:
+def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
     """Return a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raise
     `UserError`.
     """
@@ -330,7 +330,7 @@ def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "zero_optimization.stage", f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3", hint
 
 
-def _translate(settings: dict[str, Any], source: Node, path: Path) -> list[str]:
+def _translate(settings: dict[str, Any], source: YamlNode, path: Path) -> list[str]:
     """Put old spellings into today's words; return a notice for each."""
     notices = []
     pin = settings["zero_optimization"].pop("cpu_offload_use_pin_memory", None)

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 
 from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
-from sft_play.config.yaml_files import Node as YamlNode
-from sft_play.config.yaml_files import dump_yaml, read_plain_yaml, read_yaml, wrap
+from sft_play.config.yaml_files import YamlNode, dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import write_text
 from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, load_user_json

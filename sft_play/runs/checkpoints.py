@@ -1,8 +1,7 @@
 """Find, publish and remove checkpoints, and choose the weights that a command uses. No torch.
 
-A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename. The
-launcher's lock keeps a run for one launcher, whose workers alone write: what a killed one left half-made is removed by
-the next.
+A checkpoint is written as `checkpoints/.step-000040.partial`, gets its manifest, and only then its name, by rename.
+Only the launcher that has the run's lock, and its workers, write here; it removes what a killed one left incomplete.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from sft_play.runs.manifest import is_state_file, verify
 from sft_play.text import as_typed
 
 NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,8})")
-"""As `RunFolder.checkpoint` writes it, and in no other way: of two folders for one step, or a number in other digits,
-one would win by chance.
-"""
+"""The name that `RunFolder.checkpoint` writes, and no other spelling: of two folders for one step, either could win."""
 LEFT = re.compile(rf"\.({NAME.pattern})\.(partial|removed|replaced)")
-"""Folders on their way to a name, or from one."""
+"""Folders that are being written, removed or replaced."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -37,7 +34,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
-    """Return the folders that bear a checkpoint's name, the newest first, checked or not."""
+    """Return the folders with a checkpoint's name, newest first, without verifying them."""
     if not run.checkpoints.is_dir():
         return []
     checkpoints = [
@@ -49,9 +46,9 @@ def list_checkpoints(run: RunFolder) -> list[Path]:
 
 
 def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose every file is complete, and why newer ones were skipped.
+    """Return the newest complete checkpoint, and why newer ones were skipped.
 
-    What a process that has ended was about to replace gets its name back first. `sizes_only`: see `verify`.
+    A replacement that its process did not finish is undone first. `sizes_only`: see `verify`.
     """
     _give_names_back(run)
     skipped: list[str] = []
@@ -64,18 +61,18 @@ def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | No
 
 
 def partial_folder(run: RunFolder, step: int) -> Path:
-    """Return where a checkpoint is written before it is published."""
+    """Return the folder in which a checkpoint is written before it is published."""
     return run.checkpoints / f".{run.checkpoint(step).name}.partial"
 
 
 def publish(run: RunFolder, step: int) -> Path:
-    """Rename a sealed partial folder, sync that to the disk and point `last` at it. Return the checkpoint."""
+    """Rename a sealed partial folder, sync it to disk, point `last` at it, and return the checkpoint."""
     partial, target = partial_folder(run, step), run.checkpoint(step)
     assert (partial / MANIFEST).is_file(), f"{partial} is not sealed"
     aside = target.with_name(f".{target.name}.replaced")
     if target.exists():  # a resumed run has reached this step again, from an older checkpoint
         shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)  # the next reader gives its name back where this process does not come further
+        target.rename(aside)  # the next reader restores it if this process ends here
     partial.rename(target)
     sync_path(run.checkpoints)
     shutil.rmtree(aside, ignore_errors=True)
@@ -84,8 +81,8 @@ def publish(run: RunFolder, step: int) -> Path:
 
 
 def link(name: Path, target: Path) -> None:
-    """Point the relative link `name` at `target` in one step. A folder in its place, of a run copied with links
-    followed, goes.
+    """Atomically point the relative link `name` at `target`, and replace a folder there, which a copy that followed
+    links has.
     """
     temporary = name.with_name(f".{name.name}.new")
     temporary.unlink(missing_ok=True)
@@ -96,11 +93,11 @@ def link(name: Path, target: Path) -> None:
 
 
 def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | None = None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep`, all older than `verified`, which was just compared with its
+    """Remove the oldest checkpoints beyond `keep`, only older ones than `verified`, which was just compared with its
     manifest.
 
-    Never removes `verified`, nor the best (`best`, and what the link of that name points at), nor the last. Return what
-    was removed.
+    `verified`, the best (`best` and the target of the link of that name) and the last are never removed. Return the
+    removed checkpoints.
     """
     if keep is None:
         return []
@@ -108,9 +105,8 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
     removed = []
     for checkpoint in list_checkpoints(run)[max(1, keep) :]:
         if checkpoint.resolve() not in protected and step_of(checkpoint) < step_of(verified):
-            doomed = checkpoint.with_name(
-                f".{checkpoint.name}.removed"
-            )  # no longer a checkpoint, whatever happens next
+            # Renamed first, so that an interrupted removal leaves no incomplete checkpoint.
+            doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
             checkpoint.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
             removed.append(checkpoint)
@@ -118,8 +114,8 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
 
 
 def clean_up(run: RunFolder) -> list[str]:
-    """Remove what processes that have ended left half-made, and say what. No other process may write checkpoints:
-    whoever calls this trains the run.
+    """Remove what ended processes left incomplete, and return notes about it; only the process that trains the run may
+    call this.
     """
     if not run.checkpoints.is_dir():
         return []
@@ -142,7 +138,7 @@ def discard(run: RunFolder, step: int) -> None:
 
 
 def _give_names_back(run: RunFolder) -> None:
-    """Undo a replacement that its process did not live to complete."""
+    """Undo replacements that their process did not complete."""
     for path in run.checkpoints.glob(".step-*.replaced"):
         target = run.checkpoints / path.name[1:].removesuffix(".replaced")
         if not target.exists():
@@ -150,7 +146,7 @@ def _give_names_back(run: RunFolder) -> None:
                 path.rename(target)
 
 
-# Which folder of a run holds the weights that a command wants: the final model or a checkpoint.
+# The folder of a run with the weights that a command uses: the final model or a checkpoint.
 
 
 Kind = Literal["adapter", "full"]
@@ -162,10 +158,10 @@ STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 
 
 def weights_folder(run: RunFolder, checkpoint: str | None) -> Path:
-    """Return the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), links followed.
+    """Return the folder that `CHECKPOINT=` names (`best`, `last`, `step-000040`), with links resolved.
 
-    Without a name it is the final model, or the last checkpoint of a run that has not finished. A checkpoint's weights
-    are compared with its manifest first. Raise `CheckpointError` with what exists, or with the file that is damaged.
+    Without a name it is the final model, or the last checkpoint of an unfinished run. A checkpoint's weights are
+    compared with its manifest first. Raise `CheckpointError` with the existing names or the damaged file.
     """
     if checkpoint is None and kind_of(run.model):
         return run.model
@@ -184,9 +180,7 @@ def weights_folder(run: RunFolder, checkpoint: str | None) -> Path:
 
 
 def checkpoint_names(run: RunFolder) -> list[str]:
-    """Return the names by which checkpoints of a run can be had: `best` and `last` where they lead to one, then those
-    of the steps.
-    """
+    """Return the names of a run's checkpoints: `best` and `last` if they exist, then the steps."""
     names = [
         *(link.name for link in (run.best, run.last) if _inside(run, link)),
         *sorted(p.name for p in run.checkpoints.glob("step-*")),
@@ -195,9 +189,7 @@ def checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
-    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, links followed; `None` where the run has
-    none.
-    """
+    """Return the folder that `best`, `last` or `step-000040` (or `40`) names, with links resolved, or `None`."""
     if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
         name = run.checkpoint(int(step.group(1))).name
     path = run.checkpoints / name
@@ -213,17 +205,17 @@ def _inside(run: RunFolder, path: Path) -> Path | None:
 
 
 def _is_for_use(name: str) -> bool:
-    """Whether a checkpoint's file is read to answer; states of optimizer and random numbers, far larger, are for
+    """Return whether inference reads a checkpoint's file; the far larger states of optimizer and random numbers are for
     resuming.
     """
     return "/" not in name and not is_state_file(name) and Path(name).suffix not in (".pt", ".pth", ".bin")
 
 
 def plain_model(options: Mapping[str, str], command: str) -> str | None:
-    """Return the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` where that is a folder with a
-    whole model.
+    """Return the folder or hub id that a command uses without a run: `MODEL=`, or `RUN=` if that is a folder with a
+    complete model.
 
-    `None` for a run. Raise `UserError` for neither, or for variables that do not go together.
+    It is `None` for a run. Raise `UserError` for neither, or for variables that cannot be combined.
     """
     named = options.get("MODEL")
     if named is None and "RUN" not in options:
@@ -255,9 +247,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of trained weights that may be copied to what is published: no states, no pickles, no code, no
-    links.
-    """
+    """Return the files of a model that may be published: no states, no pickles, no code, no links."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -270,8 +260,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Return what a folder holds: an adapter, a full model, or neither. Only safetensors count, and only by the names
-    under which PEFT and transformers look for them: beside others they would fall back to pickles.
+    """Return whether a folder contains an adapter or a full model, else `None`. Only safetensors count, by the names
+    that PEFT and transformers look for; with other names they would fall back to pickles.
     """
     if (folder / "adapter_config.json").is_file():
         return "adapter" if (folder / "adapter_model.safetensors").is_file() else None
@@ -281,5 +271,5 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def label_of(run: RunFolder, folder: Path) -> str:
-    """Return what to call these weights: `model`, or the checkpoint's name."""
+    """Return the name of these weights: `model`, or the checkpoint's name."""
     return "model" if folder == run.model else folder.name

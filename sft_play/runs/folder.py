@@ -1,5 +1,5 @@
-"""A run's folder, `runs/NAME/`: the name of every path, which files in a folder from elsewhere are taken, what an
-evaluation left.
+"""A run's folder, `runs/NAME/`: its paths, the files that are accepted from a foreign folder, and the results of
+evaluations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sft_play.files import json_rows, open_plain, read_json_lines, read_object, 
 from sft_play.text import as_typed
 
 OWN = "SFT_PLAY_OWN_FOLDER"
-"""Variable that names, to the workers of a node, its own folder inside the run's (`RunFolder.of_node`)."""
+"""Variable with which a node's workers find its own folder inside the run's (`RunFolder.of_node`)."""
 
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
-"""What sets the offline mode of the hub's libraries; the first one is the user's to set too."""
+"""Variables of the offline mode of the hub's libraries; users set the first one too."""
 
 
 def runs_folder() -> Path:
@@ -32,32 +32,30 @@ def runs_folder() -> Path:
 
 
 def run_path(name: str) -> Path | None:
-    """Return the folder of the run called `name` or standing in the folder `name`; `None` where there is no such
-    run.
-    """
+    """Return the folder of the run with the name or the path `name`, or `None`."""
     candidates = [runs_folder() / name] if "/" not in name else []
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
 
 
 def is_offline() -> bool:
-    """Whether `HF_HUB_OFFLINE` says that only what is on this machine is used."""
+    """Return whether `HF_HUB_OFFLINE` restricts the hub's libraries to files on this machine."""
     return os.environ.get(OFFLINE[0], "").lower() in ("1", "true", "yes", "on")
 
 
 def accelerate_default() -> Path | None:
-    """Return the file that `accelerate config` writes where no other is named; `None` where there is none."""
+    """Return the default file of `accelerate config`, or `None` if there is none."""
     path = hub_folder() / "accelerate" / "default_config.yaml"
     return path if path.is_file() else None
 
 
 def hub_folder() -> Path:
-    """Return where the hub's libraries keep what they download: `$HF_HOME`, or `~/.cache/huggingface`."""
+    """Return the folder of the hub's libraries: `$HF_HOME`, or `~/.cache/huggingface`."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("HF_HOME") or Path(caches, "huggingface")).expanduser()
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be made again: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
+    """Return the cache folder: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
 
 
@@ -71,7 +69,7 @@ def extensions_folder() -> Path:
 
 
 def require_home() -> None:
-    """Let `~` be `$SFT_PLAY_CACHE` where this user has no home, as in a container; raise `HardwareError` without that
+    """Make `~` mean `$SFT_PLAY_CACHE` for a user without a home, as in a container. Raise `HardwareError` without that
     variable.
     """
     try:
@@ -109,7 +107,7 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside one run's folder; creates nothing by itself."""
+    """Paths inside a run's folder; does not create anything."""
 
     path: Path
 
@@ -119,7 +117,7 @@ class RunFolder:
 
     @property
     def typed(self) -> str:
-        """What to type after `RUN=` in this folder: the run's name where that finds it, else its folder."""
+        """The word to type after `RUN=`: the run's name if that finds it, else its folder."""
         by_name = run_path(self.name)
         if by_name and self.path.exists() and by_name.samefile(self.path):
             return as_typed(self.name)
@@ -127,7 +125,7 @@ class RunFolder:
 
     @property
     def again(self) -> str:
-        """A name for a run that repeats this one; a folder may be called what no run is."""
+        """A valid name for a run that repeats this one, whatever its folder is called."""
         return f"{re.sub(r'[^A-Za-z0-9_.+=-]+', '-', self.name)[:100].lstrip('_.+=-') or 'run'}-again"
 
     config = _Inside("config.json")
@@ -136,26 +134,24 @@ class RunFolder:
 
     @property
     def prepared(self) -> Path:
-        """What preparation found out about model and data (`runs.prepared.Prepared`), on this machine."""
+        """Facts about model and data (`runs.prepared.Prepared`), as prepared on this machine."""
         own = Path(os.environ.get(OWN) or self.path)
         return (own if self.path in own.parents else self.path) / "prepared.json"
 
     def of_node(self, rank: int) -> RunFolder:
-        """Return the folder for what a node other than 0 has of its own where all share this one: the model and data as
-        it finds them.
-        """
+        """Return the folder of a node other than 0 inside a shared run folder, for its own view of model and data."""
         return RunFolder(self.path / "nodes" / str(rank) / self.name)
 
     stamp = _Inside("stamp.json")
     accelerate = _Inside("accelerate.yaml")
     deepspeed = _Inside("deepspeed.json")
     events = _Inside("events.jsonl")
-    """What happened to the run as a whole: started, resumed, finished, failed; one JSON object a line."""
+    """Events of the complete run (started, resumed, finished, failed), one JSON object per line."""
 
     @property
     def tries(self) -> Path:
-        """What `schedulers.entry` counts, beside the folder: a launch that ends before its workers start takes the
-        folder away.
+        """Counter of `schedulers.entry`, next to the folder, since a launch that ends before its workers start removes
+        the folder.
         """
         return self.path.with_name(f".{self.name}.tries.json")
 
@@ -163,29 +159,29 @@ class RunFolder:
     training_metrics = _Inside("training_metrics.json")
     logs = _Inside("logs")
     phase = _Inside("logs/phase.json")
-    """What rank 0 is doing, for those who watch: `{"phase": ...}`."""
+    """What rank 0 is doing, for observers: `{"phase": ...}`."""
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
 
     def rank_exit(self, rank: int) -> Path:
-        """Where a worker records its own exit code and error, since torchrun turns every failure into 1."""
+        """A worker's own exit code and error, since torchrun turns every failure into 1."""
         return self.logs / f"exit-rank{rank}.json"
 
     def bad_rows(self, rank: int) -> Path:
-        """The rows of a rank in a step whose loss or gradient was no number."""
+        """A rank's rows in a step whose loss or gradient was not finite."""
         return self.logs / f"bad-rows-rank{rank}.json"
 
     def rank_stack(self, rank: int) -> Path:
-        """The stacks of a rank that made no step, of each time it was asked."""
+        """Stacks of a rank that made no step, one for each request."""
         return self.logs / f"stack-rank{rank}.txt"
 
     def rank_collectives(self, rank: int) -> Path:
-        """The collective operations of a rank that made no step, as torch's flight recorder has them."""
+        """Collective operations of a rank that made no step, from torch's flight recorder."""
         return self.logs / f"collectives-rank{rank}.json"
 
     def rank_holdings(self, rank: int) -> Path:
-        """What a rank really held: elements of parameters, gradients, optimizer states; rows trained and scored."""
+        """A rank's real elements of parameters, gradients and optimizer states, and its trained and scored rows."""
         return self.logs / f"holdings-rank{rank}.json"
 
     tensorboard = _Inside("tb")
@@ -199,28 +195,26 @@ class RunFolder:
     best = _Inside("checkpoints/best")
     last = _Inside("checkpoints/last")
     report = _Inside("report.html")
-    """The page that `make report` and the end of a run write."""
+    """The page written by `make report` and at the end of a run."""
     model = _Inside("model")
     """The final (or best) weights with tokenizer, template and stamp."""
 
     def evaluation(self, step: int, data: str | None = None) -> Path:
-        """Where scores and answers are; `data` names rows that are not the run's own validation rows."""
+        """Return the folder of scores and answers; `data` names rows other than the run's validation rows."""
         return self.path / "eval" / (f"step-{step:06d}" + (f"-{data}" if data else ""))
 
 
-# A folder from elsewhere gives only plain files that really are in it: data, a model, a run. A link in it must not
-# bring in others.
+# Of a foreign folder (data, a model, a run) only plain files inside it are accepted; a link must not lead to other
+# files.
 
 
 WILD = "*?["
 
 
 def require_inside(files: Iterable[Path], root: Path) -> None:
-    """Raise `DataError` for a file that a link leads out of `root`. Links into the hub's own cache, beside its
-    snapshots, are its way.
-
-    Data come from strangers as folders and archives, and a link of theirs (`rows.jsonl -> /home/me/.ssh/id_ed25519`)
-    would be trained on.
+    """Raise `DataError` for a file that is a link out of `root`. Links from snapshots into the hub's own cache are
+    accepted. Data come from strangers as folders and archives, and the target of their link (`rows.jsonl ->
+    /home/me/.ssh/id_ed25519`) would be trained on.
     """
     base = root.resolve()
     folders: dict[Path, Path] = {}
@@ -241,8 +235,8 @@ def require_inside(files: Iterable[Path], root: Path) -> None:
 
 
 def require_plain(folder: Path) -> None:
-    """Raise `DataError` for a file directly in a model's or a run's folder that is a pipe or a device, or that leads
-    out of it.
+    """Raise `DataError` for a file directly in a model's or a run's folder that is a pipe, a device, or a link out of
+    it.
 
     Each is read, hashed and perhaps copied to what is published: `LICENSE.txt -> /home/me/.ssh/id_ed25519`,
     `a.safetensors -> /dev/zero`.
@@ -259,47 +253,46 @@ def require_plain(folder: Path) -> None:
 
 
 def root_of(pattern: Path) -> Path:
-    """Return the folder that a pattern begins with: its parts before the first with a wildcard."""
+    """Return the parts of a pattern before the first with a wildcard."""
     parts = pattern.parts
     first = next((number for number, part in enumerate(parts) if any(mark in part for mark in WILD)), len(parts) - 1)
     return Path(*parts[:first])
 
 
 def _in_hub_cache(base: Path, target: Path) -> bool:
-    """Whether `base` is (in) a snapshot of the hub's cache, and `target` one of the same repository's blobs."""
+    """Return whether `base` is (in) a snapshot of the hub's cache and `target` is a blob of the same repository."""
     return any(
         folder.name == "snapshots" and target.parent == folder.parent / "blobs" for folder in (base, *base.parents)
     )
 
 
-# Whose code may run: a model's or a metric's, only where the words of this command or a YAML of this user's say so. A
-# run can be a copy of somebody else's, and its `config.json` says what its author wished.
+# Consent: code of a model or a metric only runs if this command's words or a YAML file of this user allow it. A run may
+# be a copy of somebody else's, with its author's `config.json`.
 
 
 What = Literal["model", "metrics"]
 CONSENT = "SFT_PLAY_CONSENT"
-"""Tells the processes that a command starts what its user said; a command forgets what its own environment says."""
+"""Variable that passes the user's consent to a command's processes; a command ignores it in its own environment."""
 
 
 def forget_consent() -> None:
-    """Forget what the environment says: it may be that of an image or a profile, and would hold for every model."""
+    """Discard consent in the environment, which may come from an image or a profile and would apply to every model."""
     os.environ.pop(CONSENT, None)
 
 
 def give_consent(*what: What) -> None:
-    """Note for this command's processes what code the user lets run."""
+    """Record for this command's processes which code the user allows to run."""
     os.environ[CONSENT] = ",".join(sorted({*what, *filter(None, os.environ.get(CONSENT, "").split(","))}))
 
 
 def may_run(what: What) -> bool:
-    """Whether the user of this command lets the code of a model, or of metrics, run."""
+    """Return whether the user of this command allows code of a model, or of metrics, to run."""
     return what in os.environ.get(CONSENT, "").split(",")
 
 
 def is_strangers(path: Path) -> bool:
-    """Whether a file may be somebody else's: in the folder of a run, a checkpoint or a trained model, or in a cache.
-
-    A run has events, the others a stamp.
+    """Return whether a file may be somebody else's: in a cache, or in the folder of a run (which has events), a
+    checkpoint or a trained model (which have a stamp).
     """
     path = path.resolve()
     marks = (folder / name for folder in path.parents for name in ("stamp.json", "events.jsonl"))
@@ -308,7 +301,7 @@ def is_strangers(path: Path) -> bool:
 
 
 def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
-    """Return the error of a run whose folder, or files of whose launcher, were there when it started."""
+    """Return the error for a new run whose folder, or launcher's files, exist already."""
     names = ", ".join(f"`{path.name}`" for path in missing)
     gone = (
         f"of the run's folder {names} {'is' if len(missing) == 1 else 'are'} gone"
@@ -325,7 +318,7 @@ def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
     )
 
 
-# What an evaluation left in its folder: scores, answers, benchmarks. Whoever shows or compares them reads it here.
+# Results of an evaluation: scores, answers, benchmarks.
 
 
 SCORES = "scores.json"
@@ -338,22 +331,22 @@ ANSWER: Mapping[str, Any] = {
     "reference": str | None,
     "scores": Mapping[str, float | None],
 }
-"""Types of what a row of them says."""
+"""Types of a row of answers."""
 WHOLE_BYTES, LARGEST_METRICS_BYTES = 4 * 2**20, 2**30
 SPACED_ROWS = 6_000
 LISTS, NUMBERS = ("rank_", "node_"), frozenset({float, int, bool, type(None)})
-"""How figures of each rank or machine are named, and what they are; other figures are numbers."""
+"""Prefix of figures per rank or machine, and their type; other figures are numbers."""
 TRAINING, EVALUATION = b'"kind": "train"', b'"kind": "eval"'
 INTERVAL = frozenset({"mean", "low", "high", "n"})
 LEAST_ROWS = 20
-"""Of fewer rows a percentile bootstrap's interval is too narrow to decide by: by 9 % at 20, by 47 % at 4 (sqrt((n-1)/n)
-z/t, Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+"""With fewer rows the interval of a percentile bootstrap is too narrow: by 9 % at 20 and 47 % at 4 (sqrt((n-1)/n) z/t,
+Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
 """
 
 
 def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the scores of answers: metric -> `mean`, `low`, `high`, `n`, in the order of the file."""
-    from sft_play.config.reader import misfit  # reads YAML, which the doctor must do without
+    from sft_play.config.reader import misfit  # imports PyYAML, which the doctor must not need
 
     return {
         name: value
@@ -365,13 +358,13 @@ def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return an evaluation's scores; `None` where none was finished, or its answers are gone."""
+    """Return an evaluation's scores, or `None` if none was finished or its answers are missing."""
     scores = read_object(folder / SCORES)
     return scores if scores and (not scores.get("answers") or (folder / PREDICTIONS).is_file()) else None
 
 
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:
-    """Return what standard benchmarks found for these weights; `None` where none was run."""
+    """Return the results of standard benchmarks for these weights, or `None` if none was run."""
     from sft_play.config.reader import misfit
 
     benchmarks = read_object(folder / BENCHMARKS)
@@ -382,20 +375,20 @@ class Figure(TypedDict):
     value: float
 
 
-class Task(TypedDict):
+class BenchmarkTask(TypedDict):
     metrics: Mapping[str, Figure]
 
 
 class Benchmarks(TypedDict):
-    tasks: Mapping[str, Task]
+    tasks: Mapping[str, BenchmarkTask]
     requests: Mapping[str, Mapping[str, Any]]
 
 
-"""Types of what they leave."""
+"""Types of benchmark results."""
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:
-    """Return the answers of an evaluation, in the order of the file; none where it was loss only."""
+    """Return the answers of an evaluation in the order of the file; empty for one that measured only the loss."""
     from sft_play.config.reader import misfit
 
     path = folder / PREDICTIONS
@@ -409,8 +402,8 @@ def read_predictions(folder: Path) -> list[dict[str, Any]]:
 
 
 def metric_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` every evaluation and `SPACED_ROWS` other rows,
-    the last among them.
+    """Return the rows of `metrics.jsonl`; of a file above `WHOLE_BYTES` all evaluations and `SPACED_ROWS` other rows,
+    including the last.
     """
     with contextlib.suppress(OSError), open_plain(path) as stream:
         content = stream.read(LARGEST_METRICS_BYTES)
@@ -419,7 +412,7 @@ def metric_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of metrics that are ours, each with its figures; what else it says is left out."""
+    """Return the valid rows of metrics, each with its known figures only."""
     return [
         {name: value for name, value in row.items() if name == "kind" or _is_figure(name, value)}
         for row in rows
@@ -448,7 +441,7 @@ def _spaced(content: bytes) -> list[bytes]:
 
 
 def data_name(path: str, fingerprint: str) -> str:
-    """Return a short name for other data than a run's own: of the file, and of its rows, so that no two share a
+    """Return a short name for data other than the run's own, from the file's name and its rows, so that no two share a
     folder.
     """
     stem = (

@@ -1,9 +1,7 @@
-"""The gate of a run's folder, which may be a stranger's: what is in it is looked at before anything in it is read or
-written.
+"""Check of a run's folder, which may be a stranger's, before anything in it is read or written.
 
-A run is plain files and folders. A link, a pipe or a device in one is refused, by every command in one place; whatever
-changes between this look and its use is caught where the file is opened (`files.open_plain`, `files.open_own`), which
-follow no link.
+A run has plain files and folders only; every command refuses links, pipes and devices here. Changes between this check
+and the use of a file are caught when it is opened (`files.open_plain`, `files.open_own`), without following links.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from sft_play.runs.folder import RunFolder, runs_folder
 
 MOST_FILES, DEEPEST = 200_000, 40
 LINKS = frozenset({"last", "best", ".last.new", ".best.new"})
-"""Links in `checkpoints/`, each to a checkpoint beside it."""
+"""Links in `checkpoints/`, each to a checkpoint next to it."""
 TRACKED = "wandb"
-"""Folder of a tracker, which keeps links to its latest run in it; nothing else reads or writes there."""
+"""Folder of a tracker, which links to its latest run there; nothing else reads or writes it."""
 
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
-    """Return `run`. Raise `CheckpointError` for what a run does not hold; where it `writes`, also for files of another
-    user.
+    """Return `run`. Raise `CheckpointError` for files that a run cannot contain; with `writes` also for another user's
+    files.
     """
     shared: dict[tuple[int, int], list[str]] = {}
     owners = {os.geteuid()}
@@ -61,8 +59,8 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
 
 
 def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result, int]]:
-    """Yield everything below a folder that is still there, and how deep; what another user keeps closed cannot be read
-    by any command.
+    """Yield the entries below a folder with their depth, skipping what vanishes; what is unreadable is no danger to a
+    command that only reads.
     """
     waiting = [(str(folder), 0)]
     while waiting:
@@ -83,7 +81,7 @@ def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os
 
 
 def _is_ours(run: RunFolder, link: Path) -> bool:
-    """Whether a link is one that we make, or a tracker in its own folder."""
+    """Return whether a link is one that we, or a tracker in its own folder, create."""
     if link.parent == run.checkpoints and link.name in LINKS:
         return "/" not in _target(link) and _target(link).startswith("step-")
     tracked = run.path / TRACKED
@@ -97,7 +95,7 @@ def _target(link: Path) -> str:
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Return whose the files are that this process makes in a folder: a network disk may give them another number."""
+    """Return the owner of new files in a folder, which a network disk may map to another number."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_uid
     return os.geteuid()
@@ -108,7 +106,7 @@ def _refused(path: str, what: str, hint: str) -> CheckpointError:
 
 
 def all_runs() -> list[RunFolder]:
-    """Return every folder of `RUNS_DIR` that has a run's configuration, the newest first; unchecked."""
+    """Return every folder of `RUNS_DIR` with a run's configuration, newest first, without checking them."""
     runs = []
     with contextlib.suppress(OSError):
         for folder in runs_folder().iterdir():
@@ -117,7 +115,7 @@ def all_runs() -> list[RunFolder]:
     return [run for _, run in sorted(runs, key=lambda dated: (-dated[0], dated[1].name))]
 
 
-# What the files of a run say, as far as it has the type that it should have.
+# Facts from a run's files, as far as they have the expected types.
 
 
 Number = float | None
@@ -160,7 +158,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the JSON object of one of a run's files; what is torn, missing or of another type is left out."""
+    """Return the JSON object of a run's file without parts that are incomplete, missing or of another type."""
     shape = SHAPES.get(path.name, {})
     return {
         name: value

@@ -1,5 +1,5 @@
-"""Checksums of files: a checkpoint's manifest, models and data; `states.json`; and the space that a checkpoint needs.
-No torch.
+"""Checksums of files (a checkpoint's manifest, models, data), `states.json`, and the space that a checkpoint needs. No
+torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sft_play.text import gib
 NAME = "manifest.json"
 PART = re.compile(r"\.manifest-rank(\d+)\.json")
 ALGORITHM = "xxh3_128"
-"""What new manifests use; the key of a file's checksum names it."""
+"""Algorithm of new manifests, and the key of a file's checksum."""
 BLOCK_BYTES = 2**20
-"""What is read at once: it stays in the processor's cache while it is hashed."""
+"""Bytes per read, so that they stay in the processor's cache while they are hashed."""
 THREADS = 4
-"""Files that are hashed at the same time, at most."""
+"""Most files that are hashed in parallel."""
 
 Facts = dict[str, Any]
-"""Of one file: `bytes`, and its checksum under the name of the algorithm."""
+"""`bytes` of a file, and its checksum under the algorithm's name."""
 
 
 def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
@@ -50,20 +50,20 @@ def describe(folder: Path, files: Iterable[Path]) -> dict[str, Facts]:
 
 
 def sync(files: Iterable[Path]) -> None:
-    """Bring files to the disk; return when they are there. Raise `OSError`."""
+    """Sync files to the disk. Raise `OSError`."""
     for path in sorted(set(files)):
         sync_path(path)
 
 
 def write_part(folder: Path, rank: int, files: Mapping[str, Facts]) -> None:
-    """Write what a rank has described, for `seal`."""
+    """Write a rank's part of the manifest, for `seal`."""
     write_json(folder / f".manifest-rank{rank}.json", {"files": files})
 
 
 def seal(folder: Path, *, ranks: Iterable[int]) -> None:
-    """Join the parts of `ranks` to `manifest.json` and syncs the folder. A file in no part is described now.
+    """Join the parts of `ranks` to `manifest.json`, describe the files that no part contains, and sync the folder.
 
-    Raise `OSError` where a part or a file is missing, or a file has another size than its rank wrote.
+    Raise `OSError` if a part or a file is missing, or a file's size differs from its rank's description.
     """
     parts = [path for path in folder.iterdir() if PART.fullmatch(path.name)]
     missing = set(ranks) - {int(path.name.removeprefix(".manifest-rank").removesuffix(".json")) for path in parts}
@@ -87,16 +87,16 @@ def seal(folder: Path, *, ranks: Iterable[int]) -> None:
 
 
 def sync_below(folder: Path) -> None:
-    """Bring every file below `folder`, and the names of all, to the disk."""
+    """Sync every file below `folder`, and the folders, to the disk."""
     sync(_files(folder))
     _sync_folders(folder)
 
 
 def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, sizes_only: bool = False) -> str | None:
-    """Return why a checkpoint cannot be trusted, or `None` when every file is there and unchanged.
+    """Return why a checkpoint is damaged, or `None` if every file exists and is unchanged.
 
-    `needed` says by its name (relative to `folder`) whether a file is looked at; without it every file is. `sizes_only`:
-    nothing is read but the manifest, where there is no time for more.
+    `needed` selects files by name (relative to `folder`); by default all are checked. `sizes_only` reads the manifest
+    only, for callers without time for more.
     """
     if not folder.is_dir():
         return "it is not there"
@@ -119,22 +119,20 @@ def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, sizes_o
 
 
 def damage(folder: Path, files: Mapping[str, Facts]) -> str | None:
-    """Return what differs between `files` and what was described; `None` when nothing does."""
+    """Return the first difference between `files` and their description, or `None`."""
 
     def check_file(item: tuple[str, Facts]) -> str | None:
         return _damage_of(folder, *item)
 
-    sizes = [
-        reason for item in files.items() if (reason := _wrong_size(folder, *item))
-    ]  # it costs nothing, so it goes first
-    if sizes:
+    # Sizes first: comparing them costs nothing.
+    if sizes := [reason for item in files.items() if (reason := _wrong_size(folder, *item))]:
         return sizes[0]
     with ThreadPoolExecutor(_threads(len(files))) as pool:
         return next((reason for reason in pool.map(check_file, files.items()) if reason), None)
 
 
 def checksum(path: Path, algorithm: str = ALGORITHM) -> str:
-    """Return the hexadecimal checksum of a file. Raise `ValueError` for an algorithm that is not known."""
+    """Return the hexadecimal checksum of a file. Raise `ValueError` for an unknown algorithm."""
     digest = _hasher(algorithm)
     with path.open("rb", buffering=0) as stream:
         block = memoryview(bytearray(BLOCK_BYTES))
@@ -155,7 +153,7 @@ def _hasher(algorithm: str) -> Any:
 
 def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
     try:
-        status = (folder / name).lstat()  # a link could lead anywhere, a pipe or a device has no end
+        status = (folder / name).lstat()  # a link could lead anywhere, and a pipe or a device never ends
         if not stat.S_ISREG(status.st_mode):
             return f"`{name}` is not a plain file"
         size = status.st_size
@@ -185,16 +183,16 @@ def _threads(files: int) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return every file below `folder` but the manifest and its parts."""
+    """Return every file below `folder` except the manifest and its parts."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != NAME and not PART.fullmatch(p.name))
 
 
-# `states.json` of a checkpoint: what a launcher must know of its states before it starts anything. No torch.
+# `states.json` of a checkpoint: what a launcher must know about its states before it starts workers. No torch.
 
 
 STATES_NAME = "states.json"
 FORMAT = 1
-"""Raised when files written before can no longer be read."""
+"""Format version, increased when older files can no longer be read."""
 
 
 def optimizer_file(rank: int) -> str:
@@ -208,7 +206,7 @@ def random_file(rank: int) -> str:
 
 
 def is_state_file(name: str) -> bool:
-    """Whether a file of a checkpoint holds states, which nothing but `make resume` reads."""
+    """Return whether a checkpoint's file contains states, which only `make resume` reads."""
     return name == STATES_NAME or name.startswith(("optimizer-rank", "rng-rank"))
 
 
@@ -222,7 +220,7 @@ class StatesFacts:
     optimizer: str
     """Name of its class."""
     reshardable: bool
-    """Whether its states can be resharded: one number for each element of a parameter, updated without a look at the
+    """Whether its states can be resharded: one number per element of a parameter, updated independently of the
     others.
     """
     files: int
@@ -233,17 +231,15 @@ class StatesFacts:
     engine: dict[str, Any] | None
     """DeepSpeed's counters."""
     counters: dict[str, Any]
-    """What `training_metrics.json` counts from the run's start."""
+    """Counters of `training_metrics.json` since the run's start."""
     own: dict[str, Any] | None = None
-    """Of ranks that have states of their own under DDP (`training.states.files`): their number, and what each has
-    trained since the last average; `None` elsewhere.
+    """For ranks with separate states under DDP (`training.states.files`): their number, and what each has trained since
+    the last average; else `None`.
     """
 
 
 def read_facts(checkpoint: Path) -> StatesFacts:
-    """Read `states.json`. Raise `CheckpointError` when it is missing (an older version's pickles) or not one of
-    ours.
-    """
+    """Read `states.json`. Raise `CheckpointError` if it is missing (an older version wrote pickles) or invalid."""
     path = checkpoint / STATES_NAME
     hint = (
         "resume it with the version that wrote it, which its stamp.json names (`make stamp`), or start a new run from"
@@ -273,10 +269,10 @@ SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 
 
 def check_states(checkpoint: Path, *, strategy: str, world_size: int) -> None:
-    """Raise `CheckpointError` when a checkpoint's states do not fit another strategy or number of processes.
+    """Raise `CheckpointError` if a checkpoint's states do not fit another strategy or number of processes.
 
-    Only an optimizer whose states cannot be resharded is refused: one that looks at a parameter as a whole, where
-    parameters are sharded.
+    Only an optimizer whose states cannot be resharded is refused: one that needs complete parameters, when they are
+    sharded.
     """
     facts = read_facts(checkpoint)
     same = facts.strategy == strategy and (facts.world_size == world_size or strategy not in SHARDED)
@@ -297,16 +293,16 @@ def check_states(checkpoint: Path, *, strategy: str, world_size: int) -> None:
 
 
 SPARE_BYTES = 2**20
-"""Small files of a checkpoint that nothing foresees: JSON, the tokenizer's settings, folders."""
+"""Allowance for a checkpoint's small files: JSON, the tokenizer's settings, folders."""
 SPARE_SHARE = 0.02
-"""What a file system takes beside the content: blocks, indirect blocks, journals."""
+"""Overhead of a file system: blocks, indirect blocks, journals."""
 SPARE_MEMORY_BYTES = 512 * 2**20
-"""Host memory that stays free when states are copied."""
+"""Host memory that must stay free when states are copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a checkpoint would need beside what there is, in bytes."""
+    """Bytes that a checkpoint needs, and bytes that are free."""
 
     needed: int
     free: int
@@ -320,32 +316,32 @@ class Room:
 
 
 def with_spare(predicted: int) -> int:
-    """Return the bytes that must be free for files of `predicted` bytes."""
+    """Return the bytes that must be free to write `predicted` bytes of files."""
     return predicted + int(predicted * SPARE_SHARE) + SPARE_BYTES
 
 
-# Checksums of large files of models and data: complete, but each file is read once.
+# Checksums of large files of models and data, cached so that each file is read once.
 
 
 HASHED_TOGETHER = 8
 WORTH_SAYING_BYTES = 4 * 2**30
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""What the hub's cache calls a file: the sha256 of its content, or git's sha1 of a small one."""
+"""Name of a file in the hub's cache: the sha256 of its content, or git's sha1 for a small file."""
 
 
 def blob_of(path: Path) -> str | None:
-    """Return the checksum by which the hub's cache names a file; its snapshots are links into `blobs/`."""
+    """Return the checksum in the hub's cache of a snapshot's file, which is a link into `blobs/`."""
     target = path.resolve()
     return target.name if path.is_symlink() and target.parent.name == "blobs" and BLOB.fullmatch(target.name) else None
 
 
 def digests_of(paths: Sequence[Path], what: str) -> list[str]:
-    """Return the sha256 of each file's content. Raise `OSError` for a file that cannot be read. `what` they are is for
-    the user.
+    """Return the sha256 of each file's content; `what` names the files to the user. Raise `OSError` for an unreadable
+    file.
 
-    They are kept in `cache/digests/` with size, times and inode of each file, and taken from there until one of these
-    changes: one record for all `paths`, since a folder may hold a hundred thousand small files. A cache that cannot be
-    written only costs the time again.
+    The cache `cache/digests/` has one record for all `paths`, since a folder may contain a hundred thousand small
+    files, and is valid until a file's size, times or inode change. A cache that cannot be written only costs the time
+    again.
     """
     names = [str(path.resolve()) for path in paths]
     record = cache_folder() / "digests" / f"{text_sha256(chr(10).join(names))}.json"
@@ -355,7 +351,7 @@ def digests_of(paths: Sequence[Path], what: str) -> list[str]:
     size = sum(int(facts[str(path)][0]) for path in unread)
     if size > WORTH_SAYING_BYTES and os.environ.get("RANK", "0") == "0":
         print(f"reading {size / 2**30:.0f} GiB of {what} for their checksums, this once", file=sys.stderr, flush=True)
-    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:  # hashing leaves Python's lock
+    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:  # hashing releases the GIL
         digests = dict(zip(map(str, unread), pool.map(file_sha256, unread), strict=True))
     entries = {name: [*fact, digests.get(name) or recorded[name][-1]] for name, fact in facts.items()}
     if unread:
@@ -372,6 +368,6 @@ def _known(record: Path) -> dict[str, list[str | int]]:
 
 
 def _facts(path: Path) -> list[str | int]:
-    """What changes with a file. The change time, too: a copy may keep the modification time, but not that."""
+    """Return what changes with a file, including the change time, since a copy may preserve the modification time."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -18,7 +18,7 @@ from sft_play import __version__
 from sft_play.files import file_sha256, text_sha256
 
 OPTIONAL = ("flash-attn", "liger-kernel", "unsloth", "unsloth-zoo")
-"""Packages that no installation of ours brings; a plan that found them on one machine is carried out by all."""
+"""Packages that our installations do not include; a plan made on a machine that has them applies to all machines."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -32,26 +32,26 @@ PACKAGES = (
     "numpy",
     *OPTIONAL,
 )
-"""Packages whose version changes what a rank computes or sends: the same on every machine of a run, and written in its
+"""Packages whose version affects results or communication: the same on every machine of a run, and recorded in its
 stamp.
 """
 SOURCES = frozenset({".py", ".json", ".yaml", ".txt", ".jinja"})
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
-"""A repository may name a program for git to start as its file monitor; that one is never started."""
+"""A repository can name a program that git starts as a file monitor; this prevents it."""
 GIT_SECONDS = 20
 
 
 def has_unsloth() -> bool:
-    """Return whether Unsloth is installed in this environment; a folder of its name in the working one is not it."""
+    """Return whether Unsloth is installed in this environment, ignoring a folder of that name in the working folder."""
     return any(importlib.metadata.distributions(name="unsloth"))
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """Return `commit` and `dirty` of the repository around `folder` (default: the working folder), with `diff_sha256`
-    when dirty.
+    """Return `commit` and `dirty` of the repository around `folder` (default: the working folder), and `diff_sha256` if
+    dirty.
 
-    `diff_sha256` is over `git diff HEAD`; `None` where that failed or took too long. Addresses of remotes, which may
-    hold a password, are not read. Return `None` where there is no git, no repository or no commit.
+    `diff_sha256` is the hash of `git diff HEAD`, or `None` if that failed or took too long. Remote URLs, which may
+    contain a password, are not read. Return `None` without git, a repository or a commit.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
@@ -83,7 +83,7 @@ def _git(folder: Path | None, *words: str) -> bytes | None:
 
 @functools.cache
 def code_sha256() -> str:
-    """Return a sha256 over the source files of this package: names and contents."""
+    """Return a sha256 over names and contents of this package's source files."""
     package = Path(__file__).resolve().parent.parent
     files = sorted(
         path
@@ -95,7 +95,7 @@ def code_sha256() -> str:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Return the versions of Python, of this program, and of the packages that decide about numbers."""
+    """Return the versions of Python, of this program, and of the packages that affect results."""
     installed = {"python": platform.python_version(), "sft_play": __version__}
     for package in PACKAGES:
         try:
@@ -106,8 +106,8 @@ def versions() -> Mapping[str, str]:
 
 
 def machine(devices: list[str], *, cuda: bool) -> dict[str, Any]:
-    """Return operating system, processor, `devices` (of the plan), and for GPUs the driver's and torch's CUDA
-    versions.
+    """Return operating system, processor, the plan's `devices`, and for GPUs the versions of the driver and torch's
+    CUDA.
     """
     facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
@@ -131,7 +131,7 @@ def processor() -> str:
 
 @functools.cache
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version, or `None` where none answers."""
+    """Return the NVIDIA driver's version, or `None`."""
     try:
         import pynvml
 
@@ -140,7 +140,7 @@ def driver_version() -> str | None:
             driver = pynvml.nvmlSystemGetDriverVersion()
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # noqa: BLE001 - NVML's errors are of many kinds, and a version is never worth a run
+    except Exception:  # noqa: BLE001 - NVML raises many types, and a missing version must not end a run
         return None
     return driver.decode() if isinstance(driver, bytes) else str(driver)
 
@@ -153,7 +153,7 @@ def torch_cuda() -> str | None:
 
 @functools.cache
 def torch_version() -> tuple[str, str | None] | None:
-    """Return torch's version and the CUDA that it is built for; reads its `version.py` and does not import it."""
+    """Return torch's version and its CUDA version, read from `version.py` without importing torch."""
     try:
         spec = importlib.util.find_spec("torch")
         text = (

@@ -1,4 +1,6 @@
-"""What preparation tells the plan and the workers, and the index by which `make plan` finds it again without torch."""
+"""Facts that preparation passes to the plan and the workers, and the index with which `make plan` finds them without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +22,41 @@ from sft_play.files import file_sha256, read_json, text_sha256, write_json
 from sft_play.runs.folder import cache_folder
 
 HUB = "hub:"
-"""Before the commit of a data set of the hub, where a checksum stands for files."""
+"""Prefix of a hub data set's commit, in the place of a checksum of files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """How conversations are written, where it is not the tokenizer's own way (`model.tokenizer.chat_format`)."""
+    """Format of conversations that differs from the tokenizer's (`model.tokenizer.chat_format`)."""
 
     name: str | None = None
-    """Of a template of this package; `None` where the template is a file's or the tokenizer's own."""
+    """Name of a template of this package; `None` for a file's or the tokenizer's template."""
     template: str | None = None
-    """Text of the chosen template, so that a run does not depend on the file it came from; `None` is the tokenizer's
-    own.
-    """
+    """Text of the template, so that a run does not depend on its file; `None` for the tokenizer's own."""
     system: str | None = None
     """System turn for conversations without one."""
     style: Mapping[str, str] = field(default_factory=dict)
-    """What `data.style` says, without what is empty."""
+    """The non-empty values of `data.style`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedModel:
-    """Where the base model really is, and what it is."""
+    """The base model's place and identity."""
 
     name: str
-    """As the configuration says."""
+    """Its name in the configuration."""
     path: str
     """Folder with `config.json`, weights and tokenizer."""
     source: str
-    """`folder`, `hub`, `embedded`, or `scratch` for random weights that were made here."""
+    """`folder`, `hub`, `embedded`, or `scratch` for random weights that were created here."""
     revision: str | None
     """The hub's commit; `None` for a folder."""
     fingerprint: str
-    """sha256 over the hub's commit, the contents of config and weight index, and every weight file's checksum
-    (`model.resolve`).
-    """
+    """sha256 over the hub's commit, config, weight index and every weight file's checksum (`model.resolve`)."""
     tokenizer_fingerprint: str
-    """sha256 over the tokenizer's files, the chat template and what `data.system` and `data.style` add to it."""
+    """sha256 over the tokenizer's files, the chat template, `data.system` and `data.style`."""
     chat: ChatFormat | None = None
-    """How conversations are written; `None` is the tokenizer's own template."""
+    """Format of conversations; `None` for the tokenizer's own template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +73,7 @@ class ParentAdapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFacts:
-    """What one source gave to a split."""
+    """A source's share of a split."""
 
     name: str
     """`data.sources[].name`, else its path."""
@@ -83,9 +81,9 @@ class SourceFacts:
     tokens: Count
     label_tokens: Count
     weight: float | None = None
-    """As configured; `None` where the source's rows are all taken once an epoch."""
+    """The configured weight; `None` if each of the source's rows is used once per epoch."""
     content: str | None = None
-    """sha256 over the source's files; of a data set of the hub `hub:` and its commit; `None` where neither is known."""
+    """sha256 over the source's files, or `hub:` and the commit of a hub data set; `None` if neither is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,10 +96,10 @@ class PreparedSplit:
     """
     rows: Count
     dropped: Count
-    """Rows left out, each with its reason in the manifest."""
+    """Skipped rows; the manifest has the reason for each."""
     tokens: Count
     label_tokens: Count
-    """Tokens that a loss is computed for, after the shift by one."""
+    """Label tokens after the shift by one."""
     longest: Count
     """Tokens of the longest row."""
     median: Count
@@ -109,7 +107,7 @@ class PreparedSplit:
     fingerprint: str
     """sha256 over the content of the prepared rows."""
     most_labels: int = 0
-    """Label tokens of the row that has most; 0 where an earlier version prepared it."""
+    """Most label tokens of a row; 0 if an earlier version prepared it."""
     truncated: int = 0
     """Rows cut to `model.max_seq_len`."""
     sources: tuple[SourceFacts, ...] = ()
@@ -117,7 +115,7 @@ class PreparedSplit:
     template: str | None = None
     """sha256 of a conversation as the chat template writes it (`data.chat`)."""
     day: str | None = None
-    """ISO date that stands for today in the rows, where the chat template writes it."""
+    """ISO date used as today in the rows, if the chat template writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +133,7 @@ class Prepared:
 
     @staticmethod
     def load(path: Path) -> Prepared:
-        """Read what preparation found. Raise `CheckpointError` for a file that says nothing of that."""
+        """Read `prepared.json`. Raise `CheckpointError` if it is invalid."""
         try:
             return record_of(read_json(path, follow=False), Prepared)
         except (OSError, ValueError) as error:
@@ -143,9 +141,7 @@ class Prepared:
 
 
 def day_of(path: Path) -> str | None:
-    """Return the day in the rows of a run that was prepared before, by its `prepared.json`; `None` where there is
-    none.
-    """
+    """Return the day in the rows of a prepared run, from its `prepared.json`, or `None`."""
     try:
         train = Prepared.load(path).train
     except CheckpointError:
@@ -153,37 +149,37 @@ def day_of(path: Path) -> str | None:
     return train.day if train else None
 
 
-# Remembers what preparation found for a configuration, so that `make plan` knows rows and steps without torch.
+# Index of prepared configurations, so that `make plan` knows rows and steps without torch.
 
 
 MOST_FILES = 50_000
-"""Of a source: their states are read within a second or two. A plan must come at once, and a folder may be `/`."""
+"""Most files of a source whose states are read, in a second or two: a plan must be fast, and a folder may be `/`."""
 NO_MATTER = ("sources", "validation", "train_path", "val_path", "num_proc", "mix_by", "exhausted", "sync")
-"""Keys of `data` that change no row, or are looked at source by source."""
+"""Keys of `data` that change no row or are compared per source."""
 
 
 def lookup(config: Config) -> Prepared | None:
-    """Return what is known for this model and data, or `None` when they were never prepared or have changed since."""
+    """Return the facts for this model and data, or `None` if they were never prepared or have changed since."""
     path = _path(config)
     if path is None or not path.is_file():
         return None
     try:
         prepared = Prepared.load(path)
-    except CheckpointError:  # written by another version: as good as never
+    except CheckpointError:  # written by another version
         return None
     folders = [*(part.path for part in (prepared.model, prepared.adapter, prepared.train, prepared.validation) if part)]
     return prepared if all(Path(folder).is_dir() for folder in folders) else None
 
 
 def remember(config: Config, prepared: Prepared) -> None:
-    """Keep `prepared` for the next `lookup` of the same model and data."""
+    """Save `prepared` for the next `lookup` of the same model and data."""
     path = _path(config)
     if path is not None:
         prepared.save(path)
 
 
 def settings_that_matter(config: Config) -> dict[str, Any]:
-    """Return every setting, beside model and sources, that changes a prepared row."""
+    """Return every setting, except model and sources, that changes a prepared row."""
     data = {name: value for name, value in asdict(config.data).items() if name not in NO_MATTER}
     template = Path(config.data.chat_template or "").expanduser()
     sources = sources_of(config)
@@ -199,7 +195,7 @@ def settings_that_matter(config: Config) -> dict[str, Any]:
 
 @functools.cache
 def preparation_code() -> str:
-    """Return a sha256 over the source of all that makes rows: another version of it is another cache entry."""
+    """Return a sha256 over the source code that makes rows, so that another version has another cache entry."""
     package = Path(__file__).resolve().parent.parent
     files = [
         *sorted((package / "data").glob("*.py")),
@@ -215,7 +211,7 @@ def sources_of(config: Config) -> list[DataSource]:
 
 
 def _path(config: Config) -> Path | None:
-    """Return where it is remembered; `None` for data of more files than can be looked at in no time."""
+    """Return the path of the index entry; `None` for data with more files than can be checked quickly."""
     validation = config.data.validation
     files = [_state(source) for source in sources_of(config)]
     if any(state is None for state in files):
@@ -226,7 +222,7 @@ def _path(config: Config) -> Path | None:
         "sources": [asdict(source) for source in config.data.sources],
         "validation": [asdict(source) for source in validation] if isinstance(validation, list) else validation,
         "files": files,
-        # A model folder that was written again may have another tokenizer; a hub id has no files here.
+        # A rewritten model folder may have another tokenizer; a hub id has no files here.
         "model_files": [
             _stats(Path(name).expanduser().glob("*"))
             for name in (config.model.name, config.model.tokenizer, config.model.adapter)
@@ -244,7 +240,7 @@ def _state(source: DataSource) -> list[list[object]] | None:
     path = Path(source.path).expanduser()
     stats: Iterable[Path]
     if any(mark in source.path for mark in "*?["):
-        stats = Path(path.anchor).glob(str(path.relative_to(path.anchor)))  # an empty anchor is the working folder
+        stats = Path(path.anchor).glob(str(path.relative_to(path.anchor)))  # an empty anchor means the working folder
     else:
         stats = path.rglob("*") if path.is_dir() else [path]
     files = list(itertools.islice(stats, MOST_FILES + 1))
@@ -256,23 +252,21 @@ def _stats(files: Iterable[Path]) -> list[list[object]]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in matches]
 
 
-# What is kept of every prepared row beside its tokens, read without numpy: lengths, sources, label tokens.
+# Numbers per prepared row besides its tokens (length, source, label tokens), read without numpy.
 
 
 RowFile = Literal["lengths.i32", "sources.i32", "labels.i32"]
-"""Tokens of each row; index of its source in `PreparedSplit.sources`; tokens that a loss is computed for. Little-endian
-int32.
-"""
+"""Files of little-endian int32: tokens per row, index of its source in `PreparedSplit.sources`, label tokens."""
 
 
 def row_integers(split: PreparedSplit, name: RowFile) -> array[int] | None:
-    """Return one number a row, or `None` where an earlier version prepared the split and did not keep them."""
+    """Return one number per row, or `None` if an earlier version prepared the split without them."""
     path = Path(split.path) / name
     try:
         data = path.read_bytes()
     except OSError:
         return None
-    if len(data) != 4 * split.rows:  # of other rows: as good as none
+    if len(data) != 4 * split.rows:  # written for other rows
         return None
     values = array("i", data)
     if sys.byteorder == "big":

@@ -1,5 +1,5 @@
-"""What a run says in words: progress, time left, evaluations, what slows it down; and `launch.notify`, which learns how
-it ends.
+"""A run in words: progress, time left, evaluations, what slows it down; and `launch.notify`, which is told how it
+ends.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from sft_play.text import Finding
 
 Row = Mapping[str, Any]
 PANEL = "SFT_PLAY_PANEL"
-"""Variable of workers whose launcher shows a panel: rank 0 prints no lines of progress then."""
+"""Variable of workers whose launcher shows a panel, so that rank 0 prints no lines of progress."""
 LATEST, LEAST, LEAST_COMPARED = 20, 3, 8
-"""Rows that findings look back on, how many there must be, and how many to compare ranks by."""
+"""Rows that findings use: at most, at least, and at least to compare ranks."""
 SLOW, WAITING, THROTTLED, FULL = 0.2, 0.1, 10.0, 0.95
-"""Shares of speed, of a step, percent of time, share of the limit from which something is told."""
+"""Thresholds of findings: share of speed, share of a step, percent of time, share of the limit."""
 NOT_OF_ANSWERS = (*OF_LOSS, "label_tokens", "loss_rows_per_second")
 
 
 def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:
-    """Return what the latest rows tell of a run that is slower or nearer to its end than it need be."""
+    """Return findings in the latest rows about a run that is slower, or closer to its memory limit, than necessary."""
     train = [row for row in rows if row.get("kind") == "train"]
     return [*_of(train[1:][-LATEST:]), *_spikes(train[-LATEST:], spikes)] if len(train) > LEAST else []
 
 
 def _of(rows: Sequence[Row]) -> Iterator[Finding]:
-    computing = [row for row in rows if all(row.get("rank_tokens_per_second") or ())]  # a rank without rows is not slow
+    computing = [
+        row for row in rows if all(row.get("rank_tokens_per_second") or ())
+    ]  # a rank without rows is idle, not slow
     speeds = _medians(computing, "rank_tokens_per_second") if len(computing) >= LEAST_COMPARED else {}
     seconds = _median([row.get("step_seconds") for row in rows])
     if len(speeds) > 1:
@@ -107,8 +109,8 @@ def _medians(rows: Sequence[Row], name: str) -> dict[int, float]:
 
 
 def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
-    """Return what the GPUs of all ranks drew in `seconds` by the readings of these rows; `None` where the driver gives
-    no power.
+    """Return the energy of all ranks' GPUs in `seconds` by the readings of these rows; `None` if the driver reports no
+    power.
     """
     lists = [row.get("rank_power_watts") or [None] for row in rows]
     watts = [sum(powers) for powers in lists if all(isinstance(value, int | float) for value in powers)]
@@ -116,9 +118,9 @@ def energy_kwh(rows: Sequence[Row], seconds: float | None) -> float | None:
 
 
 def seconds_left(rows: Sequence[Row], steps: int | None) -> float | None:
-    """Return the time that the other steps take, without evaluating and saving; `None` before a second row of steps.
+    """Return the time for the remaining steps, without evaluating and saving; `None` before a second row of steps.
 
-    The first row has the start-up in it.
+    The first row includes the start-up.
     """
     train = [row for row in rows if row.get("kind") == "train"]
     pace = _median([row.get("step_seconds") for row in train[1:][-50:]])
@@ -133,7 +135,7 @@ def clock(seconds: float) -> str:
 
 
 def line_of(rows: Sequence[Row], steps: int | None) -> str:
-    """Return the last of the rows as a line of progress: of steps or of an evaluation."""
+    """Return the last row, of steps or an evaluation, as a line of progress."""
     row = rows[-1]
     step = f"step {row['step']}{f'/{steps}' if steps else ''}: "
     if row.get("kind") == "eval":
@@ -146,7 +148,7 @@ def line_of(rows: Sequence[Row], steps: int | None) -> str:
 
 
 def evaluation_line(logs: Row) -> str:
-    """Return an evaluation in one line: loss, loss of each source, every score of answers, how many were answered."""
+    """Return an evaluation as a line: loss, loss per source, scores of answers, number of answers."""
     parts = [f"held-out loss {logs['eval_loss']:.4f}"]
     parts += [
         f"{name.removeprefix('eval_loss/')} {value:.4f}"
@@ -155,7 +157,7 @@ def evaluation_line(logs: Row) -> str:
     ]
     scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
     if "answers" in scores:
-        names = list(scores)[: list(scores).index("answers")]  # the scores of answers come right before their number
+        names = list(scores)[: list(scores).index("answers")]  # the scores of answers precede their number
         names = [name for name in names if name.partition("/")[0] not in NOT_OF_ANSWERS]
         parts += [f"{label_of_metric(name)} {scores[name]:.3f}" for name in names]
         if scores["answers"] < scores["answers_asked"]:
@@ -163,14 +165,13 @@ def evaluation_line(logs: Row) -> str:
     return ", ".join(parts)
 
 
-# `launch.notify`: a webhook or a command that learns how a run ends, and what happened to it on the way. Never delays
-# or ends a run.
+# `launch.notify`: a webhook or a command that receives a run's events and its end. It never delays or ends a run.
 
 
 SECONDS = 5.0
-"""What a webhook or a command may take."""
+"""Time limit of a webhook or a command."""
 LONGEST = 2000
-"""Letters of a text: what chat services take."""
+"""Most letters of a text, which chat services limit."""
 VARIABLE = re.compile(r"\$(\w*NOTIFY\w*)")
 WEBHOOK = re.compile(r"https?://\S+")
 
@@ -178,10 +179,10 @@ _under_way = list[threading.Thread]()
 
 
 def notify(target: str | None, run: RunFolder, event: str, text: str) -> None:
-    """Send `{"run", "event", "text", "content"}` in a thread: to a URL as JSON, to the command of a variable `$NAME` on
-    its stdin.
+    """Send `{"run", "event", "text", "content"}` as JSON in a thread, to a URL or to the stdin of the command in a
+    variable `$NAME`.
 
-    `text` is what Slack shows and `content` what Discord does. Tokens are masked.
+    Slack shows `text` and Discord `content`. Tokens are masked.
     """
     if not target:
         return
@@ -193,17 +194,17 @@ def notify(target: str | None, run: RunFolder, event: str, text: str) -> None:
 
 
 def wait_until_sent() -> None:
-    """Return when all is sent or given up, soon after `SECONDS`."""
+    """Wait until all is sent or given up, at most a little longer than `SECONDS`."""
     until = time.monotonic() + SECONDS + 1
     while _under_way:
         thread = _under_way.pop()
         thread.join(max(0.0, until - time.monotonic()))
-        if thread.is_alive():  # an answer that comes byte by byte
+        if thread.is_alive():  # a response that arrives byte by byte
             _not_sent(f"no answer within {SECONDS + 1:.0f} s")
 
 
 def end_text(run: RunFolder, event: str, message: str) -> str:
-    """Return how a run ended, in a line or two."""
+    """Describe how a run ended in one or two lines."""
     subject = f"{run.name} {event}"
     if event == "finished":
         facts = read_facts(run.training_metrics)
@@ -216,7 +217,7 @@ def end_text(run: RunFolder, event: str, message: str) -> str:
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect to another host, nor one that leaves encryption."""
+    """Follows no redirect to another host or from HTTPS to HTTP."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -235,17 +236,12 @@ def _send(target: str, body: str) -> None:
                 target, body.encode(), {"Content-Type": "application/json", "User-Agent": "sft-play"}
             )
             urllib.request.build_opener(_SameHost).open(request, timeout=SECONDS).close()
-        elif variable:  # what a run's folder says is never run
+        elif variable:  # only from a variable: a command in a run's folder is never run
             _run(target, body)
         else:
             raise ValueError
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        HTTPException,
-        subprocess.SubprocessError,
-    ) as problem:  # the address, perhaps a secret, is not shown
+    except (OSError, ValueError, KeyError, HTTPException, subprocess.SubprocessError) as problem:
+        # The address may be a secret, so it is not shown.
         code = getattr(problem, "code", None) or getattr(problem, "returncode", None)
         why = code or getattr(getattr(problem, "reason", None), "strerror", None)
         silent = isinstance(problem, TimeoutError | subprocess.TimeoutExpired)

@@ -1,4 +1,6 @@
-"""The stamp: what made a run or a checkpoint. Resume, merge, infer and eval compare it before they load anything."""
+"""The stamp: the facts that determine a run or a checkpoint, compared by resume, merge, infer and eval before they load
+weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ NAME = "stamp.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp:
-    """Facts of a run; written into its folder, every checkpoint and the published model."""
+    """Facts of a run, written into its folder, every checkpoint and the published model."""
 
     backend: str
     mode: str
@@ -44,35 +46,33 @@ class Stamp:
     world_size: int
     versions: Mapping[str, str]
     mixture: Mapping[str, Any] | None = None
-    """Weights of the training sources and what they mean; `None` where every row comes once an epoch."""
+    """Weights of the training sources and their unit; `None` if every row is used once per epoch."""
     recoveries: Sequence[Mapping[str, Any]] = ()
-    """What was changed because memory ran out, oldest first."""
+    """Changes made because memory ran out, oldest first."""
     optimizer: str | None = None
-    """Family of the optimizer, by what its states are: `adamw_torch` for `adamw_torch_fused` too."""
+    """Optimizer family with the same states: `adamw_torch` for `adamw_torch_fused` too."""
     parent: Mapping[str, Any] | None = None
-    """The adapter that the run started from, and whether it was trained on or merged into the base."""
+    """The adapter that the run started from, and whether it was trained further or merged into the base."""
     template: str | None = None
-    """sha256 of a conversation as the chat template writes it; `None` where rows have no template."""
+    """sha256 of a conversation as the chat template writes it; `None` without a template."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of the plan that make the last digits: layout, kernels, how a batch is divided."""
+    """Facts of the plan that affect the last digits: layout, kernels, division of a batch."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> value of the configuration that a run keeps (`runs.stamp`); empty in a stamp of an earlier version.
-    """
+    """Dotted key -> value of the fixed part of a run's configuration; empty in a stamp of an earlier version."""
     data_files: Mapping[str, str | None] = field(default_factory=dict)
-    """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub data set or a built-in one.
-    """
+    """`train:NAME` or `validation:NAME` -> sha256 over the source's files; `None` for a hub or built-in data set."""
     code: str | None = None
     """sha256 over the source of SFT-Play."""
     git: Mapping[str, Any] | None = None
-    """Commit of the working folder, whether it was dirty, and a sha256 of its diff; `None` where there is no git."""
+    """Commit of the working folder, whether it was dirty, and a sha256 of its diff; `None` without git."""
     machine: Mapping[str, Any] = field(default_factory=dict)
     """System, processor, devices, driver, CUDA."""
     step: int = 0
-    """Optimizer steps behind these weights; never compared."""
+    """Optimizer steps of these weights; never compared."""
 
     @property
     def public_base(self) -> tuple[str, bool]:
-        """The base model's name without this machine's folders, and whether it is the hub's."""
+        """The base model's name without local folders, and whether it is a hub id."""
         name = self.base_model
         on_hub = name.count("/") == 1 and name[0] not in "./~" and not Path(name).exists()
         return name if on_hub else Path(name).name, on_hub
@@ -83,7 +83,7 @@ class Stamp:
 
     @staticmethod
     def load(folder: Path) -> Stamp:
-        """Read the stamp of a run, checkpoint or model. Raise `CheckpointError` when there is none."""
+        """Read the stamp of a run, checkpoint or model. Raise `CheckpointError` if there is none."""
         path = folder / NAME
         try:
             value = read_json(path, follow=False)
@@ -101,7 +101,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a difference in one field means for each purpose, and what to do about it."""
+    """The verdict on a difference in one field for each purpose, and advice."""
 
     resume: Verdict
     advice: str
@@ -153,17 +153,15 @@ RULES: Mapping[str, Rule] = {
     "git": Rule("allow", "nothing: it says where configuration and data came from"),
     "machine": Rule("warn", "losses will differ in the last digits"),
 }
-"""The table: field of `Stamp` -> verdicts. `docs/checkpoints.md` shows it; a test compares the two."""
+"""Field of `Stamp` -> verdicts. `docs/checkpoints.md` shows the table; a test compares the two."""
 
 LATER = frozenset({"optimizer", "template", "plan", "settings", "data_files", "code", "machine"})
-"""Fields that a stamp of an earlier version, or one of a run without such rows, leaves empty: nothing is said about
-those.
-"""
+"""Fields that are not compared if they are empty, as in an earlier version's stamp or without such rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """One field in which two stamps differ."""
+class StampDifference:
+    """A field in which two stamps differ."""
 
     field: str
     old: Any
@@ -175,14 +173,14 @@ class Difference:
         return f"`{self.field}` was {_short(self.old)} and is {_short(self.new)}: {self.advice}"
 
 
-def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
+def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[StampDifference]:
     """Return the fields that differ and matter for `purpose`, refusals first."""
     differences = []
     for name, rule in RULES.items():
         before, after = getattr(old, name), getattr(new, name)
-        if name == "versions":  # a package that an earlier SFT-Play did not write down is no difference
+        if name == "versions":  # a package that an earlier version did not record is not a difference
             after = {package: version for package, version in after.items() if package in before}
-        if name in ("settings", "lora") and before and after:  # nor is a key that only one of the two versions knows
+        if name in ("settings", "lora") and before and after:  # nor is a key that only one of the versions has
             before, after = _shared(before, after), _shared(after, before)
             before, after = (
                 {key: _kept(part) if key == EXTRA else part for key, part in settings.items()}
@@ -193,11 +191,11 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[Difference]:
             if isinstance(before, Mapping) and isinstance(after, Mapping):
                 before, after = _changed(before, after), _changed(after, before)
             advice = rule.advice + (_commits(old, new) if name == "train_data" else "")
-            differences.append(Difference(name, before, after, verdict, advice))
+            differences.append(StampDifference(name, before, after, verdict, advice))
     return sorted(differences, key=lambda difference: difference.verdict != "refuse")
 
 
-def refuse(differences: Sequence[Difference], what: str) -> list[str]:
+def refuse(differences: Sequence[StampDifference], what: str) -> list[str]:
     """Return warnings to print. Raise `CheckpointError` naming every field that forbids it."""
     refused = [difference for difference in differences if difference.verdict == "refuse"]
     if refused:
@@ -217,9 +215,7 @@ def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def _commits(old: Stamp, new: Stamp) -> str:
-    """Return which data sets of the hub were read at another commit, and how to have that again; empty where none
-    was.
-    """
+    """Return which hub data sets were read at another commit and how to read that one, or an empty text."""
     before, after = old.data_files or {}, new.data_files or {}
     moved = {
         name: content
@@ -239,8 +235,7 @@ def _short(value: Any) -> str:
     return f"`{text[:16]}...`" if len(text) == 64 else f"`{text}`"
 
 
-# The keys of a configuration that a run keeps to its end: a stamp holds their values, and a resume may change only the
-# others.
+# A stamp contains the keys of the configuration that are fixed for a run; a resume may change only the others.
 
 
 CHANGEABLE = frozenset({
@@ -249,22 +244,22 @@ CHANGEABLE = frozenset({
     "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing",
     "eval.batch_size", "train.async_save", "train.kernels", "train.profile", "train.spike_guard", "train.spike_factor",
     "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts",
-    "launch.auto_resume", "launch.balance", "launch.join_seconds", "launch.network", "launch.silent_seconds", "launch.slow_network",
-    "launch.sequence_parallel", "launch.stages", "launch.tensor_parallel", "launch.notify",
+    "launch.auto_resume", "launch.balance", "launch.join_seconds", "launch.network", "launch.silent_seconds",
+    "launch.slow_network", "launch.sequence_parallel", "launch.stages", "launch.tensor_parallel", "launch.notify",
 })  # fmt: skip
-"""Keys that a resumed run may change: none of them changes an update that has been made."""
+"""Keys that a resumed run may change, since they do not affect past updates."""
 STAMPED = ("model.", "tuning.", "data.", "train.seed", "train.global_batch_size", "launch.strategy")
-"""Keys that the stamp holds in fields of their own: comparing those gives the better message."""
+"""Keys with separate fields in the stamp, whose comparison gives a better message."""
 SECTIONS, EXTRA = ("train", "eval", "launch"), "train.extra"
-"""Sections whose other keys a stamp holds one by one."""
+"""Sections whose other keys a stamp contains individually."""
 AS_PLANNED = frozenset({"train.packing"})
-"""Keys that a repeated run is given as the plan decided them (`make stamp`, `run it again`); the plan's facts are in
-the stamp.
+"""Keys that a repeated run gets as the plan decided them (`make stamp`, `run it again`); the stamp contains the plan's
+facts.
 """
 
 
 def kept_settings(config: Config) -> dict[str, Any]:
-    """Return dotted key -> value, as JSON has it, of what a run keeps and no other field of its stamp holds."""
+    """Return dotted key -> JSON value of the fixed keys without a separate field in the stamp."""
     settings: dict[str, Any] = {}
     for name in SECTIONS:
         section = getattr(config, name)
@@ -277,7 +272,7 @@ def kept_settings(config: Config) -> dict[str, Any]:
 
 
 def _kept(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return further `TrainingArguments` without those that no run's folder gives: a resume may name another tracker,
-    or none.
+    """Return further `TrainingArguments` without those that are never taken from a run's folder, so that a resume may
+    change trackers.
     """
     return {name: value for name, value in extra.items() if not needs_own_word(f"train.{name}")}

@@ -1,13 +1,13 @@
 """The container's entry point: `python -m sft_play.schedulers.entry train-distributed CONFIG=... RUN_NAME=...`.
 
-Schedulers tell a container its place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`); here they become
-`NUM_NODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type manually, with
-`LAUNCH_AUTO_RESUME=true`, so that the same container starts a run and continues it. Signals are passed on, and exit
-code 75 becomes 175: a PyTorchJob with restart policy `ExitCode` tries again only from 128 on.
+Schedulers set a container's place in their own variables (`PET_*`, `JOB_COMPLETION_INDEX`), which become `NUM_NODES`,
+`NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the command that people type manually, with `LAUNCH_AUTO_RESUME=true`,
+so that the same container starts and continues a run. Signals are forwarded, and exit code 75 becomes 175: a PyTorchJob
+with restart policy `ExitCode` only restarts pods for codes from 128.
 
-A PyTorchJob with `ExitCode` knows no limit (kubeflow/trainer#2045: `backoffLimit` counts restarts of containers, and
-these pods are recreated). Where `SFT_PLAY_MAX_RESTARTS` gives one, node 0 counts in a file next to the run's folder,
-which is removed where a launch ended before its workers started, and ends for good with 3.
+A PyTorchJob with `ExitCode` has no limit of restarts (kubeflow/trainer#2045: `backoffLimit` counts restarts of
+containers, and these pods are recreated). If `SFT_PLAY_MAX_RESTARTS` sets one, node 0 counts tries in a file next to
+the run's folder (a launch that ends before its workers start removes the folder), and ends the job with 3.
 """
 
 from __future__ import annotations
@@ -46,23 +46,22 @@ TRAINING = frozenset(
         "train-fsdp",
     }
 )
-"""Commands that start a run, and with `launch.auto_resume` continue it."""
+"""Commands that start a run and, with `launch.auto_resume`, continue it."""
 LAUNCHED = TRAINING | {"resume"}
 FOR_KUBERNETES = 175
 LIMIT = "SFT_PLAY_MAX_RESTARTS"
-"""Variable of a pod: how often in a row it may be tried again without a newer checkpoint (`kubernetes.max_restarts`).
-"""
+"""Variable of a pod: most restarts in a row without a newer checkpoint (`kubernetes.max_restarts`)."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 JOIN_SECONDS = 600
-"""As `launch.join_seconds`; `LAUNCH_JOIN_SECONDS=` among the words wins."""
+"""Default of `launch.join_seconds`, unless the command has `LAUNCH_JOIN_SECONDS=`."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command at this container's place and return its exit code, 175 for 75, 3 when that failed too often."""
+    """Run the command at this container's place and return its exit code: 175 for 75, or 3 after too many tries."""
     words = list(sys.argv[1:] if words is None else words)
     counted: Tries | None = None
     try:
-        with end_by_signals():  # process 1 of a container hears no signal that it has no handler for
+        with end_by_signals():  # process 1 of a container only receives signals that it handles
             command = complete_command(words, os.environ)
             if words and words[0] in LAUNCHED:
                 counted = begin_try(command, os.environ)
@@ -74,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    except SystemExit as stop:  # a signal before the command had begun
+    except SystemExit as stop:  # a signal before the command started
         code = stop.code if isinstance(stop.code, int) else 1
     if counted:
         code = counted.end(code)
@@ -82,9 +81,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the words of `python -m sft_play`: those given, and what the scheduler says of this container's place.
+    """Return the words of `python -m sft_play`: `words` and the place that the scheduler sets for this container.
 
-    What was typed wins where the scheduler is silent, and must agree with it where it is not. Raise `UserError`.
+    Typed words count if the scheduler sets nothing, and must agree with it otherwise. Raise `UserError`.
     """
     if not words or words[0] not in LAUNCHED:
         return list(words)
@@ -104,7 +103,7 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return a whole number of the pod's environment; `None` where it is not given. Raise `UserError`."""
+    """Return an integer from the pod's environment, or `None` if it is not set. Raise `UserError`."""
     if not (text := environ.get(name, "")):
         return None
     if not re.fullmatch("[0-9]{1,9}", text):
@@ -118,10 +117,10 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
-    """Return which scheduler started this container, and its place as variables of our command; `None` is what it does
-    not say.
+    """Return which scheduler started this container, and its place as variables of our command, `None` where it sets
+    none.
 
-    Raise `UserError` for a number that is none: `PET_NNODES` of a job with an `elasticPolicy` is a range.
+    Raise `UserError` for a value that is not an integer: `PET_NNODES` of a job with an `elasticPolicy` is a range.
     """
     get = environ.get
     for name in ("PET_NNODES", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX"):
@@ -135,13 +134,12 @@ def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
     # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods
     # times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
     each, world = get("PET_NPROC_PER_NODE", ""), None if get("PET_NNODES") else _number(environ, "WORLD_SIZE")
-    processes = each if each.isdecimal() else None  # `auto` and `gpu` leave it to us
+    processes = each if each.isdecimal() else None  # with `auto` and `gpu` we choose
     master = get("PET_MASTER_ADDR") or get("MASTER_ADDR")
     return "the operator", {
         "NUM_NODES": get("PET_NNODES") or (str(world // int(processes or 1)) if world else None),
         "NODE_RANK": get("PET_NODE_RANK") or get("RANK"),
-        # Some operators tell the master itself that it is `localhost`, which others would look for on their own
-        # machine.
+        # Some operators set `localhost` on the master itself, which the others would look for on their own machine.
         "MASTER_ADDR": get("POD_IP", master) if master in ("localhost", "127.0.0.1") else master,
         "MASTER_PORT": get("PET_MASTER_PORT") or get("MASTER_PORT"),
         "NUM_GPUS": processes,
@@ -149,10 +147,9 @@ def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
 
 
 def supervise(argv: Sequence[str]) -> int:
-    """Run `argv`, pass signals on to it, and return its exit code, 128 + N where signal N ended it.
+    """Run `argv`, forward signals to it, and return its exit code, or 128 + N if signal N ended it.
 
-    Process 1 of a container inherits the orphans of all others, so whatever ends meanwhile is taken off the kernel's
-    list too.
+    Process 1 of a container inherits all orphans, so every child that ends is reaped.
     """
     child = 0
     early: list[int] = []
@@ -168,7 +165,7 @@ def supervise(argv: Sequence[str]) -> int:
         number: signal.signal(number, pass_on) for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
-        # The operator's, which stand in the command's words now: the command takes options from there only.
+        # Without the operator's variables, which are now words of the command: it reads options from there only.
         environment = {name: text for name, text in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         child = os.posix_spawn(argv[0], list(argv), environment, setsigdef=list(previous))
         for number in early:
@@ -188,9 +185,7 @@ def _typed(words: Sequence[str]) -> dict[str, str]:
 
 
 def _wait_for_master(typed: Mapping[str, str]) -> None:
-    """Wait until the master's name has an address: a pod's name is known a while after the pod. Raise
-    `RetryableError`.
-    """
+    """Wait until the master's name resolves, which takes a while after its pod starts. Raise `RetryableError`."""
     master = typed.get("MASTER_ADDR")
     limit = typed.get("LAUNCH_JOIN_SECONDS", "")
     seconds = int(limit) if limit.isdecimal() else JOIN_SECONDS
@@ -216,28 +211,28 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tries:
-    """The tries in a row without a newer checkpoint, the one that is under way included; `used` and `step` are in a
-    file between two tries.
+    """Tries in a row without a newer checkpoint, including the current one; a file keeps `used` and `step` between
+    tries.
     """
 
     run: RunFolder
     limit: int
-    """Restarts that are allowed in a row: one try more than that."""
+    """Most restarts in a row, one less than the tries."""
     used: int
     step: int
-    """Of the newest checkpoint when this try began; 0 without one."""
+    """Step of the newest checkpoint when this try began; 0 without one."""
     events: int
-    """Of the run when this try began."""
+    """Number of the run's events when this try began."""
 
     def end(self, code: int) -> int:
-        """Return the code with which the container ends: `code`, or 3 where another try would be one too many, with the
-        reason on stderr.
+        """Return the container's exit code: `code`, or 3 with the reason on stderr if another try would exceed the
+        limit.
         """
         step, events = _look(self.run)
         since = events[self.events :]
         began = any(event["event"] in ("started", "resumed") for event in since)
         if code in (130, 143) or (code == LOST and not began):
-            self.save(self.used - 1)  # somebody asked for it, or others had not come: no failure
+            self.save(self.used - 1)  # a requested stop, or missing peers, is not a failure
         elif step > self.step or (code < 128 and code != LOST):
             self.run.tries.unlink(missing_ok=True)
         elif any(event.get("cause") == OUT_OF_MEMORY for event in since if event["event"] == "failed"):
@@ -263,7 +258,7 @@ class Tries:
         return problem.exit_code
 
     def used_up(self) -> HardwareError:
-        """Return the error for the tries that were made."""
+        """Return the error for too many tries."""
         missing = f"no newer checkpoint than that of step {self.step}" if self.step else "no checkpoint"
         return HardwareError(
             f"{min(self.used, self.limit + 1)} tries in a row made {missing}, and `kubernetes.max_restarts` is"
@@ -276,16 +271,15 @@ class Tries:
         )
 
     def save(self, used: int) -> None:
-        """Keep the count for the next try."""
-        with contextlib.suppress(OSError):  # a full disk ends the run by itself, with its own reason
+        """Save the count for the next try."""
+        with contextlib.suppress(OSError):  # a full disk ends the run with its own error
             write_json(self.run.tries, {"used": used, "step": self.step})
 
 
 def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
-    """Count this try of a command on node 0; `None` elsewhere, and where nobody gave a limit.
+    """Count this try of a command on node 0; return `None` on other nodes and without a limit.
 
-    Raise `HardwareError` where the tries before this one are used up: a pod that the kernel killed could not say so
-    itself.
+    Raise `HardwareError` if earlier tries have reached the limit, which a pod killed by the kernel could not report.
     """
     typed = _typed(words)
     limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
@@ -303,7 +297,7 @@ def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
 
 
 def _look(run: RunFolder) -> tuple[int, list[dict[str, Any]]]:
-    """Return the step of the newest checkpoint, unchecked, or 0, and the run's events."""
+    """Return the step of the newest checkpoint (unchecked; 0 without one) and the run's events."""
     with contextlib.suppress(OSError):
         return max(map(step_of, list_checkpoints(run)), default=0), read_events(run)
     return 0, []

@@ -1,4 +1,4 @@
-"""`make kubernetes`: the plan, rendered as the kind of job that `kubernetes.kind` names. Submits nothing."""
+"""`make kubernetes`: render the plan as the kind of job that `kubernetes.kind` names, without submitting it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from sft_play.text import plural
 
 KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job"}
 HEADER = "rendered by: make kubernetes"
-"""In the first line of every file: what has it may be written over."""
+"""Part of the first line of every file; a file with it may be overwritten."""
 LONGEST_NAME = 48
-"""Of the 63 letters of a label the job's controller needs the others, for the numbers of pods."""
+"""A label has 63 letters; the job's controller needs the others for the numbers of pods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """What is written: file name -> text, and what the user should read."""
+    """The rendered files (name -> text), and notes for the user."""
 
     spec: Spec
     plan: Plan
@@ -50,10 +50,9 @@ class Rendered:
 
 
 def main(call: Call) -> int:
-    """Write the manifests and says how they are submitted; return 0. What does not fit is shown part by part before the
-    error.
+    """Write the manifests, print how they are submitted, and return 0.
 
-    Raise `UserError`, and then writes nothing.
+    Raise `UserError` before anything is written.
     """
     rendered = render(call)
     spec, plan = rendered.spec, rendered.plan
@@ -87,7 +86,7 @@ def main(call: Call) -> int:
 
 
 def render(call: Call) -> Rendered:
-    """Return the files for a call. Raise `UserError` with what the kind of job cannot say."""
+    """Return the files for a call. Raise `UserError` for what the kind of job cannot express."""
     ahead = plan_ahead(call)
     spec = _spec(call, ahead)
     settings, loaded = spec.settings, ahead.loaded
@@ -96,19 +95,18 @@ def render(call: Call) -> Rendered:
         ["make", call.command, *typed, *(override.origin.removeprefix("make ") for override in call.overrides)]
     )
     head = f"{KINDS[settings.kind]} of the run {spec.name}, rendered by: {command}"
-    claims_written = manifests.claim_documents(
-        spec
-    )  # a separate file: who deletes the job by its file keeps what it made
-    files = {"claims.yaml": dump_documents(claims_written, f"Claims of {head}")} if claims_written else {}
+    # Claims have a separate file, so that deleting the job by its file keeps what it made.
+    claim_documents = manifests.claim_documents(spec)
+    files = {"claims.yaml": dump_documents(claim_documents, f"Claims of {head}")} if claim_documents else {}
     files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
     notes = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
     return Rendered(spec=spec, plan=ahead.plan, files=files, notes=notes)
 
 
 def name_of(run_name: str | None, path: Path | None) -> str:
-    """Return the name of job and run. Raise `UserError` for one that the cluster would refuse.
+    """Return the name of job and run. Raise `UserError` for a name that the cluster would refuse.
 
-    A name that was typed is taken as it is; that of a configuration's file is made to fit (`l40s_pair` is `l40s-pair`).
+    A typed name is not changed; a configuration file's name is adapted (`l40s_pair` becomes `l40s-pair`).
     """
     stem = re.sub("[^a-z0-9]+", "-", (run_name or (path.stem if path else "run")).lower()).strip("-")
     fitting = (stem if stem[:1].isalpha() else f"run-{stem}".rstrip("-"))[:LONGEST_NAME].rstrip("-")
@@ -122,7 +120,7 @@ def name_of(run_name: str | None, path: Path | None) -> str:
 
 
 def _spec(call: Call, ahead: Ahead) -> Spec:
-    """Return the run as manifests need it. Raise `UserError` where the kind of job cannot say it, or it holds a
+    """Return the run's facts for manifests. Raise `UserError` if the kind of job cannot express it or it contains a
     token.
     """
     loaded, plan, settings = ahead.loaded, ahead.plan, ahead.loaded.config.kubernetes
@@ -155,8 +153,8 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
 
 
 def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which no request
-    can say.
+    """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which cannot be
+    requested.
     """
     cards, ranks = [], iter(plan.ranks)
     for pod, count in enumerate(processes):
@@ -173,7 +171,7 @@ def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str], ...]:
-    """Return each pod's node selector, in order of ranks: `node_selector` with its own labels on top. Raise
+    """Return each pod's node selector in order of ranks: `node_selector` and the pod's own labels. Raise
     `UserError`.
     """
     own = settings.replica_selectors
@@ -188,7 +186,7 @@ def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str]
 
 
 def _refuse_unlike(spec: Spec) -> None:
-    """Raise `UserError` where pods are to differ in a way that the kind of job cannot say."""
+    """Raise `UserError` if pods must differ in a way that the kind of job cannot express."""
     master = spec.settings.kind == "pytorchjob"  # the only kind with a template of its own for rank 0
     labels = [tuple(sorted(selector.items())) for selector in spec.selectors]
     if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
@@ -214,13 +212,13 @@ def _refuse_unlike(spec: Spec) -> None:
 
 
 def _one_of(kind: str) -> str:
-    """Return the name of a kind with its article: `an indexed Job`."""
+    """Return the name of a kind of job with its article: `an indexed Job`."""
     return f"{'an' if KINDS[kind][0] in 'aeiou' else 'a'} {KINDS[kind]}"
 
 
 def _write(call: Call, rendered: Rendered) -> list[Path]:
-    """Return where the files went. Raise `UserError`, before any is written, where one stands that this command has not
-    written.
+    """Write the files and return their paths. Raise `UserError`, before any is written, for an existing file of another
+    origin.
     """
     out = call.options.get("OUT")
     folder = typed_path(out) if out else check_run(RunFolder(runs_folder() / rendered.spec.name), writes=True).path
@@ -251,13 +249,13 @@ def _commands(spec: Spec, paths: list[Path]) -> list[str]:
 
 
 def _namespace(spec: Spec) -> str:
-    """Return kubectl's words for the namespace, with a blank before them."""
+    """Return kubectl's option for the namespace, preceded by a blank, or an empty text."""
     return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
 
 
 def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
-    """Yield what the cluster must have, what stays, and what the plan needs that the pods do not get. `named`: with a
-    `RUN_NAME`.
+    """Yield what the cluster must have, and what the plan needs that the pods do not get; `named`: whether `RUN_NAME`
+    was typed.
     """
     settings, config = spec.settings, loaded.config
     yield from _notes_of_cluster(spec, loaded)
@@ -299,8 +297,8 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
 
 
 def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
-    """Return the bytes that the plan keeps in the memory of the largest pod: all of a process on the CPU, what
-    DeepSpeed offloads of a GPU's.
+    """Return the bytes of the largest pod's memory that the plan needs: the complete peak on CPUs, else what DeepSpeed
+    offloads.
     """
     if plan.device == "cpu":
         ranks = iter(plan.ranks)

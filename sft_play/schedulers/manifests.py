@@ -1,4 +1,6 @@
-"""Manifests of a run as plain data: the pod that all kinds of job share, the jobs around it, and claims. No effects."""
+"""Manifests of a run as plain data, without effects: the pod that all kinds of job share, the jobs around it, and
+claims.
+"""
 
 from __future__ import annotations
 
@@ -12,53 +14,55 @@ from sft_play.schedulers.entry import LIMIT
 
 Document = dict[str, Any]
 IN_MODELS = {"HF_HOME": "/huggingface", "SFT_PLAY_CACHE": "/cache"}
-"""Variables that name folders among the models -> those folders."""
+"""Variables of folders on the models' claim -> folder."""
 PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
-"""Role of a claim -> where pods see it."""
+"""Role of a claim -> its mount path in pods."""
 SETTINGS = "/config"
-"""Where pods see the configuration."""
+"""Mount path of the configuration."""
 CONFIG_FILE, DEEPSPEED_FILE = "config.json", "deepspeed.json"
 USER = 1000
-"""As the Dockerfile makes it; the claims' files belong to its group."""
+"""The Dockerfile's user; the claims' files belong to its group."""
 GRACE_SECONDS = 180
-"""From SIGTERM to SIGKILL: a step and a save take at most 25 s, a large model's save more."""
+"""Time from SIGTERM to SIGKILL: a step and a save take at most 25 s, a large model's save longer."""
 ENTRY = ("python", "-m", "sft_play.schedulers.entry")
 RUN_LABEL = "app.kubernetes.io/instance"
 PERMANENT_CODES = (1, 2, 3, 4, 5)
-"""Contract section 7: our own bug, configuration, hardware, data, checkpoint. Another try would end in the same way."""
+"""Our own bug, configuration, hardware, data, checkpoint (contract section 7): another try would end in the same
+way.
+"""
 TRAINER = "trainer.kubeflow.org"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """A run as the manifests need it."""
+    """A run's facts for manifests."""
 
     name: str
-    """Of the run, of the job, and of everything that belongs to it."""
+    """Name of the run, the job and all its objects."""
     settings: KubernetesConfig
     command: str
     """`train-distributed`, `train-deepspeed` or `train`."""
     device: Literal["cpu", "cuda"]
     processes: tuple[int, ...]
-    """Ranks of each pod, in order; on GPUs one GPU each."""
+    """Number of ranks of each pod, in order; on GPUs each has one GPU."""
     selectors: tuple[Mapping[str, str], ...]
-    """Labels of the node of each pod, in order."""
+    """Node selector of each pod, in order."""
     cards: tuple[str, ...]
-    """The catalogue's name of each pod's GPU; of a CPU `cpu`."""
+    """The catalogue's name of each pod's GPU, or `cpu`."""
     files: Mapping[str, str]
-    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON, letter
-    for letter.
+    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON
+    verbatim.
     """
     join_seconds: int
     own_words: tuple[str, ...] = ()
-    """What is typed again in the pod, as a copied configuration does not say it (`config.load.own_words`)."""
+    """Words typed again in the pod, since a copied configuration cannot give them (`config.load.own_words`)."""
 
     @property
     def pods(self) -> int:
         return len(self.processes)
 
     def words(self, processes: int, *, folder: str = SETTINGS) -> list[str]:
-        """Return the words for the entry point of a pod with that many ranks and the files in `folder`."""
+        """Return the words for the entry point of a pod with `processes` ranks and the files in `folder`."""
         words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.name}", *self.own_words]
         if DEEPSPEED_FILE in self.files:
             words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")
@@ -74,7 +78,7 @@ class Spec:
 
 
 def documents(spec: Spec) -> list[Document]:
-    """Return the ConfigMap and the objects of the kind of job."""
+    """Return the ConfigMap and the objects of the job."""
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -85,7 +89,7 @@ def documents(spec: Spec) -> list[Document]:
 
 
 def claims(spec: Spec) -> dict[str, list[str]]:
-    """Return claim -> roles that it serves; one claim may serve several."""
+    """Return claim -> its roles."""
     roles: dict[str, list[str]] = {}
     for role in PLACES:
         if claim := getattr(spec.settings, f"{role}_claim"):
@@ -94,13 +98,13 @@ def claims(spec: Spec) -> dict[str, list[str]]:
 
 
 def access_mode(spec: Spec) -> str:
-    """Return the mode of claims that are rendered: by `auto` for many nodes at once where there are several pods."""
+    """Return the access mode of rendered claims; `auto` is `ReadWriteMany` for several pods."""
     mode = spec.settings.access_mode
     return mode if mode != "auto" else "ReadWriteMany" if spec.pods > 1 else "ReadWriteOnce"
 
 
 def claim_documents(spec: Spec) -> list[Document]:
-    """Return the claims, where they are to be made: they outlive the job, and have none of its labels."""
+    """Return the claims to create, which outlive the job and so do not have its labels."""
     settings = spec.settings
     return [
         {
@@ -119,9 +123,7 @@ def claim_documents(spec: Spec) -> list[Document]:
 
 
 def variables(spec: Spec) -> dict[str, str]:
-    """Return the variables that do not depend on the kind of job: where things are, how often it is tried again, and
-    NCCL's.
-    """
+    """Return the variables that do not depend on the kind of job: paths, the limit of restarts, and NCCL's."""
     settings = spec.settings
     values = {
         "RUNS_DIR": PLACES["runs"],
@@ -145,7 +147,7 @@ def _labels(spec: Spec) -> dict[str, str]:
 
 
 def _metadata(spec: Spec, name: str | None = None, *, queued: bool = False) -> Document:
-    """Metadata of one object; `queued`: the one that Kueue holds back until there is room."""
+    """Return the metadata of an object; `queued`: the object that Kueue suspends until there is room."""
     metadata: Document = {"name": name or spec.name}
     if spec.settings.namespace:
         metadata["namespace"] = spec.settings.namespace
@@ -156,9 +158,7 @@ def _metadata(spec: Spec, name: str | None = None, *, queued: bool = False) -> D
 def _pod(
     spec: Spec, container: str, *, pod: int = 0, env: Mapping[str, str] | None = None, **of_kind: str | None
 ) -> Document:
-    """Return the template of pod number `pod`, whose container is called as the kind of job wants it; `of_kind`: fields
-    of the pod.
-    """
+    """Return the template of pod number `pod`; the kind of job sets its container's name and the fields `of_kind`."""
     settings = spec.settings
     optional = {
         **of_kind,
@@ -186,7 +186,7 @@ def _pod(
         "metadata": {"labels": _labels(spec), "annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": {
             "automountServiceAccountToken": False,
-            "enableServiceLinks": False,  # a Service's variables would look like ours
+            "enableServiceLinks": False,  # a Service's variables would be taken for ours
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": {
                 "runAsNonRoot": True,
@@ -200,10 +200,8 @@ def _pod(
             "containers": [_container(spec, container, spec.processes[pod], env or {})],
             "volumes": [
                 {"name": "config", "configMap": {"name": f"{spec.name}-config"}},
-                {
-                    "name": "shm",
-                    "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm},
-                },  # counts against the pod's memory
+                # Counts against the pod's memory.
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}},
                 *volumes,
             ],
         },
@@ -212,7 +210,7 @@ def _pod(
 
 def _container(spec: Spec, name: str, processes: int, env: Mapping[str, str]) -> Document:
     settings = spec.settings
-    # Requests equal limits: a pod that gets less than it was planned with would be killed, or slow the others.
+    # Requests equal limits: a pod with less than the plan assumes would be killed, or slow the others down.
     resources = {"cpu": str(settings.cpus), "memory": settings.memory}
     capabilities: Document = {"drop": ["ALL"]}
     if spec.device == "cuda":
@@ -260,11 +258,12 @@ def _environment(spec: Spec, of_kind: Mapping[str, str]) -> list[Document]:
 
 
 def _pytorchjob(spec: Spec) -> list[Document]:
-    """A PyTorchJob of the Training Operator (v1): a Master and Workers; one node is a Master alone.
+    """Return a PyTorchJob of the Training Operator (v1): a Master and Workers, or for one node a Master only.
 
-    `ExitCode` starts pods again from exit code 128 on: a lost peer (75, which the entry point makes 175), a stop that
-    saved (143), a kill by the kernel (137). `backoffLimit` would be no limit (kubeflow/trainer#2045): pods are
-    recreated, and none has restarted. The Master's entry point counts (`schedulers.entry`), and ends the job.
+    `ExitCode` restarts pods for exit codes from 128: a lost peer (75, which the entry point turns into 175), a stop
+    that saved (143), a kill by the kernel (137). `backoffLimit` would not limit this (kubeflow/trainer#2045), since
+    pods are recreated instead of restarted; the Master's entry point counts tries (`schedulers.entry`) and ends the
+    job.
     """
     restart = "ExitCode" if spec.settings.max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restart, "template": _pod(spec, "pytorch")}}
@@ -289,7 +288,7 @@ def _pytorchjob(spec: Spec) -> list[Document]:
 
 
 def _permanent(container: str) -> Document:
-    """Return the rule that ends a job whose pod ended with a permanent error."""
+    """Return the rule that fails a job whose pod ended with a permanent error."""
     return {
         "action": "FailJob",
         "onExitCodes": {"containerName": container, "operator": "In", "values": list(PERMANENT_CODES)},
@@ -297,11 +296,11 @@ def _permanent(container: str) -> Document:
 
 
 def _job(spec: Spec) -> list[Document]:
-    """A plain Job, for clusters without an operator: pods with an index, which find the first by a headless Service.
+    """Return a plain indexed Job, for clusters without an operator, whose pods find the first by a headless Service.
 
-    It starts single pods again. Those that are left notice the lost one within 30 s, leave with 175, and are started
-    again too, so that all meet again and continue from the newest checkpoint; each of them counts as a failure. A pod
-    that the cluster took away does not.
+    It restarts single pods. The remaining pods notice the lost one within 30 s, exit with 175 and are restarted too, so
+    that all meet again and continue from the newest checkpoint; each of them counts as a failure. A pod that the
+    cluster evicted does not.
     """
     several = spec.pods > 1
     env = {"MASTER_ADDR": f"{spec.name}-0.{spec.name}"} if several else {}
@@ -312,7 +311,7 @@ def _job(spec: Spec) -> list[Document]:
         "metadata": _metadata(spec),
         "spec": {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # rank 0 waits for the others before it is ready, and they look for it
+            "publishNotReadyAddresses": True,  # the others resolve rank 0 before it is ready, since it waits for them
             "selector": {RUN_LABEL: spec.name},
             "ports": [{"name": "master", "port": spec.settings.port}],
         },
@@ -336,12 +335,12 @@ def _job(spec: Spec) -> list[Document]:
 
 
 def _trainjob(spec: Spec) -> list[Document]:
-    """A TrainJob of Trainer v2 with a TrainingRuntime of its own: the field that patches a shared one was renamed twice
-    (2.1, 2.2).
+    """Return a TrainJob of Trainer v2 with its own TrainingRuntime, since the field that patches a shared one was
+    renamed twice (2.1, 2.2).
 
-    The JobSet starts all pods again together, unless one ended with a permanent error. No `ttlSecondsAfterFinished`:
-    the JobSet would go, and the operator make it again (kubeflow/trainer#3779). The torch plugin looks for job and
-    container `node`.
+    The JobSet restarts all pods together, unless one ended with a permanent error. There is no
+    `ttlSecondsAfterFinished`: the operator would recreate the removed JobSet (kubeflow/trainer#3779). The torch plugin
+    looks for a job and container named `node`.
     """
     node: Document = {
         "backoffLimit": 0,

@@ -1,16 +1,18 @@
-"""`make slurm`: plans, freezes the configuration, writes the batch script, and with `SUBMIT=1` gives it to sbatch.
+"""`make slurm`: plan, freeze the configuration, write the batch script, and submit it with `SUBMIT=1`.
 
-The script is `slurm.sh` with a head of options, variables and the command. Of the user only `slurm.setup` is given to a
-shell. All other values are quoted. What `slurm.sh` does about signals and turns was tried on Slurm 22.05
+The script is `slurm.sh` filled with options, variables and the command. `slurm.setup` is the only shell text of the
+user; all other values are quoted. What `slurm.sh` does about signals and requeues was tested on Slurm 22.05
 (`tests/multinode/test_slurm.py`):
 
-- `--signal=B:USR1@N` reaches the batch shell alone; a preemption or `scancel` sends SIGTERM to the tasks alone. srun passes USR1 on, but
-  answers SIGTERM with SIGKILL for its tasks, so only USR1 is sent to it.
-- Where processes are tracked by cgroup, a task's signal reaches the process that slurmstepd started and not its children: the shell
-  on each node passes it on. A signal that arrives twice is one request to the launcher.
-- srun's own exit code is the greatest of its tasks': a permanent error (1 to 5) would be hidden by a lost peer (75). Each node writes its own file.
-- `--export=NONE` makes Slurm itself run the user's login scripts on the node, and hold the job where they are slow or fail. `NIL` (Slurm 23.02)
-  does not, so the script makes itself a login shell. Before, `NIL` is the name of a variable that nobody has, which means the same as `NONE`.
+- `--signal=B:USR1@N` only reaches the batch shell; a preemption or `scancel` only sends SIGTERM to the tasks. srun
+  forwards USR1, but answers SIGTERM with SIGKILL for its tasks, so it only gets USR1.
+- If processes are tracked by cgroup, a task's signal reaches the process that slurmstepd started and not its children,
+  so the shell on each node forwards it. A signal that arrives twice is one request to the launcher.
+- srun's own exit code is the greatest of its tasks', so a lost peer (75) would hide a permanent error (1 to 5). Each
+  node writes its code to a file.
+- `--export=NONE` makes Slurm itself run the user's login scripts on the node, and hold the job if they are slow or
+  fail. `NIL` (Slurm 23.02) does not, so the script turns itself into a login shell. Older versions take `NIL` as the
+  name of a variable that does not exist, which has the same effect as `NONE`.
 """
 
 from __future__ import annotations
@@ -51,17 +53,19 @@ PASSED = re.compile(
     r"|MLFLOW_TRACKING_URI|WANDB_(MODE|PROJECT|ENTITY|DIR)"
     r"|(http|https|no|all|HTTP|HTTPS|NO|ALL)_(proxy|PROXY)"
 )
-"""Variables of this shell that the job gets too: where things are, and how the network is used."""
+"""Variables of this shell that the job inherits: paths and network settings."""
 TOKEN_FILE = "HF_TOKEN_PATH"
-"""The one name with `TOKEN` in it whose value is no secret."""
+"""The only name with `TOKEN` in it whose value is not a secret."""
 OPTIONS, OF_JOBS = ("SBATCH_", "SQUEUE_"), re.compile(r"SLURM_(?!CONF$)\w+")
-"""What sbatch and squeue take options from; those of a job come from the job that the command was typed in."""
+"""Prefixes of variables that sbatch and squeue read options from, and the variables of the job that the command was
+typed in.
+"""
 DESCRIBING = (
     "CONF JOB* NNODES NODE* TASKS_PER_NODE *_ON_NODE ARRAY_* RESTART_COUNT SUBMIT_* *CLUSTER TOPOLOGY_* SPANK_*"
     " CLUSTER_NAME PRIO_PROCESS"
 )
-"""`SLURM_` variables of a job that describe it; srun takes all others for options. A shell's own reach the job even
-under `--export=NONE`.
+"""`SLURM_` variables that describe a job; srun reads all others as options, and a shell's own reach the job even under
+`--export=NONE`.
 """
 OF_STEPS = {
     "--mem": "MEM_PER_NODE", "--cpu-freq": "CPU_FREQ_REQ",
@@ -70,9 +74,9 @@ OF_STEPS = {
         "threads-per-core", "ntasks-per-core", "ntasks-per-socket", "overcommit", "profile", "tres-per-task",
     )},
 }  # fmt: skip
-"""Options of sbatch -> the variables, without `SLURM_`, by which a job hands them on to srun."""
+"""Options of sbatch -> the variables, without `SLURM_`, by which a job passes them to srun."""
 LONGEST_INDEX = 11
-"""Letters that a task of an array adds to the run's name, its hyphen included."""
+"""Letters that a task of an array adds to the run's name, including the hyphen."""
 HINTS: tuple[tuple[str, str | None, str], ...] = (
     (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy", None,
      "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts"
@@ -89,19 +93,20 @@ HINTS: tuple[tuple[str, str | None, str], ...] = (
      " SLURM_CPUS_PER_GPU, SLURM_MEMORY and SLURM_CONSTRAINT ask for less"),
     ("", None, "the lines above are sbatch's own"),
 )  # fmt: skip
-"""What sbatch says, the one key that it is about, and what to do about it; the first that matches.
+"""Pattern of sbatch's error, the key that it is about, and a hint; the first match counts.
 
-Errors of one thing name others: "account/partition combination"."""
+An error about one key may name others: "account/partition combination".
+"""
 
 Tasks = Mapping[int, tuple[str, Sequence[str]]]
-"""Of a sweep: index in the array -> the run's name and the words that only this task's command has. Else empty: the
-index ends the name.
+"""Index in a sweep's array -> the run's name and the words of this task's command only. Empty without a sweep, where
+the index ends the run's name.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchJob:
-    """All that a script is made of."""
+    """The content of a batch script."""
 
     run_name: str
     """The run's name; with an array, each task adds its index."""
@@ -109,15 +114,15 @@ class BatchJob:
     processes: int
     """Ranks on each node."""
     gpus: bool
-    """Whether each rank has a GPU; on CPU clusters none is asked for."""
+    """Whether each rank has a GPU; CPU clusters need no request."""
     folder: Path
-    """Working folder, seen by all nodes."""
+    """Working folder, visible to all nodes."""
     words: tuple[str, ...]
-    """The command, the same on every node and in every turn: Python, `-m`, ..., `CONFIG=...`."""
+    """The command on every node and after every requeue: Python, `-m`, ..., `CONFIG=...`."""
     environment: Mapping[str, str]
-    """Variables that are set, beside those of the user's login on the node."""
+    """Variables set in addition to those of the user's login on the node."""
     logs: Path
-    """Folder of the job's own output, seen by all nodes."""
+    """Folder of the job's own output, visible to all nodes."""
     slurm: SlurmConfig
     tasks: Tasks = field(default_factory=dict)
 
@@ -128,18 +133,18 @@ class BatchJob:
 
 
 def main(call: Call) -> int:
-    """Write the script and returns 0; what does not fit is shown part by part before the error."""
+    """Write the script and return 0."""
     return write_job(call, {})
 
 
 def write_job(call: Call, tasks: Tasks) -> int:
-    """The same for the runs of a sweep, which `slurm.array` counts."""
+    """Write the script of a run, or of a sweep whose runs are the tasks of `slurm.array`, and return 0."""
     ahead = plan_ahead(call)
     _refuse_unlike(ahead)
     submitting = call.flag("SUBMIT")
     name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)
     if ahead.loaded.config.slurm.array:
-        choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's own name must be one too
+        choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too
     environment, withheld = _environment(os.environ)
     with contextlib.ExitStack() as stack:
         if "RUN_NAME" not in call.options:
@@ -171,9 +176,9 @@ def write_job(call: Call, tasks: Tasks) -> int:
 
 
 def render(job: BatchJob) -> str:
-    """Return the script, its last line ended."""
+    """Return the text of the script."""
     quoted, array = shlex.quote, bool(job.slurm.array)
-    # One task's SLURM_JOB_ID is the array's own number, and that alone means all of its tasks.
+    # The SLURM_JOB_ID of one task is the array's own number, which alone would mean all tasks.
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
     parts = {
         "@DESCRIBING@": [" | ".join(f"SLURM_{name}" for name in kept_variables(job))],
@@ -197,15 +202,15 @@ def render(job: BatchJob) -> str:
 
 
 def kept_variables(job: BatchJob) -> list[str]:
-    """Return the names, without `SLURM_`, of a job's variables that srun may see: those that describe it, and those of
-    its own options.
+    """Return the names, without `SLURM_`, of the job's variables that srun may see: its description and its own
+    options.
     """
     own = [line.partition("=")[0] for line in options(job)]
     return [*DESCRIBING.split(), *(OF_STEPS[name] for name in own if name in OF_STEPS)]
 
 
 def _cases(tasks: Tasks) -> list[str]:
-    """Return the shell lines that give each task of a sweep its own run."""
+    """Return the shell lines that select the run of each task of a sweep."""
     lines = [
         f"  {index}) run_name={shlex.quote(name)} words=({shlex.join(words)}) ;;"
         for index, (name, words) in tasks.items()
@@ -214,7 +219,7 @@ def _cases(tasks: Tasks) -> list[str]:
 
 
 def options(job: BatchJob) -> list[str]:
-    """Return the options for sbatch, one each, as they are in `#SBATCH` lines."""
+    """Return the options of the `#SBATCH` lines."""
     slurm = job.slurm
     output = str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if slurm.array else '%j'}.out"
     values: dict[str, str | int | None] = {
@@ -244,46 +249,45 @@ def options(job: BatchJob) -> list[str]:
 
 
 def _for_sbatch(value: str) -> str:
-    """Return a value as sbatch reads it in a script: between quotes where it holds a blank or a quote."""
+    """Return a value as sbatch reads it in a script: quoted if it contains a blank, a quote, a backslash or `#`."""
     if not any(letter.isspace() or letter in "\"'\\#" for letter in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(script: Path, origins: Mapping[str, str]) -> str:
-    """Submit a script and return the job's id. `origins`: where each key of its configuration was written.
+    """Submit a script and return the job's id; `origins` are the places of its configuration's keys.
 
-    Raise `HardwareError` where there is no sbatch, `UserError` with sbatch's own words where the job is refused.
-    Nothing is in the queue then.
+    Raise `HardwareError` without sbatch, and `UserError` with sbatch's message if the job is refused; nothing is queued
+    then.
     """
     program = shutil.which("sbatch")
     if program is None:
         text = "there is no `sbatch` here, so nothing was submitted"
         raise HardwareError(text, hint=f"on the cluster's login node: sbatch {script.absolute()}")
-    _sbatch(program, "--test-only", script, origins)  # a job which could never run would wait for ever
+    _sbatch(program, "--test-only", script, origins)  # a job that can never run would wait forever
     answer = _sbatch(program, "--parsable", script, origins).strip()
     return answer.rpartition("\n")[2].partition(";")[0]
 
 
 def overriding(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of a shell from which Slurm's programs take options, before those of a script and over its
-    own.
+    """Return the shell's variables that Slurm's programs read as options, which override those of a script.
 
-    Inside a job, most that begin with `SLURM_` describe that job, and srun reads some of them as options.
+    Inside a job `SLURM_` variables are ignored, since most of them describe that job.
     """
     inside = "SLURM_JOB_ID" in environ
     return sorted(name for name in environ if name.startswith(OPTIONS) or (not inside and OF_JOBS.fullmatch(name)))
 
 
 def _shell() -> dict[str, str]:
-    """Return this shell's variables without those."""
+    """Return this shell's variables without those that Slurm's programs read as options."""
     return {
         name: text for name, text in os.environ.items() if not name.startswith(OPTIONS) and not OF_JOBS.fullmatch(name)
     }
 
 
 def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str]) -> str:
-    """Return what sbatch prints."""
+    """Run sbatch and return its output."""
     done = subprocess.run(
         [program, option, str(script.absolute())],
         capture_output=True,
@@ -305,7 +309,7 @@ def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str])
 
 
 def is_queued(name: str) -> bool:
-    """Whether a job of this user and name waits or runs. Where `squeue` cannot say it, `submit` says what is wrong."""
+    """Return whether a job of this user and name waits or runs; if `squeue` fails, `submit` will report why."""
     with contextlib.suppress(OSError):
         words = ["squeue", "--me", "--noheader", f"--name={name}"]
         return bool(subprocess.run(words, capture_output=True, text=True, check=False, env=_shell()).stdout.strip())
@@ -313,12 +317,12 @@ def is_queued(name: str) -> bool:
 
 
 def first_index(array: str) -> int:
-    """Return the first task of `slurm.array`, such as 3 of `3-7%2`."""
+    """Return the first index of `slurm.array`, such as 3 of `3-7%2`."""
     return int(re.split("[-,:%]", array)[0])
 
 
 def _refuse_unlike(ahead: Ahead) -> None:
-    """Raise `UserError` for GPUs that differ: a batch job asks for so many of one kind on each of its nodes."""
+    """Raise `UserError` for different GPUs: a batch job requests the same GPUs on each of its nodes."""
     plan, gpu_type = ahead.plan, ahead.loaded.config.slurm.gpu_type
     kinds = list(dict.fromkeys(rank.device_name for rank in plan.ranks))
     if plan.device == "cuda" and len(kinds) > 1 and (plan.num_nodes > 1 or gpu_type):
@@ -350,19 +354,17 @@ def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) 
 
 
 def _target(ahead: Ahead, name: str) -> str:
-    """Return the command that the nodes run: where the run has started already, one that continues it."""
+    """Return the command that the nodes run, which can continue the run if it has started already."""
     array = ahead.loaded.config.slurm.array
     run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
-    begun = launches(run)[0]["launch"]["command"] if has_started(run) else None
-    if begun in ("zero", "fsdp2"):
-        return COMMANDS[begun]
-    return "train-distributed" if begun and ahead.plan.strategy not in ("single", "ddp") else ahead.target
+    command = launches(run)[0]["launch"]["command"] if has_started(run) else None
+    if command in ("zero", "fsdp2"):
+        return COMMANDS[command]
+    return "train-distributed" if command and ahead.plan.strategy not in ("single", "ddp") else ahead.target
 
 
 def _script(call: Call, name: str) -> Path:
-    """Return where the script goes: in the run's folder, or as `OUT` says. Raise `UserError` where another file is
-    there.
-    """
+    """Return the script's path, in the run's folder or as `OUT` says. Raise `UserError` if another file is there."""
     out = call.options.get("OUT")
     script = check_run(RunFolder(runs_folder() / name), writes=not out).path / "slurm" / "job.sbatch"
     if out:
@@ -379,21 +381,17 @@ def _next_to(script: Path, what: str) -> Path:
 
 
 def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that the script sets, and the names of those that are left out because they look like
-    secrets.
-    """
+    """Return the variables that the script sets, and the names of those omitted because they look like secrets."""
     passed = {name: value for name, value in ambient.items() if PASSED.fullmatch(name) and value}
     withheld = sorted(name for name, value in passed.items() if name != TOKEN_FILE and mask(name, value) != value)
     variables = {name: value for name, value in passed.items() if name not in withheld}
     binaries = str(Path(sys.executable).parent)
     paths = variables.get("PATH", os.defpath).split(":")
     variables["PATH"] = ":".join(paths if binaries in paths else [binaries, *paths])
-    if (
-        "PYTHONPATH" in variables
-    ):  # entries are this folder's, and the job begins in it too, but its parts may change folders
-        variables["PYTHONPATH"] = ":".join(
-            str(Path(part).absolute()) for part in variables["PYTHONPATH"].split(":") if part
-        )
+    # Relative entries mean this folder; the job starts in it too, but its parts may change folders.
+    if "PYTHONPATH" in variables:
+        entries = [str(Path(part).absolute()) for part in variables["PYTHONPATH"].split(":") if part]
+        variables["PYTHONPATH"] = ":".join(entries)
     return (
         variables
         | {
@@ -405,12 +403,11 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
 
 
 def _write(ahead: Ahead, script: Path, text: str) -> None:
-    """Write configuration, DeepSpeed JSON and script; the script last, so that one that is there is whole. Raise
+    """Write configuration, DeepSpeed JSON and, last, the script, so that an existing script is complete. Raise
     `UserError`.
     """
-    setup = (
-        "\n".join(ahead.loaded.config.slurm.setup) + "\n"
-    )  # the only shell text that is not ours: it may leave a quote or a block open
+    # The only shell text that is not ours; it may have an unclosed quote or block.
+    setup = "\n".join(ahead.loaded.config.slurm.setup) + "\n"
     done = subprocess.run(["bash", "-n"], input=setup, capture_output=True, text=True, check=False)
     if done.returncode:
         complaint = done.stderr.strip().partition("\n")[0]

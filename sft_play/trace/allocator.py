@@ -63,7 +63,7 @@ class Block:
             self.after.before = self
 
 
-class Range:
+class AddressRange:
     """The addresses of one kind of blocks."""
 
     def __init__(self, page: int) -> None:
@@ -179,8 +179,10 @@ class CachingAllocator:
     limit: int | None = None
     reserved: int = 0
     most: int = 0
-    ranges: dict[bool, Range] = field(default_factory=lambda: {small: Range(page) for small, page in PAGE.items()})
-    live: dict[int, tuple[Range, Block]] = field(default_factory=dict)
+    ranges: dict[bool, AddressRange] = field(
+        default_factory=lambda: {small: AddressRange(page) for small, page in PAGE.items()}
+    )
+    live: dict[int, tuple[AddressRange, Block]] = field(default_factory=dict)
 
     def allocate(self, number: int, size: int) -> None:
         """Raise `DoesNotFitError`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.cluster.check import Answer, Card, compare
+from sft_play.cluster.check import HostReport, GpuFacts, compare
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.ssh import CAUSES
 from sft_play.plan.hardware import GIB
@@ -28,8 +28,8 @@ cat "$MACHINES/$1"
 """
 
 
-def card(free: float = 11.5) -> Card:
-    return Card(name="NVIDIA GeForce RTX 4070", memory_bytes=12 * GIB, free_bytes=int(free * GIB))
+def card(free: float = 11.5) -> GpuFacts:
+    return GpuFacts(name="NVIDIA GeForce RTX 4070", memory_bytes=12 * GIB, free_bytes=int(free * GIB))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def say(machines: Path, number: int, doctor: list[dict[str, str]] | None = None,
     return host
 
 
-def compared(*hosts: Host, backend: str = "auto") -> dict[str, Answer]:
+def compared(*hosts: Host, backend: str = "auto") -> dict[str, HostReport]:
     answers = compare(Inventory(hosts=hosts, path=Path("c.yaml")), shared={}, backend=backend)
     return {answer.host.name: answer for answer in answers}
 

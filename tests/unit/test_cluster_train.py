@@ -102,5 +102,5 @@ def test_a_run_that_was_killed_before_its_start_begins_in_its_folder(tmp_path: P
     run.path.mkdir(parents=True)
     save_config(loaded, run.config)
     task = call(tmp_path, "RUN=one")
-    assert task.loaded.config.launch.auto_resume and not task.begun
+    assert task.loaded.config.launch.auto_resume and not task.started
     assert "RUN_NAME=one" in node_words(task, HOST, OWN, 0, 29500)
