@@ -23,10 +23,9 @@ PROCESSES = (
 )
 LAUNCH = f"CONFIG {PROCESSES}"
 SPINS = "1000"
-"""Rounds for which a thread of torch's OpenMP (libgomp) waits with its core in use. By itself it takes 300,000 where
-there is a core for each thread: once another program has one of them, every parallel region waits for a whole time
-slice (more than ten times slower with two threads on two busy cores). 1,000 is what libgomp itself takes where threads
-outnumber cores.
+"""Rounds for which a thread of torch's OpenMP (libgomp) spins. Its default is 300,000 if there is a core for each
+thread: when another program uses one of them, every parallel region waits for a complete time slice (more than ten
+times slower with two threads on two busy cores). 1,000 is its default when threads outnumber cores.
 """
 
 
@@ -236,14 +235,16 @@ MAKEFILE_TARGETS = {
     "render": "write every rendered file again",
     "format": "format the code",
 }
-"""Of the Makefile itself -> what the user reads in `make help`."""
+"""Targets of the Makefile only -> their text in `make help`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code (`docs/launching.md`); under make, which has its own, it ends make."""
+    """Run one command and return its exit code (`docs/launching.md`); with `--from-make` also end make, whose exit code
+    would differ.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # libgomp reads it when torch is loaded, here or in a worker
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read by libgomp when torch is loaded, here or in a worker
     if "--from-make" not in arguments:
         return _run(arguments)
     from sft_play.launch.process import end_make
@@ -263,7 +264,7 @@ def _run(arguments: list[str]) -> int:
     if arguments == sys.argv[1:]:
         sys.stdout.flush()
         os.execv(words[0], words)
-    return subprocess.call(words)  # another program called this one, and goes on after it
+    return subprocess.call(words)  # the program that called this one continues after it
 
 
 def _answer(arguments: list[str]) -> int:
@@ -296,7 +297,7 @@ def _answer(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
-    except SystemExit as stop:  # a stop that came while no worker lived to be told of it
+    except SystemExit as stop:  # a stop while no worker was running
         if name := getattr(stop, "signal", None):
             print(f"stopped by {name}", file=sys.stderr)
         raise
@@ -313,7 +314,9 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _path_problem(error: OSError, out: Path | None) -> UserError | None:
-    """Return the user's own mistake about a path: a name that is too long, or an `OUT` that cannot be written."""
+    """Return the error for a user's mistake about a path (a name that is too long, an `OUT` that cannot be written), or
+    `None`.
+    """
     if error.errno == errno.ENAMETOOLONG:
         return UserError(f"`{str(error.filename)[:80]}...` is longer than a file's name or path may be")
     if out is not None and Path(error.filename or "") in (out, *out.parents):
@@ -332,7 +335,7 @@ def _dispatch(call: Call) -> int:
 
 
 def show_help(_: object) -> int:
-    """Print every command with one line."""
+    """Print a line for every command."""
     width = max(map(len, COMMANDS)) + 2
     print("make COMMAND NAME=value ..., or sft-play COMMAND NAME=value ...\n")
     for name, command in COMMANDS.items():
@@ -345,7 +348,7 @@ def show_help(_: object) -> int:
 
 
 def show_command(name: str) -> int:
-    """Print what a command does and the variables that it takes."""
+    """Print a command's description and its variables."""
     from sft_play.config.call import command_help
 
     print(command_help(name, COMMANDS[name]))

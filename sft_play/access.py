@@ -1,5 +1,5 @@
-"""Who may talk to a server of this project: addresses it may listen on, and the check before every request. No heavy
-package.
+"""Access to this project's servers: the addresses they may listen on, and the check of every request. No heavy
+imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sft_play.errors import UserError
 LOOPBACK = "127.0.0.1"
 TOKEN_VARIABLE = "SFT_PLAY_SERVE_TOKEN"
 LEAST_TOKEN = 16
-"""Letters that a token must have: a shorter one is guessed."""
+"""Least letters of a token; a shorter one could be guessed."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -29,9 +29,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def address_of(host: str | None) -> str:
-    """Return the IP address that `HOST=` names, 127.0.0.1 when it was not given. Raise `UserError` for a name or
-    nonsense.
-    """
+    """Return the IP address in `HOST=`, or 127.0.0.1 without it. Raise `UserError` for anything but an IP address."""
     text = (host or LOOPBACK).strip()
     if text == "localhost":
         return LOOPBACK
@@ -43,20 +41,19 @@ def address_of(host: str | None) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def own_url(address: str, port: int) -> str:
-    """Return how a client on this machine calls a server that listens at `address`."""
+    """Return the host with which a client on this machine reaches a server that listens at `address`."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve_token(address: str) -> str | None:
-    """Return the token that requests must bear; `None` on a loopback address when none is set.
-
-    Raise `UserError` where an address that others can reach has none, or a weak one.
+    """Return the token that requests must have; `None` on a loopback address without one. Raise `UserError` if an
+    address that others can reach has no token or a weak one.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and is_loopback(address):
@@ -79,10 +76,10 @@ def serve_token(address: str) -> str | None:
 
 
 class Guard:
-    """An ASGI application that asks for the token before another one, and refuses what a browser was talked into.
+    """An ASGI application in front of another one that requires the token, or refuses cross-site requests.
 
-    Without a token (on a loopback address) a request must name this machine as its host, and must not come from another
-    site's page: a page that anyone wrote can make a browser call 127.0.0.1.
+    Without a token (on a loopback address) a request must name this machine as its host and must not come from another
+    site's page, since any page can make a browser call 127.0.0.1.
     """
 
     def __init__(
@@ -94,15 +91,15 @@ class Guard:
         pages: frozenset[str] = frozenset(),
         as_password: bool = False,
     ) -> None:
-        """`pages`: paths that may be asked for; all where none are named. `as_password`: a browser may ask for the
-        token and send it as one.
+        """Wrap `app`; `pages` are the allowed paths (empty: all), and with `as_password` a browser may send the token
+        as a password.
         """
         self.app, self._pages, self._as_password = app, pages, as_password
         self._digest = hashlib.sha256(token.encode()).digest() if token else None
         self._own = {"localhost", address, LOOPBACK, "::1"}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answers 401 or 403."""
+        """Pass a request on, or answer 401, 403 or 404."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -125,7 +122,7 @@ class Guard:
             scheme, _, token = credentials[0].strip().partition(b" ") if len(credentials) == 1 else (b"", b"", b"")
             if self._as_password and scheme.lower() == b"basic":
                 scheme, token = b"bearer", _password(token)
-            # Of digests, so that neither the time nor the length tells how much was right.
+            # Digests are compared, so that neither time nor length reveals how much was right.
             same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
             return None if same and scheme.lower() == b"bearer" else (401, "the API key is missing or wrong")
         hosts = [_hostname("//" + value.decode("latin-1")) for value in named(b"host")]
@@ -145,7 +142,7 @@ def _hostname(url: str) -> str | None:
 
 
 def _password(encoded: bytes) -> bytes:
-    """Return the password of `Authorization: Basic ...`; nothing where there is none."""
+    """Return the password of `Authorization: Basic ...`, or nothing."""
     try:
         return base64.b64decode(encoded.strip(), validate=True).partition(b":")[2]
     except ValueError:
@@ -153,7 +150,7 @@ def _password(encoded: bytes) -> bytes:
 
 
 async def _answer(send: Send, status: int, text: str, *, challenge: bytes) -> None:
-    """Send an error as OpenAI's API words it."""
+    """Send an error in the format of OpenAI's API."""
     body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

@@ -1,8 +1,8 @@
-"""`make doctor`: what in this environment will or may go wrong, each finding with its id, severity and remedy.
+"""`make doctor`: report what will or may go wrong in this environment, each finding with its id, severity and remedy.
 
-Every check stands alone and needs nothing but the standard library, so that the doctor also works where packages are
-missing: GPUs are asked through NVML as every launch does, and torch in a separate process. `python -m sft_play.doctor`
-is the same without the packages of the configuration. `docs/doctor.md` lists the findings.
+Every check is independent and needs only the standard library, so that the doctor also works without the packages: GPUs
+are queried through NVML as in every launch, and torch in a separate process. `python -m sft_play.doctor` also works
+without the packages of the configuration. `docs/doctor.md` lists the findings.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 SEVERITIES = ("error", "warning", "note")
 HUB_SECONDS = 4.0
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "black-forest-labs/")
-"""Owners and names on the hub whose models ask for a licence to be accepted."""
+"""Prefixes of hub ids whose models require that a licence is accepted."""
 PORT = 29500
 OLDEST_PYTHON = (3, 11)
 ROOT = Path(sft_play.__file__).parent.parent
-"""The repository, when the package is installed editable as `make install` does."""
+"""The repository, if the package is installed as editable (`make install`)."""
 LIBRARIES = (
     "torch",
     "transformers",
@@ -70,13 +70,13 @@ MIN_RAM_BYTES = 8 * GIB
 
 
 def main(call: Call) -> int:
-    """Run every check; return 3 when one found an error, else 0."""
+    """Run every check; return 3 if one found an error, else 0."""
     model = call.load_config().config.model.name if "CONFIG" in call.options else None
     return report(model, as_json=call.json)
 
 
 def report(model: str | None = None, *, as_json: bool) -> int:
-    """Print the findings, errors first; return the exit code. `model`: the configuration's, where one was given."""
+    """Print the findings, errors first, and return the exit code; `model` is the configuration's, if there is one."""
     checks: list[Callable[[], Iterable[Finding]]] = [
         python_version,
         packages,
@@ -118,10 +118,10 @@ def report(model: str | None = None, *, as_json: bool) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Return what `make cluster-check` compares with other machines (`cluster.check.Facts`)."""
+    """Return the facts that `make cluster-check` compares between machines (`cluster.check.Facts`)."""
     try:
         hardware = detect()
-    except HardwareError:  # a finding says it
+    except HardwareError:  # `gpus` reports it
         hardware = cpu_only()
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or '~/.cache/huggingface'}/hub"
@@ -146,11 +146,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-# Python, packages and compilers, and the names that shadow them.
+# Python, packages, compilers, and files that shadow libraries.
 
 
 def python_version(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
-    """Python older than the package needs."""
+    """Report a Python that is too old."""
     if version < OLDEST_PYTHON:
         yield Finding(
             "python-version",
@@ -161,7 +161,7 @@ def python_version(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[
 
 
 def packages() -> Iterator[Finding]:
-    """Packages that are missing, or differ from the versions that were tested together."""
+    """Report packages that are missing or differ from the versions that were tested together."""
     pins = pinned_versions()
     missing, different = [], []
     for name in required_packages():
@@ -192,8 +192,8 @@ def required_packages() -> list[str]:
 
 
 def pinned_versions() -> dict[str, str]:
-    """Return package -> version of constraints.txt, with Unsloth's own where it is installed; empty where there are no
-    such files.
+    """Return package -> version of constraints.txt, and of Unsloth's constraints if it is installed; empty without
+    these files.
     """
     names = ["constraints.txt", *(["constraints-unsloth.txt"] if has_unsloth() else [])]
     files = [ROOT / name for name in names if (ROOT / name).is_file()]
@@ -204,12 +204,12 @@ def pinned_versions() -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """Return a package's name as PyPI compares it."""
+    """Return a package's name as PyPI normalises it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def shadowed_libraries() -> Iterator[Finding]:
-    """Files in the working folder that Python would import in place of a library."""
+    """Report files in the working folder that Python would import instead of a library."""
     for name in LIBRARIES:
         for candidate in (Path(f"{name}.py"), Path(name) / "__init__.py"):
             if candidate.is_file():
@@ -222,7 +222,7 @@ def shadowed_libraries() -> Iterator[Finding]:
 
 
 def compilers() -> Iterator[Finding]:
-    """Tools that DeepSpeed needs to compile its communication op and its CPU optimizer."""
+    """Report missing tools that DeepSpeed needs to compile its communication op and its CPU optimizer."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
         yield Finding(
             "no-compiler",
@@ -230,7 +230,7 @@ def compilers() -> Iterator[Finding]:
             text="no C++ compiler on the PATH; DeepSpeed compiles an extension when it first runs",
             remedy="apt-get install g++ (Debian, Ubuntu) or the like; all but train-deepspeed works without",
         )
-    beside_python = Path(sys.executable).with_name("ninja")  # not on the PATH when the environment is not activated
+    beside_python = Path(sys.executable).with_name("ninja")  # not on the PATH unless the environment is activated
     if not shutil.which("ninja") and not beside_python.is_file():
         yield Finding(
             "no-ninja",
@@ -241,10 +241,10 @@ def compilers() -> Iterator[Finding]:
 
 
 def build_locks() -> Iterator[Finding]:
-    """Locks of torch's extension builder that no process has open: whoever loads DeepSpeed's extension would wait for
-    them.
+    """Report locks of torch's extension builder that no process has open, for which loading DeepSpeed's extension would
+    wait.
     """
-    for path in extensions_folder().rglob("lock"):  # seldom one, so processes are seldom looked at
+    for path in extensions_folder().rglob("lock"):  # rarely any, so open files are rarely listed
         if not _is_open(path.resolve()):
             text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
             yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
@@ -262,8 +262,8 @@ def _is_open(path: Path) -> bool:
 
 
 def gpus() -> Iterator[Finding]:
-    """A driver, a card or a slice that does not answer, and names that no GPU has; a card that nobody may use, or torch
-    cannot; unlike cards.
+    """Report a driver, a GPU or a MIG slice that does not work, GPUs that torch cannot use, and GPUs of different
+    models.
     """
     if text := other_gpu():
         yield Finding("other-gpu", "warning", text, "a machine with an NVIDIA GPU, or stay on the CPU")
@@ -287,7 +287,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def _nvidia_smi_error() -> str:
-    """Return what an `nvidia-smi` says that is here and fails: to NVML a driver that is not loaded is none."""
+    """Return the error of a failing `nvidia-smi`, since NVML does not distinguish a broken driver from none."""
     if not shutil.which("nvidia-smi"):
         return ""
     try:
@@ -298,12 +298,12 @@ def _nvidia_smi_error() -> str:
 
 
 def hidden() -> Iterator[Finding]:
-    """`CUDA_VISIBLE_DEVICES` that hides every GPU."""
+    """Report a `CUDA_VISIBLE_DEVICES` that hides every GPU."""
     if not all_hidden():
         return
     try:
         nvml = open_nvml()
-    except HardwareError:  # what is hidden may be broken
+    except HardwareError:  # a hidden GPU may be broken
         return
     if nvml is not None:
         count = int(nvml.nvmlDeviceGetCount())
@@ -315,7 +315,7 @@ def hidden() -> Iterator[Finding]:
 
 
 def folders() -> Iterator[Finding]:
-    """Folders that cannot be written, and disks that are nearly full."""
+    """Report folders that cannot be written and disks that are nearly full."""
     for finding_id, folder, variable in (
         ("runs-folder", runs_folder(), "RUNS_DIR"),
         ("cache-folder", cache_folder(), "SFT_PLAY_CACHE"),
@@ -348,7 +348,7 @@ def folders() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Little memory, or little shared memory for data loading and NCCL."""
+    """Report little memory, or little shared memory for data loading and NCCL."""
     total, (usable, _) = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), ram_bytes()
     if usable < MIN_RAM_BYTES:
         within = " (this container's limit)" if usable < total else ""
@@ -375,7 +375,7 @@ def memory() -> Iterator[Finding]:
 
 
 def open_files() -> Iterator[Finding]:
-    """Few open files allowed."""
+    """Report a low limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
         yield Finding(
@@ -390,7 +390,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def variables() -> Iterator[Finding]:
-    """Variables that launchers obey in silence, and accelerate's default file."""
+    """Report variables that launchers read silently, and accelerate's default file."""
     stray = sorted(name for name in os.environ if LAUNCHER_VARIABLES.fullmatch(name))
     if stray:
         yield Finding(
@@ -415,7 +415,7 @@ def variables() -> Iterator[Finding]:
 
 
 def port() -> Iterator[Finding]:
-    """The port at which several nodes meet."""
+    """Report if the port at which several nodes meet is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -426,7 +426,7 @@ def port() -> Iterator[Finding]:
 
 
 def hub() -> Iterator[Finding]:
-    """Whether models and data can be downloaded."""
+    """Report if models and data cannot be downloaded."""
     if is_offline():
         text = "HF_HUB_OFFLINE is set: only models and data on this machine are used"
         yield Finding("hub-offline", "note", text=text, remedy="unset HF_HUB_OFFLINE to download")
@@ -436,7 +436,7 @@ def hub() -> Iterator[Finding]:
         with urllib.request.urlopen(endpoint, timeout=HUB_SECONDS):
             return
     except urllib.error.HTTPError:
-        return  # it answers
+        return  # the hub is reachable
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         yield Finding(
@@ -451,7 +451,7 @@ def hub() -> Iterator[Finding]:
 
 
 def token(name: str | None) -> Iterator[Finding]:
-    """A gated model without a token."""
+    """Report a gated model without a token."""
     if not name or not name.startswith(GATED) or Path(name).exists():
         return
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")

@@ -1,4 +1,4 @@
-"""The tree of errors that a user can cause or must act on, each with the exit code of the command.
+"""Errors that a user can cause or must act on, each with the exit code of the command.
 
     UserError              2   configuration or usage
     ├── HardwareError      3   environment or hardware
@@ -23,29 +23,29 @@ TOKEN = re.compile(
     r"[\w/@.~-]{16,}"
     r")(?:[A-Za-z0-9_-]|\.(?=[A-Za-z0-9_-]))*"
 )
-"""Tokens of the hub, of GitHub and GitLab, of OpenAI and Anthropic, of Slack, of AWS, and webhooks, by how they begin,
-to their last letter.
+"""Complete tokens of the hub, GitHub, GitLab, OpenAI, Anthropic, Slack and AWS, and webhooks, recognised by their
+prefix.
 """
 NAMED = re.compile(
     r"""((?:token|api_?key|secret|access_key|passw(?:or)?d)["'`]?\s*[=:]\s*["'`]?)[0-9a-f]{40}(?![0-9a-f])""",
     re.IGNORECASE,
 )
-"""Tokens without a beginning of their own (Weights & Biases), where the name before them says what they are: commits
-look alike.
-"""
+"""Tokens without a prefix (Weights & Biases), recognised by the name before them, since commits look alike."""
 
 SECRET = re.compile(
     r"(.*[_.])?(token|api_?key|secret|secret_key|access_key|master_key|password|passwd|credentials?)", re.IGNORECASE
 )
-"""Names of what must never be in a file or on a command line."""
+"""Names of values that must never be in a file or on a command line."""
 SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZERS)|SECRET|PASSW|PASSPHRASE|API_?KEY|PRIVATE|CREDENTIAL|COOKIE|AUTH(?!OR)"
     r"|_(KEY|PASS|PWD|PW|PIN|JWT|SESSION)(?![A-Z0-9])",
     re.IGNORECASE,
 )
-"""What is in the names of environment variables whose values are never shown, nor taken into a configuration."""
+"""Part of the names of environment variables whose values are never shown nor used in a configuration."""
 USER_IN_URL = re.compile(r"(?<=://)\S*@")
-"""To the last `@`: a password may hold slashes and `@`, and hiding too much of an address does no harm."""
+"""User and password of a URL, up to the last `@`: a password may contain slashes and `@`, and hiding too much does no
+harm.
+"""
 SECRET_IN_URL = re.compile(
     r"([?&;#][^=&;#\s]*(?:token|key|secret|passw|auth|sig|credential)[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE
 )
@@ -53,19 +53,19 @@ SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
 """How keys in PEM and JSON web tokens begin."""
 
 MOST_PROBLEMS = 40
-"""Problems that are written out at once."""
+"""Most problems that are printed."""
 HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
-"""Keeps the hub's token in the user's home; the environment's programs are usually not on the PATH."""
+"""Command that saves the hub's token in the user's home; the environment's programs are usually not on the PATH."""
 
 
 def without_tokens(text: str) -> str:
-    """Return `text` with each token that it holds cut down to its first letters."""
+    """Return `text` with each token shortened to its prefix."""
     return NAMED.sub(r"\1...", TOKEN.sub(lambda match: f"{next(filter(None, match.groups()))}...", text))
 
 
 def mask(name: str, value: str) -> str:
-    """Return `value`, or its length when its name or its looks say that it is a secret; of a URL only user, password
-    and keys go.
+    """Return `value`, or its length if its name or form suggests a secret; in a URL only user, password and keys are
+    masked.
     """
     if SECRET_VARIABLE.search(name) or TOKEN.search(value) or SECRET_VALUE.search(value):
         return f"({len(value)} letters, not shown)"
@@ -73,15 +73,13 @@ def mask(name: str, value: str) -> str:
 
 
 def without_secret(origin: str, name: str) -> str:
-    """Return an origin (`make NAME=value`) without the value where `name`, or the key that it stands for, is that of a
-    secret.
-    """
+    """Return an origin (`make NAME=value`) without the value if `name`, or its key, is the name of a secret."""
     head, equals, _ = origin.partition("=")
     return f"{head}=..." if equals and SECRET.fullmatch(name) else origin
 
 
 class UserError(Exception):
-    """One or more problems that the user can fix.
+    """A problem that the user can fix.
 
     `place` comes first in the message (`configs/demo.yaml:6`), literals are in backticks, and `hint` says what to do.
     """
@@ -95,7 +93,7 @@ class UserError(Exception):
         self.hint = hint
 
     def render(self) -> str:
-        """Return the text that is printed on stderr, without a final newline."""
+        """Return the text for stderr, without a final newline."""
         place = safe_text(self.place or "").replace("\n", "\\n")
         where = f"{place}: " if self.place else ""
         text = f"error: {where}{safe_text(self.message)}"
@@ -103,19 +101,19 @@ class UserError(Exception):
 
 
 class HardwareError(UserError):
-    """The environment or the hardware does not allow what was asked."""
+    """The environment or the hardware does not allow the request."""
 
     exit_code = 3
 
 
 class DataError(UserError):
-    """The data, a tokenizer or a chat template cannot be used as asked."""
+    """The data, a tokenizer or a chat template cannot be used as requested."""
 
     exit_code = 4
 
 
 class CheckpointError(UserError):
-    """A run, a checkpoint or a stamp does not allow what was asked."""
+    """A run, a checkpoint or a stamp does not allow the request."""
 
     exit_code = 5
 
@@ -136,19 +134,19 @@ class Problems(UserError):
         self.exit_code = problems[0].exit_code
 
     def render(self) -> str:
-        """Return the first problems, and how many more there are."""
+        """Return the first problems and the number of the others."""
         hidden = len(self.problems) - MOST_PROBLEMS
         rest = f"\n\n... and {hidden} more errors" if hidden > 0 else ""
         return "\n\n".join(p.render() for p in self.problems[:MOST_PROBLEMS]) + rest
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error of a library says; its kind where it says nothing."""
+    """Return the first line of a library's error, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def raise_all(problems: Sequence[UserError]) -> None:
-    """Raise nothing for no problem, the problem itself for one, `Problems` for more."""
+    """Raise the problem, or `Problems` for several; do nothing for none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -156,14 +154,12 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 
 def safe_text(text: str) -> str:
-    """Return `text` for a terminal: what moves the cursor, hides or turns letters round is written as its escape."""
+    """Return `text` for a terminal, without tokens and with control and bidirectional characters escaped."""
     return printable(without_tokens(text))
 
 
 def printable(text: str) -> str:
-    """Return `text` with its line ends, and with escapes for what moves a terminal's cursor, hides or turns letters
-    round.
-    """
+    """Return `text` with control and bidirectional characters escaped, except line ends."""
     return "\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n"))
 
 
@@ -174,7 +170,7 @@ def _escaped(line: str) -> str:
 
 
 def causes(error: BaseException, *, handled: bool = True) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from; with `handled` also what was being handled when it was raised."""
+    """Yield an error and its causes; with `handled` also the errors that were being handled when it was raised."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,6 +1,4 @@
-"""Files: written so that a reader never sees half of one, hashed, locked; and disks that are full or gone. Standard
-library only.
-"""
+"""Files: atomic writes, hashes and locks, and disks that are full or gone. Standard library only."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ from typing import Any, BinaryIO
 from sft_play.errors import HardwareError, causes
 
 LONGEST_PATH, LONGEST_PART = 4_095, 255
-"""Bytes of a path and of each of its parts, on Linux and macOS."""
+"""Most bytes of a path and of each of its parts, on Linux and macOS."""
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` aside, sync it to the disk and publish it by rename; the old file survives any failure."""
+    """Write `text` to a temporary file, sync it and rename it; the old file survives any failure."""
     write_bytes(path, text.encode("utf-8"))
 
 
@@ -50,31 +48,30 @@ def write_bytes(path: Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:  # a failed write does not say where, and the name aside means nothing to anybody
+    except OSError as error:  # the error has no path, or the temporary file's
         error.filename, error.filename2 = str(path), None
         raise
 
 
 UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""How files of a run are opened: no link is followed, and no pipe is waited for."""
+"""Flags for files of a run, which follow no link and wait for no pipe."""
 DEEPEST = 100
 LARGEST_JSON_BYTES, LARGEST_LINES_BYTES, LONGEST_LINE_BYTES = 256 * 2**20, 4 * 2**30, 16 * 2**20
 TOO_DEEP = "it is nested too deep"
 
 
 def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a plain file for reading. Raise `OSError` for a pipe or a device, which would never end, and for a link.
+    """Open a regular file for reading. Raise `OSError` for a pipe or a device, which would never end, and for a link.
 
-    `follow`: a link is taken, as the hub's cache has them; in a run it could lead to any file of this user.
+    `follow` accepts links, as the hub's cache has them; in a run they could lead to any file of this user.
     """
     return open(_checked(path, os.O_RDONLY | UNFOLLOWED & ~(os.O_NOFOLLOW if follow else 0)), "rb")
 
 
 def open_own(path: Path, *, empty: bool = False) -> FileIO:
-    """Open a file of ours to append to it, or with `empty` to write it anew; a missing one is made.
+    """Open or create a file of ours for appending, or with `empty` truncated.
 
-    Raise `OSError` for a link, also one that came between the check of a run and this, for a hard link, a pipe and a
-    device.
+    Raise `OSError` for a link, even if it was created after the check of the run, for a hard link, a pipe and a device.
     """
     descriptor = _checked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | UNFOLLOWED, alone=True)
     if empty:
@@ -104,7 +101,7 @@ def _checked(path: Path, flags: int, *, alone: bool = False) -> int:
 
 
 def remove_half_written(path: Path) -> None:
-    """Remove what writers of `path` left beside it that were killed. Nobody may be writing it."""
+    """Remove the temporary files of killed writers of `path`, which no process may be writing."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.????????"):
         partial.unlink(missing_ok=True)
 
@@ -130,7 +127,9 @@ def read_json(path: Path, *, follow: bool = True) -> Any:
 
 
 def read_object(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """Return the JSON object of `path`; an empty one where the file is torn, missing, a link or something else."""
+    """Return the JSON object of `path`, or an empty one if the file is incomplete, missing, a link or something
+    else.
+    """
     with contextlib.suppress(OSError, ValueError):
         content = read_json(path, follow=follow)
         return content if isinstance(content, dict) else {}
@@ -138,7 +137,9 @@ def read_object(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 
 def is_deep(value: Any, most: int = DEEPEST) -> bool:
-    """Whether parsed JSON is nested more than `most` times: what walks or writes it again would overflow the stack."""
+    """Return whether parsed JSON is nested more than `most` levels, so that recursion over it would overflow the
+    stack.
+    """
     level = [value]
     for _ in range(most):
         level = [
@@ -154,7 +155,7 @@ def is_deep(value: Any, most: int = DEEPEST) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with what JSON cannot say (NaN, infinity) as `None`, at any depth."""
+    """Return `value` with NaN and infinity, which JSON lacks, replaced by `None` at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -163,10 +164,10 @@ def finite(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file that has one on each line; what is none is left out.
+    """Return the JSON objects of a file with one per line, skipping other lines.
 
-    A crash or a full disk may cut the last line anywhere, inside a letter too. Empty where there is no file; raise
-    other `OSError`s.
+    A crash or a full disk may cut the last line anywhere, even inside a letter. Empty without a file; other `OSError`s
+    are raised.
     """
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError), open_plain(path) as stream:
@@ -178,7 +179,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def json_rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the JSON objects among lines; what is none, or is nested without end, is left out."""
+    """Return the JSON objects among lines, skipping other lines and objects that are nested too deep."""
     rows: list[dict[str, Any]] = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
@@ -188,16 +189,14 @@ def json_rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append one JSON object as a line, as `append_text` does, and syncs it to the disk."""
+    """Append one JSON object as a line with `append_text`, and sync it to the disk."""
     append_text(path, json.dumps(value, ensure_ascii=False) + "\n", sync=True)
 
 
 def append_text(path: Path, text: str, *, sync: bool) -> None:
-    """Append complete lines in a single write, so that concurrent writers do not mix. A line that was cut short before
-    stays alone.
-
-    Raise `OSError` on a full disk; what a part of the lines has taken there is given back, so that the next line begins
-    a line.
+    """Append complete lines in one write, so that concurrent writers do not mix. An earlier incomplete line is
+    terminated first. Raise `OSError` on a full disk, after removing a partial write, so that the next line begins a
+    line.
     """
     line = text.encode("utf-8")
     with open_own(path) as stream:
@@ -207,7 +206,7 @@ def append_text(path: Path, text: str, *, sync: bool) -> None:
         written = stream.write(line)
         if written < len(line):
             end = stream.tell()
-            if os.fstat(stream.fileno()).st_size == end:  # nobody has written after it
+            if os.fstat(stream.fileno()).st_size == end:  # no other process has written since
                 os.ftruncate(stream.fileno(), end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         if sync:
@@ -228,7 +227,7 @@ def text_sha256(text: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file system can hold a path of this name: no null character, no half of a surrogate pair, nothing too
+    """Return whether a file system can contain a path of this name: no null character, no lone surrogate, nothing too
     long.
     """
     try:
@@ -243,7 +242,7 @@ def is_file_name(name: str) -> bool:
 
 
 def typed_path(text: str) -> Path:
-    """Return the path that a user typed, `~` and `~name` replaced where there is such a user."""
+    """Return the path that a user typed, with `~` and `~name` replaced if that user exists."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -258,7 +257,7 @@ def current_umask() -> int:
 
 
 def lock(path: Path, *, shared: bool = False) -> int | None:
-    """Lock a file until the returned descriptor is closed or this process ends; a missing one is created, unless
+    """Lock a file until the returned descriptor is closed or this process ends; a missing file is created, unless
     `shared`.
 
     Return `None` while another process holds it. Raise `OSError` for a file that cannot be opened, or a disk without
@@ -276,7 +275,7 @@ def lock(path: Path, *, shared: bool = False) -> int | None:
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file, or the names inside a folder, to the disk."""
+    """Sync a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -288,7 +287,7 @@ def sync_path(path: Path) -> None:
 
 
 FULL_BYTES = 2**20
-"""A disk with less free is full: a write that failed, or a rank that left no record, is explained by it."""
+"""A disk with less free space is full, which explains a failed write, or a rank without a record."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 UNWRITABLE = frozenset(
     {
@@ -304,14 +303,14 @@ UNWRITABLE = frozenset(
     }
 )
 RUST = re.compile(r"os error (\d+)\b")
-"""How safetensors names an error of the system."""
+"""Format of a system error in safetensors' messages."""
 _unwritten: set[str] = set()
-"""What `side_file` has warned of."""
+"""Files that `side_file` has warned about."""
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user may still write on the file system of `folder`; 0 where no file can be made any
-    more.
+    """Return the bytes that this user may still write on the file system of `folder`; 0 if no more files can be
+    created.
     """
     status = os.statvfs(folder)
     if status.f_files and not status.f_favail:
@@ -320,7 +319,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of `folder` has less than `FULL_BYTES` left; not for a folder that is gone."""
+    """Return whether the disk of `folder` has less than `FULL_BYTES` left; false for a missing folder."""
     try:
         return shutil.disk_usage(folder).free < FULL_BYTES
     except OSError:
@@ -328,7 +327,7 @@ def is_full(folder: Path) -> bool:
 
 
 def is_read_only(folder: Path) -> bool:
-    """Whether the file system of `folder` takes no writes any more; not for a folder that is gone."""
+    """Return whether the file system of `folder` is read-only; false for a missing folder."""
     try:
         return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     except OSError:
@@ -336,7 +335,7 @@ def is_read_only(folder: Path) -> bool:
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether there is no such folder any more; not for one whose disk does not answer."""
+    """Return whether a folder is missing; false if its disk does not answer."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -347,9 +346,7 @@ def is_gone(folder: Path) -> bool:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the system's error number of a failed write, also where a library has wrapped it; `None` for other
-    errors.
-    """
+    """Return the system's error number of a failed write, even if a library wrapped it; `None` for other errors."""
     for link in causes(error):
         if isinstance(link, OSError) and link.errno is not None:
             return link.errno
@@ -359,7 +356,7 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def disk_problem(error: BaseException) -> str:
-    """Return what the user reads of a write that failed."""
+    """Describe a failed write to the user."""
     number = errno_of(error)
     if number in NO_ROOM:
         return "no space is left on the disk" if number == errno.ENOSPC else "the disk quota is used up"
@@ -372,11 +369,11 @@ def disk_problem(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def translate_disk_errors(place: Path, hint: Callable[[bool, Path], str]) -> Iterator[None]:
-    """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at the file that it names,
-    else at `place`.
+    """Turn an `OSError` of a disk that is full or cannot be written into a `HardwareError` at its file, else at
+    `place`.
 
-    `hint` is given whether the disk is full, and that place. A permission that no file is named for says nothing of a
-    disk: such an error passes.
+    `hint` is called with whether the disk is full and the place. A permission error without a file is not about a disk
+    and passes.
     """
     try:
         yield
@@ -392,7 +389,7 @@ def translate_disk_errors(place: Path, hint: Callable[[bool, Path], str]) -> Ite
 
 @contextlib.contextmanager
 def side_file(path: Path, what: str) -> Iterator[None]:
-    """Let the body write a file that the run can do without: a full or read-only disk gives one warning until `what` is
+    """Let the body write a file that the run does not need: a full or read-only disk causes one warning until `what` is
     written again.
 
     Other errors are raised.
@@ -413,14 +410,11 @@ def side_file(path: Path, what: str) -> Iterator[None]:
         _unwritten.discard(what)
 
 
-# Folders in which something is made before it gets its name; those of processes that were killed are removed by the
-# next.
+# Temporary folders, renamed when complete; those of killed processes are removed by the next process.
 
 
 def make_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
-    """Return `folder`, which `make` fills on first use: it appears complete, with the file `mark` in it, or not at
-    all.
-    """
+    """Return `folder`, which `make` fills on first use; it appears atomically, with the file `mark` in it."""
     if (folder / mark).is_file():
         remove_abandoned(folder.parent)
         return folder
@@ -430,7 +424,7 @@ def make_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
         (aside / "made").rename(folder)
         sync_path(folder.parent)
     except OSError:
-        if not (folder / mark).is_file():  # else another process was first; its folder is the same
+        if not (folder / mark).is_file():  # else another process has created the same folder
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -438,14 +432,14 @@ def make_once(folder: Path, mark: str, make: Callable[[Path], object]) -> Path:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Return a new folder inside `parent` whose name says which process on which machine makes it."""
+    """Return a new folder inside `parent` whose name contains this machine and process."""
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(parent)
     return Path(tempfile.mkdtemp(prefix=f".{name}.{socket.gethostname()}.{os.getpid()}.", dir=parent))
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this machine that live no more have left half-written."""
+    """Remove the temporary folders of ended processes of this machine."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.*"):
         owner = path.name.rsplit(".", 2)[1]
         if owner.isdecimal() and not _lives(int(owner)):
@@ -457,6 +451,6 @@ def _lives(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         pass
     return True

@@ -1,5 +1,5 @@
-"""`sft-play init`: a Makefile, presets, examples and documents in an empty folder, for those who installed SFT-Play
-without a clone.
+"""`sft-play init`: write a Makefile, presets, examples and documents into an empty folder, for installations without a
+clone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sft_play.config.call import Call
 
 FOLDERS = ("configs", "deepspeed", "examples", "docs")
-"""`docs` because hints name its pages, and the examples link to them."""
+"""`docs` is included since hints name its pages and the examples link to them."""
 NEXT = "make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
 MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` in the
 # environment named below.
@@ -38,7 +38,7 @@ $(MAKEFILE_LIST): ;
 
 
 def main(_: Call) -> int:
-    """Write the files and say what to type next. Raise `UserError` where one of them is there already."""
+    """Write the files and print what to type next. Raise `UserError` if one of them exists already."""
     taken = [name for name in ("Makefile", *FOLDERS) if Path(name).exists()]
     if taken:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Imported first by commands: keeps a user's `tokenizers.py` or `datasets.py` in the working folder from being imported
-for a library.
+"""Imported first by commands, so that a user's `tokenizers.py` or `datasets.py` in the working folder is not imported
+instead of a library.
 
-`python -m` puts that folder before all others. It is taken out, here and (`PYTHONSAFEPATH`) in every process that is
-started, unless SFT-Play itself is only found there. `PYTHONOPTIMIZE=2` is left behind too.
+`python -m` puts that folder first. It is removed here and (`PYTHONSAFEPATH`) in every child process, unless SFT-Play
+itself is only there. `PYTHONOPTIMIZE=2` is removed too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def _is_found_elsewhere(path: list[str]) -> bool:
-    """Whether this very package is found by a `sys.path`, or is installed as editable."""
+    """Return whether a `sys.path` contains this package, or it is installed as editable."""
     here, path_before = Path(__file__).with_name("__init__.py"), sys.path
     sys.path = path
     try:
@@ -28,7 +28,7 @@ def _is_found_elsewhere(path: list[str]) -> bool:
 
 
 def leave_working_folder() -> None:
-    """Take the working folder out of where modules are looked for."""
+    """Remove the working folder from `sys.path`."""
     folder = str(Path.cwd())
     by_module = not sys.flags.safe_path and sys.path[:1] in ([""], [folder])
     search_path = sys.path[1:] if by_module else sys.path
@@ -38,8 +38,8 @@ def leave_working_folder() -> None:
 
 
 _program = Path(sys.argv[0] if sys.argv else "")
-if _program.name == "sft-play" or _program.parent.name == "sft_play":  # who only imports us keeps the folder
+if _program.name == "sft-play" or _program.parent.name == "sft_play":  # a program that imports us keeps the folder
     if sys.flags.optimize > 1 and os.environ.pop("PYTHONOPTIMIZE", ""):  # transformers needs docstrings
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    with contextlib.suppress(OSError):  # a working folder that is gone
+    with contextlib.suppress(OSError):  # the working folder may be gone
         leave_working_folder()

@@ -1,7 +1,7 @@
-"""Find the model and prepare the data, once, before any process group exists; print what was taken and what was
+"""Resolve the model and prepare the data once, before any process group exists; print what was used and what was
 skipped.
 
-`make data` does only this, on a machine without a GPU too; `python -m sft_play.prepare --run runs/NAME`, which the
+`make data` does only this, also on a machine without a GPU; `python -m sft_play.prepare --run runs/NAME`, which the
 launcher starts, writes `prepared.json` into the run's folder.
 """
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def data(call: Call) -> int:
-    """`make data`: prepare what a configuration, or the one of `RUN`, asks for; `JSON=1` prints the manifests."""
+    """Run `make data`: prepare the data of a configuration or of `RUN`; `JSON=1` prints the manifests."""
     config = call.load_config().config
     run = call.options.get("RUN")
     with _stopped_in_order():
@@ -78,10 +78,8 @@ def data(call: Call) -> int:
 
 @contextmanager
 def _stopped_in_order() -> Iterator[None]:
-    """Let signals end the preparation so that its processes end and nothing half-written stays; report a disk's error
-    in one line.
-    """
-    here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody handle signals
+    """Let signals end the preparation with its processes and temporary files; report a disk's error in one line."""
+    here = threading.current_thread() is threading.main_thread()  # only the main thread can handle signals
     with end_by_signals() if here else nullcontext(), translate_disk_errors(cache_folder(), place_hint):
         yield
 
@@ -109,12 +107,11 @@ def prepare_run(run: RunFolder, *, scored: bool = False, day: str | None = None)
 def prepare(
     config: Config, *, scored: bool = False, day: str | None = None, before: Prepared | None = None
 ) -> tuple[Prepared, Mapping[str, Mapping[str, Any]]]:
-    """Resolve the model and prepare the data; return the facts, and the manifest of each split. Raise `DataError`.
+    """Resolve the model and prepare the data; return the facts and the manifest of each split. Raise `DataError`.
 
-    `scored` says that the configuration's sources are for an evaluation: they are called so. `day`, `before`: see
-    `prepare_data`.
+    `scored` makes messages call the rows evaluation instead of training. `day`, `before`: see `prepare_data`.
 
-    `make plan` and `lookup` know it from then on.
+    `lookup`, and so `make plan`, can read the facts from then on.
     """
     _quiet()
     _offline_when_unreachable(config)
@@ -145,7 +142,7 @@ def prepare(
         refuse_untrusted_code(Path(model.path), config.model.name)
 
     @functools.cache
-    def tokenizer() -> Any:  # the first that must be loaded where rows are not in the cache
+    def tokenizer() -> Any:  # only loaded if rows are not in the cache
         from sft_play.model.published import refuse_other_weights
 
         refuse_other_weights(Path(model.path))
@@ -184,7 +181,7 @@ def _count_new_tokens(config: Config, tokenizer: Any, train: PreparedSplit) -> N
 
 
 def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
-    """Return the model's tokenizer; says where a named template had to be fitted to it."""
+    """Return the model's tokenizer, and print how a named template was adapted to it."""
     from sft_play.model.tokenizer import end_note, load_tokenizer
 
     tokenizer = load_tokenizer(model.path, model.chat, trust=trust)
@@ -195,21 +192,21 @@ def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:
 
 
 def _offline_when_unreachable(config: Config) -> None:
-    """Set the libraries' offline mode where the hub is wanted but does not answer."""
+    """Set the libraries' offline mode if the hub is needed but does not answer."""
     from sft_play.data.sources import is_hub
     from sft_play.plan.architecture import offline_unless_reachable
 
     sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
     needs_hub = any(not Path(name).expanduser().is_dir() for name in names)
-    with suppress(DataError):  # what is nothing is refused where it is read, unless it was prepared when it was there
+    with suppress(DataError):  # a missing source is refused when it is read, unless it was prepared before
         needs_hub = needs_hub or any(is_hub(source) for source in sources)
     if needs_hub:
         offline_unless_reachable()
 
 
 def _quiet() -> None:
-    """Keep libraries from talking about what this program says itself."""
+    """Silence libraries about what this program prints itself."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     warnings.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""`make profile`: where the time of profiled steps went, by the summaries that the ranks left."""
+"""`make profile`: show where the time of profiled steps went, from the ranks' summaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.text import table
 
 START, STEPS = 4, 3
-"""Steps of a run that is made for its profile alone."""
+"""Steps of a run that is only made for its profile."""
 WORDS = {
     "kernels": "computing",
     "communication": "waiting for communication",
@@ -33,7 +33,7 @@ WORDS = {
 
 
 def main(call: Call) -> int:
-    """Show the profile of `RUN`, or trains a few steps of `CONFIG` for one."""
+    """Show the profile of `RUN`, or of a few steps of `CONFIG`."""
     if name := call.options.get("RUN"):
         unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(override.origin for override in call.overrides)]
         if unused:
@@ -66,7 +66,7 @@ def main(call: Call) -> int:
 
 
 def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:
-    """Return rank -> what it left."""
+    """Return rank -> its valid summary."""
     paths = sorted(run.profile.glob("rank*.json"), key=lambda path: (len(path.name), path.name))
     contents = {path.stem: read_object(path) for path in paths}
     return {name: content for name, content in contents.items() if misfit(content, Profile) is None}
@@ -87,11 +87,11 @@ class Profile(TypedDict):
     operators: list[Operator]
 
 
-"""What a rank leaves (`training.profiling`); what is none is left out."""
+"""Types of a rank's summary (`training.profiling`)."""
 
 
 def lines(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is said of a rank."""
+    """Yield the lines about a rank."""
     last = profile["start"] + profile["steps"] - 1
     yield f"{name}: steps {profile['start']} to {last}, {profile['step_seconds']:.3g} s each"
     yield from table(
@@ -108,7 +108,7 @@ def lines(name: str, profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _short(call: Call) -> Call:
-    """Return the call of a run that ends with the profile; one without a configuration is refused by `start_run`."""
+    """Return the call of a run that ends with the profile; `start_run` refuses a call without a configuration."""
     if not (name := call.options.get("CONFIG")):
         return call
 

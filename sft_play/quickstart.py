@@ -1,7 +1,7 @@
-"""`make quickstart`: a real small model is scored, fine-tuned on this machine, and scored again on the same prompts.
+"""`make quickstart`: score a real small model, fine-tune it on this machine, and score it again on the same prompts.
 
-The path is that of `make train`; only the two evaluations are added. Each heavy part runs in a separate process, so
-that nothing of the first evaluation is in memory while the model is trained.
+It is `make train` with two evaluations. Each heavy part runs in a separate process, so that the first evaluation uses
+no memory during training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METRICS = ("rouge1", "rouge2", "rougeL")
 
 
 def main(call: Call) -> int:
-    """Scores the base, trains, scores the result, and compares the two."""
+    """Score the base model, train, score the result, and compare the two."""
     call = replace(call, options={"CONFIG": "quickstart", **call.options})
     started = time.perf_counter()
     before: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def main(call: Call) -> int:
     run, outcome = start_run(call, "auto" if "NUM_GPUS" in call.options else "single", before_launch=score_base)
     if outcome.code:
         return finish(call, run, outcome)
-    if not before:  # a run that `launch.auto_resume` went on with
+    if not before:  # a run that `launch.auto_resume` continued
         before.update(score(run, "base"))
     tell("\n== After: the fine-tuned model, on the same prompts")
     after = score(run, None)
@@ -64,7 +64,7 @@ def main(call: Call) -> int:
 
 
 def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
-    """Run `make eval RUN=... CHECKPOINT=... JSON=1` and returns its answer. Raise `SystemExit` with its exit code."""
+    """Run `make eval RUN=... CHECKPOINT=... JSON=1` and return its output. Raise `SystemExit` with its exit code."""
     arguments = [sys.executable, "-m", "sft_play", "eval", f"RUN={run.path.resolve()}", "JSON=1"]
     arguments += [f"CHECKPOINT={checkpoint}"] if checkpoint else []
     process = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=False)
@@ -75,7 +75,7 @@ def score(run: RunFolder, checkpoint: str | None) -> dict[str, Any]:
 
 
 def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both evaluations side by side, with some answers of each. Asserts that the prompts are the same."""
+    """Return both evaluations side by side with some answers, and assert that the prompts are the same."""
     folders = {name: Path(part["folder"]) for name, part in (("before", before), ("after", after))}
     answers = [read_predictions(folder) for folder in folders.values()]
     assert [(a["row"], a["prompt"]) for a in answers[0]] == [(a["row"], a["prompt"]) for a in answers[1]], (
@@ -97,7 +97,7 @@ def compare(run: RunFolder, before: Mapping[str, Any], after: Mapping[str, Any])
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Return the comparison as the user reads it."""
+    """Return the comparison as text."""
     before, after = result["before"], result["after"]
     lines = (
         ["", f"== {result['run']}: {len(result['answers'])} held-out answers before and after"]
@@ -137,12 +137,12 @@ def _interval(value: Mapping[str, float]) -> str:
 
 
 def _question(prompt: str) -> str:
-    """Return the last user turn of a ChatML prompt, or the prompt as it is."""
+    """Return the last user turn of a ChatML prompt, else the prompt."""
     return prompt.rsplit("<|im_start|>user\n", 1)[-1].split("<|im_end|>", 1)[0].strip()
 
 
 def _wrap(label: str, text: str) -> list[str]:
-    """Return `text` after `label`, at most 12 lines; line breaks of code are kept."""
+    """Return `text` after `label`, at most 12 lines, with its line breaks."""
     lines = [
         part for line in text.splitlines() or [""] for part in textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""]
     ]

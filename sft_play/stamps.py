@@ -1,4 +1,4 @@
-"""`make stamp`: what made a run, a checkpoint or a model (`RUN=`), or what differs between two of them (`A=`, `B=`). No
+"""`make stamp`: show the stamp of a run, a checkpoint or a model (`RUN=`), or the difference of two (`A=`, `B=`). No
 torch.
 """
 
@@ -28,7 +28,7 @@ USAGE = (
 
 
 def main(call: Call) -> int:
-    """Show one stamp, or the difference of two. Raise `UserError` for what does not go together."""
+    """Show one stamp, or the difference of two. Raise `UserError` for names that cannot be combined."""
     names = call.options.keys() & {"RUN", "A", "B"}
     if names == {"A", "B"} and "CHECKPOINT" not in call.options:
         return _difference(call)
@@ -42,10 +42,8 @@ def main(call: Call) -> int:
 
 
 def find(name: str) -> Path:
-    """Return the folder whose stamp `name` means: a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a folder
-    with a stamp.
-
-    Raise `CheckpointError` with what exists.
+    """Return the folder of a run, `NAME@step-000040`, `NAME@best`, `NAME@model`, or a path. Raise `CheckpointError`
+    with what exists.
     """
     folder = typed_path(name)
     if "/" in name and (folder / NAME).is_file():
@@ -72,10 +70,9 @@ def _part(run: RunFolder, part: str) -> Path:
 
 
 def run_again(run: RunFolder) -> str | None:
-    """Return the command that repeats a run from its folder; `None` for one whose workers never started.
+    """Return the command that repeats a run from its folder, or `None` if its workers never started.
 
-    What the plan chose for this machine and this moment is written out: free memory decides it, and so does what is
-    typed.
+    The plan's choices that depend on free memory are written out.
     """
     try:
         launch, plan, config = launches(run)[0]["launch"], read_json(run.plan), read_json(run.config)["config"]
@@ -95,7 +92,7 @@ def run_again(run: RunFolder) -> str | None:
 
 
 def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
-    """Return what `auto` became where free memory decided, or where typing one of these would decide another."""
+    """Return the plan's values of `auto` keys that depend on free memory, or that typing one of these would change."""
     words = []
     divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
     if len(divided) == 1 and train["batch_size"] == "auto" and train.get("grad_accum", "auto") == "auto":
@@ -129,8 +126,8 @@ def _one(call: Call) -> int:
 
 
 def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
-    """Return every field that differs: both values, and what that means to each purpose when `a`'s weights are used as
-    `b` says.
+    """Return every field that differs, with both values and the verdict for each purpose when `a`'s weights are used by
+    `b`.
     """
     rows = []
     for field, rule in RULES.items():
@@ -168,8 +165,8 @@ def _difference(call: Call) -> int:
 
 
 def _lines(field: str, verdicts: tuple[str, ...], *values: Any) -> Iterator[tuple[str, ...]]:
-    """Yield name and texts of a field, one line for each entry of a mapping, the first with the verdicts; of two values
-    what differs.
+    """Yield name and texts of a field, a line for each entry of a mapping, with verdicts in the first; of two values
+    only differences.
     """
     lines = [(field, *map(_text, values))]
     if any(isinstance(value, Mapping) and value for value in values):
@@ -194,5 +191,5 @@ def _text(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A stamp may be a stranger's: nothing in it controls the terminal, breaks a line, or shows a token."""
+    """Return a stranger's text without tokens, line breaks and control characters."""
     return safe_text(text).replace("\n", "\\n")

@@ -1,6 +1,4 @@
-"""TensorBoard on 127.0.0.1, started once, found again by a pid file, and ended by its own id only; and trainings with
-one.
-"""
+"""TensorBoard on 127.0.0.1, started once and identified by a pid file, and trainings with TensorBoard."""
 
 from __future__ import annotations
 
@@ -42,18 +40,18 @@ class Server:
 
     pid: int
     started: float
-    """The process's start time, seconds since 1970: a pid alone may by now belong to somebody else."""
+    """The process's start time in seconds since 1970, since another process may have reused the pid."""
     url: str
     folder: str
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Its URL."""
         return urllib.parse.urlsplit(self.url).port or DEFAULT_PORT
 
     @property
     def process(self) -> psutil.Process | None:
-        """The living process, or `None` when it has ended or the pid is another's."""
+        """Return the running process, or `None` if it has ended or the pid was reused."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.started) < 1 and process.status() != psutil.STATUS_ZOMBIE:
@@ -62,12 +60,12 @@ class Server:
 
 
 def pid_file() -> Path:
-    """Where the server is remembered."""
+    """Return the path of the pid file."""
     return runs_folder() / ".tensorboard.json"
 
 
 def train(call: Call) -> int:
-    """Open TensorBoard before the training and leave it running, so that the curves stay to be read."""
+    """Start TensorBoard before a training and leave it running, so that the curves can still be read."""
     if "RUN" not in call.options:
         call.load_config()  # a mistake in it is reported before anything is started
     code = start(replace(call, options={k: v for k, v in call.options.items() if k == "TENSORBOARD_PORT"}, json=False))
@@ -79,8 +77,8 @@ def train(call: Call) -> int:
 
 
 def start(call: Call) -> int:
-    """Start TensorBoard, prints its URL once it answers. One that runs already stays, unless another port or folder is
-    asked for.
+    """Start TensorBoard and print its URL once it answers; a running one is kept, unless another port or folder is
+    requested.
     """
     _refuse_other_hosts(call)
     asked_port = call.port("TENSORBOARD_PORT")
@@ -101,9 +99,7 @@ def start(call: Call) -> int:
 
 
 def _refuse_other_hosts(call: Call) -> None:
-    """Raise `UserError` for an address that others can reach: TensorBoard asks nobody for a password, and shows
-    files.
-    """
+    """Raise `UserError` for an address that others can reach, since TensorBoard has no password and shows files."""
     address = address_of(call.options.get("HOST"))
     if address == HOST:
         return
@@ -118,7 +114,7 @@ def _refuse_other_hosts(call: Call) -> None:
 
 
 def stop(call: Call) -> int:
-    """End the TensorBoard that this project started, and no other process."""
+    """End the TensorBoard that this project started."""
     server = find_server()
     if server is not None:
         _end(server)
@@ -138,13 +134,15 @@ def _end(server: Server) -> None:
             process.wait(STOP_SECONDS)
         except psutil.TimeoutExpired:
             process.kill()
-            with contextlib.suppress(psutil.TimeoutExpired):  # it can do nothing any more, on however busy a machine
+            with contextlib.suppress(
+                psutil.TimeoutExpired
+            ):  # it was killed, even if a busy machine has not removed it yet
                 process.wait(STOP_SECONDS)
     pid_file().unlink(missing_ok=True)
 
 
 def find_server() -> Server | None:
-    """Return the server of the pid file while it lives; forgets it otherwise."""
+    """Return the running server of the pid file, else remove the file."""
     try:
         server = Server(**read_json(pid_file()))
     except (OSError, TypeError, json.JSONDecodeError):
@@ -188,7 +186,7 @@ def _spawn(folder: Path, port: int) -> Server:
 
 
 def answers(url: str) -> bool:
-    """Whether something speaks HTTP at `url`; never through a proxy."""
+    """Return whether an HTTP server answers at `url`, without a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=2) as response:

@@ -1,5 +1,5 @@
-"""Text for people: tables, counts, figures, sizes, times, findings, and how far long work is. Standard library, and
-rich on a terminal.
+"""Text for people: tables, counts, figures, sizes, times, findings and progress. Standard library, and rich on a
+terminal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str
 
 
 def as_typed(word: object) -> str:
-    """Return a word as a shell and make take it letter for letter."""
+    """Quote a word so that a shell and make take it verbatim."""
     return shlex.quote(str(word).replace("$", "$$"))
 
 
@@ -42,10 +42,10 @@ def plural(count: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a machine that a user should know or fix."""
+    """A fact about a machine that a user should know or fix."""
 
     id: str
-    """Stable name, listed in docs/doctor.md or docs/home-cluster.md."""
+    """Stable id, listed in docs/doctor.md or docs/home-cluster.md."""
     severity: Literal["error", "fail", "warning", "note"]
     """`error`: no run can work; `fail`: the host cannot take part; `warning`: some runs fail or are slow; `note`: worth
     knowing.
@@ -62,7 +62,7 @@ def finding_lines(findings: Iterable[Finding], where: str = "") -> Iterator[str]
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """Return a number with so many digits that count, never with an exponent: `4,590`, `11.8`, `0.00012`."""
+    """Return a number with significant digits and without an exponent: `4,590`, `11.8`, `0.00012`."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     rounded = float(f"{value:.{digits}g}")
@@ -71,7 +71,7 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def gib(size: float) -> str:
-    """Return bytes as `1.06 GiB`, of large ones `120 GiB`, of small ones `3.2 MiB`."""
+    """Return bytes as `1.06 GiB`, `120 GiB` or `3.2 MiB`."""
     if size < 2**30 / 100:
         return f"{size / 2**20:.1f} MiB"
     return f"{size / 2**30:.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:.0f} GiB"
@@ -85,26 +85,26 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 or not seconds else f"{seconds:.1g} s"
 
 
-# How far long work is: on a terminal a bar, elsewhere a line now and then.
+# Progress of long work: a bar on a terminal, elsewhere occasional lines.
 
 
 SECONDS_BETWEEN_LINES = 10.0
 
 Show = Callable[[int, int | None], None]
-"""Takes how many are done, and of how many where that is known."""
+"""Called with the number done and, if known, the total."""
 _shown: list[Any] = []
-"""The one `rich.progress.Progress` on the terminal, with the bars of all threads; empty while there is none."""
+"""The `rich.progress.Progress` on the terminal, shared by the bars of all threads; empty without one."""
 _lock = threading.Lock()
 
 
 def on_terminal() -> bool:
-    """Whether stderr is a terminal on which a line can be written over."""
+    """Return whether stderr is a terminal on which lines can be overwritten."""
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextlib.contextmanager
 def bar(what: str, unit: str) -> Iterator[Show]:
-    """Yield what shows the progress of `what`, counted in `unit`s; what is printed meanwhile appears above the bar."""
+    """Yield a function that shows the progress of `what` in `unit`s; other output appears above the bar."""
     if not on_terminal():
         yield _lines(what, unit)
         return

@@ -1,7 +1,7 @@
 """The worker: `accelerate launch -m sft_play.train --run runs/NAME [--resume CHECKPOINT]`, one process per rank.
 
-Reads only the JSON of its run folder and decides nothing: what to do is in the plan. Its faults are `training.faults`.
-With `--probe` it makes two steps of the worst batch, without evaluation and checkpoint, and writes what they needed.
+It reads only the JSON of its run folder and follows the plan; `training.faults` handles its errors. With `--probe` it
+trains two steps of the worst batch, without evaluation and checkpoint, and writes the memory and time that they needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train this rank's share, or probe it, and return the exit code, recorded for the launcher too."""
+    """Train or probe as one rank; record the exit code for the launcher and return it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
@@ -49,14 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def work_with_heartbeat(request: StopRequest, checkpoint: Path | None, console: TextIO | None) -> int:
-    """The work of a rank, with signs of life."""
+    """Train as a rank with a heartbeat."""
     quiet_libraries()
     with show_life(request.run, request.activity) as heart:
         return train_rank(request, checkpoint, console, heart)
 
 
 def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | None, heart: Heartbeat) -> int:
-    """What a rank does, from its arguments to the published model."""
+    """Train as a rank, from its arguments to the published model."""
     run, activity = request.run, request.activity
     if launched_world()[0] == 0:
         activity.phase_file = run.phase
@@ -82,7 +82,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
         saver.require_saved()
         trainer.shard_proof.save(context)
         return trainer.stop.code
-    activity.enter("saving", step=trainer.state.global_step)  # from here on a stop lets the model be written
+    activity.enter("saving", step=trainer.state.global_step)  # from here on a stop waits until the model is written
     trainer.shard_proof.save(context)
     trainer.show_scored_weights()
     model_step = publish_model(context, trainer)
@@ -94,7 +94,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
 
 
 def read_run(run: RunFolder) -> tuple[Config, Plan, Prepared]:
-    """Return what this run's workers do; imports the libraries that it takes. Raise `HardwareError` as
+    """Return configuration, plan and prepared data, and import the libraries they need. Raise `HardwareError` as
     `check_launch`.
     """
     config, plan, prepared = (
@@ -108,7 +108,7 @@ def read_run(run: RunFolder) -> tuple[Config, Plan, Prepared]:
 
 
 def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared, checkpoint: Path | None) -> Stamp:
-    """Return the run's stamp; on resume the checkpoint's is compared first. Raise `CheckpointError` on a refusal."""
+    """Save and return the run's stamp. Raise `CheckpointError` if the checkpoint's stamp does not allow a resume."""
     rank, _ = launched_world()
     stamp = make_stamp(config, plan, prepared)
     if checkpoint is not None:
@@ -124,10 +124,9 @@ def settle_stamp(run: RunFolder, config: Config, plan: Plan, prepared: Prepared,
 def build_trainer(
     request: StopRequest, config: Config, plan: Plan, prepared: Prepared, stamp: Stamp, console: TextIO | None
 ) -> SftTrainer:
-    """Return the trainer with model, rows and callbacks. The order matters: arguments first, since ZeRO-3 shards on
-    load.
+    """Return the trainer with model, rows and callbacks, built in this order since ZeRO-3 shards while it loads.
 
-    Raise `DataError` where the validation rows cannot give `train.metric_for_best_model`.
+    Raise `DataError` if the validation rows cannot yield `train.metric_for_best_model`.
     """
     from transformers import PrinterCallback, ProgressCallback
 
@@ -178,7 +177,7 @@ def build_trainer(
         eval_dataset=held_out,
         callbacks=[ends, stop, shard_proof, patience],
     )
-    for printing in (PrinterCallback, ProgressCallback):  # this program has its own line
+    for printing in (PrinterCallback, ProgressCallback):  # replaced by `Progress`
         trainer.remove_callback(printing)
     if metrics is not None:
         trainer.add_callback(metrics)
@@ -200,8 +199,8 @@ def build_trainer(
 
 
 def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
-    """Make the ranks of a group share lines, layers or stages of the model; return what knows the parts of the weights.
-    Collective.
+    """Split rows, layers or stages over the ranks of a group; return the object that describes the parts of the
+    weights. Collective.
     """
     from sft_play.training.ranks import group_of, replicas_of
 
@@ -226,8 +225,8 @@ def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer
 
 
 def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, Any]:
-    """Return the content of `training_metrics.json`; `forecast` is what the plan said of it, of a resumed run only a
-    part.
+    """Return the content of `training_metrics.json`; `forecast` has the plan's figures, without totals for a resumed
+    run.
     """
     from sft_play.files import finite
     from sft_play.runs.progress import energy_kwh
@@ -276,9 +275,9 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
 
 
 def worst_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return rows for all steps: each as long as the longest, with as many labels as the worst micro-batch has."""
+    """Return rows for all steps, each as long as the longest row and with the label share of the worst micro-batch."""
     length = max(2, plan.row_tokens)
-    if plan.pack_tokens:  # several in each pack, so that there is a mask between them
+    if plan.pack_tokens:  # several rows per pack, so that attention is masked between them
         length = max(2, length // _rows_of_a_pack(plan))
     labels = min(length - 1, max(1, round(length * plan.label_share)))
     row = {"input_ids": [1] * length, "labels": [-100] * (length - labels) + [1] * labels}
@@ -286,15 +285,13 @@ def worst_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _rows_of_a_pack(plan: Plan) -> int:
-    """Return how many rows each pack takes, so that a step's rows fill two micro-steps (where it has two), or
-    nearly.
-    """
+    """Return the rows per pack with which a step's rows nearly fill two micro-steps, or one if it has only one."""
     slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.group_size])
     return max(2, -(-plan.global_batch_size // slots))
 
 
 def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
-    """Train two steps of the worst batch and write what this rank needed."""
+    """Train two steps of the worst batch and write this rank's memory and time."""
     quiet_libraries()
     run = request.run
     config, plan, prepared = read_run(run)
@@ -333,7 +330,7 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
 
 
 def used_bytes() -> int:
-    """Return the bytes in use on this rank's GPU, by all programs and the driver; 0 where NVML does not say, as for a
+    """Return the bytes in use on this rank's GPU by all programs and the driver; 0 if NVML cannot report them, as for a
     MIG slice.
     """
     import pynvml
@@ -348,15 +345,15 @@ def used_bytes() -> int:
 
 
 def peaks(before_bytes: int) -> tuple[int, int, int]:
-    """Return the most bytes that this process allocated, reserved and held, on a GPU of which `before_bytes` were held
-    before it began.
+    """Return the peak bytes allocated, reserved and used on the device by this process; `before_bytes` were in use
+    before it started.
     """
     import torch
 
     if not torch.cuda.is_available():
         return 0, 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     free, total = torch.cuda.mem_get_info()
-    # CUDA's total leaves out what the driver keeps for itself (0.3 to 0.6 GiB), NVML's figures have it in both.
+    # CUDA's total excludes the driver's own memory (0.3 to 0.6 GiB); NVML's figures include it in both.
     device_bytes = used_bytes() - before_bytes if before_bytes else total - free
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), device_bytes
 

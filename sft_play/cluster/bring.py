@@ -359,7 +359,9 @@ def place_there(path: Path, facts: Facts) -> str:
 
 
 def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterable[Path]) -> Prepared:
-    """Copy the model, other `folders` of the configuration and the prepared rows to `host`; return their places there."""
+    """Copy the model, other `folders` of the configuration and the prepared rows to `host`; return their paths
+    there.
+    """
     model = Path(prepared.model.path).absolute()
     adapter = prepared.adapter
     for folder in dict.fromkeys([model, *folders, *([Path(adapter.path)] if adapter else [])]):
