@@ -173,7 +173,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "watch": Command(
         "sft_play.launch.watch:main",
-        "the live panel of a RUN until it ends; lines where there is no terminal",
+        "the live panel of a RUN until it ends; lines without a terminal",
         "RUN JSON",
         overrides=False,
     ),
@@ -220,7 +220,7 @@ COMMANDS: dict[str, Command] = {
 
 MAKEFILE_TARGETS = {
     "install": "a virtual environment with the pinned packages; every target makes it when needed",
-    "install-unsloth": "Unsloth and what it pins, in an environment beside it that `tuning.backend: unsloth` enters",
+    "install-unsloth": "Unsloth and what it pins, in an environment next to it that `tuning.backend: unsloth` uses",
     "test-oldest": "a part of the suite with the oldest libraries that are supported",
     "test": "the suite on a CPU; TESTS=tests/unit for a part",
     "check": "the fast part of the suite, with lint, types and layers",

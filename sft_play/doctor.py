@@ -421,7 +421,7 @@ def port() -> Iterator[Finding]:
         try:
             probe.bind(("127.0.0.1", PORT))
         except OSError:
-            remedy = "one machine takes a free port by itself; several nodes: MASTER_PORT=29501"
+            remedy = "a single machine chooses a free port; several nodes: MASTER_PORT=29501"
             yield Finding(f"port-{PORT}", "note", f"port {PORT} is taken (multi-node runs meet there)", remedy)
 
 

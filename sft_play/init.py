@@ -25,7 +25,7 @@ MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `s
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 override SHELL := /bin/bash
 .DEFAULT_GOAL := help
-# Python reads the variables that you typed out of MAKEFLAGS, letter for letter; make must not expand them.
+# Python reads the variables that you typed from MAKEFLAGS verbatim; make must not expand them.
 override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(v)))
 $(foreach v,$(typed),$(eval unexport $(v)))
 $(if $(filter PYTHON VENV,$(typed)),$(error \

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Prepare one run and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, with config.json")
-    parser.add_argument("--day", help="ISO date that stands for today in the rows, where the chat template writes it")
+    parser.add_argument("--day", help="ISO date used as today in the rows, if the chat template writes it")
     parser.add_argument("--scored", action="store_true", help="the rows are for an evaluation, not for training")
     options = parser.parse_args(arguments)
     try:

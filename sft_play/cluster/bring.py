@@ -305,8 +305,8 @@ def venv_of(host: Host) -> str:
     """
     python = PurePosixPath(host.python)
     if python.parent.name != "bin" or not python.name.startswith("python") or len(python.parts) < 3:
-        text = f"host `{host.name}`: `python` is `{host.python}`, which is no environment's interpreter"
-        hint = "`.venv/bin/python` is made in its `folder`; an environment of your own is yours to fill"
+        text = f"host `{host.name}`: `python` is `{host.python}`, which is not an environment's interpreter"
+        hint = "`.venv/bin/python` is made in its `folder`; fill your own environment yourself"
         raise UserError(text, place=host.place, hint=hint)
     return str(python.parent.parent)
 
@@ -333,9 +333,9 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         raise HardwareError(f"`make install` ended with code {process.returncode}: {last}", hint=hint)
     facts = facts_of(host)
     if differences := other_versions(own, facts):
-        anew = f"make install on this machine, too; remove `{venv_of(host)}` in `{host.folder}` there; {again}"
+        reinstall = f"make install on this machine, too; remove `{venv_of(host)}` in `{host.folder}` there; {again}"
         text = f"other versions than here: {', '.join(differences.values())}"
-        raise HardwareError(text, hint=versions_remedy(differences, anew))
+        raise HardwareError(text, hint=versions_remedy(differences, reinstall))
     return f"Python {facts.versions['python']}, torch {facts.versions['torch']}"
 
 

@@ -37,7 +37,7 @@ TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"
 
 NO_UNSLOTH = "the package `unsloth`"
 UNSLOTH_HINT = (
-    "`make install-unsloth` in a clone installs it, into an environment of its own (without a clone: `docs/models.md`);"
+    "`make install-unsloth` in a clone installs it into a separate environment (without a clone: `docs/models.md`);"
     " `tuning.backend: bnb` needs none"
 )
 WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check", "cluster-install")
@@ -469,7 +469,7 @@ class _Parser:
             return UserError(text, hint=f"it is for {self.takers(word.name)}")
         if word.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
             hint = (
-                "make hands on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what"
+                "make passes on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what"
                 " is meant for this one"
             )
             return UserError(f"unknown variable `{word.name}`, perhaps of another make", hint=hint)

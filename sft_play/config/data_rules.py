@@ -197,8 +197,8 @@ def both(config: Config) -> Iterator[Conflict]:
         yield Conflict("data.val_path", "`data.val_path` and `data.validation` are both given", "keep one of them")
     if data.group_by is not None and (held_out is not None or not data.validation):
         text = (
-            "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is no"
-            " fraction"
+            "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is not"
+            " a fraction"
         )
         yield Conflict("data.group_by", text, "set `data.validation: 0.05`, or leave `data.group_by` out")
 

@@ -213,7 +213,7 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     **dict.fromkeys(
         ("fsdp", "fsdp_config"), ("launch.strategy", "`launch.strategy: fsdp2` or `make train-fsdp` shards the model")
     ),
-    "deepspeed": ("DEEPSPEED_CONFIG", "`make train-deepspeed DEEPSPEED_CONFIG=file.json` takes a JSON of your own"),
+    "deepspeed": ("DEEPSPEED_CONFIG", "`make train-deepspeed DEEPSPEED_CONFIG=file.json` takes your own JSON"),
     "do_train": (None, COMMAND),
     "do_eval": ("train.eval_strategy", COMMAND),
     "do_predict": ("train.predict_with_generate", COMMAND),

@@ -90,7 +90,7 @@ def config_path(name: str) -> Path:
         raise UserError(f"`{name}` is a folder; expected a YAML file")
     if path.suffix.lower() in DATA:
         hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
-        raise UserError(f"`{name}` holds rows, and is not a configuration", hint=hint)
+        raise UserError(f"`{name}` contains rows and is not a configuration", hint=hint)
     if not path.is_file():
         near = names.closest_file(path, PRESETS)
         hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
@@ -155,9 +155,9 @@ def _parents(node: YamlNode | None, path: Path) -> Iterator[Path]:
         name = entry.value if isinstance(entry.value, str) else entry.text
         if not name:
             raise UserError(f"`extends` is `{shown(entry)}`; expected a preset's name or a file", place=place)
-        beside, preset = path.parent / name, preset_path(name)
-        if beside.is_file():
-            yield beside
+        sibling, preset = path.parent / name, preset_path(name)
+        if sibling.is_file():
+            yield sibling
         elif "/" not in name and preset.is_file():
             yield preset
         else:

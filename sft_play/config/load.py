@@ -137,7 +137,7 @@ def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         text = f"{type(error).__name__} {error}"
         if isinstance(error, JSONDecodeError):
-            text = f"it is cut short, or no JSON ({error})"
+            text = f"it is cut short, or not JSON ({error})"
         elif isinstance(error, KeyError):
             text = f"it has no {error}"
         raise CheckpointError(
@@ -204,7 +204,7 @@ def _convert(values: Mapping[str, Value], path: Path | None, problems: list[User
         converted[key] = convert(as_meant(key, value.node), schema_key.annotation, key, mismatches)
         problems += [_as_error(mismatch, value, path) for mismatch in mismatches]
         if not mismatches and not is_writable("".join(texts_in(value.node))):
-            problems.append(UserError(f"`{key}` holds a character that no file can hold", place=value.origin))
+            problems.append(UserError(f"`{key}` contains a character that no file can contain", place=value.origin))
     if not {"model.name", "model.adapter"} & values.keys() and converted.get("model.init") != "random":
         hint = "set MODEL_NAME, or write it in the file"
         problems.append(UserError("`model.name` is missing", place=str(path) if path else None, hint=hint))

@@ -67,10 +67,13 @@ def unknown(metric: str) -> tuple[str, str] | None:
         wrong = ("names no metric of the `evaluate` library", "evaluate:exact_match, or evaluate:path/to/folder")
         return None if where.strip("/ ") and is_file_name(where) else wrong
     if metric in OF_LOSS or metric.startswith(("loss/", "perplexity/")):
-        return "is no score of answers", "loss and perplexity, also per source, are always measured; leave it out here"
+        return (
+            "is not a score of answers",
+            "loss and perplexity, also per source, are always measured; leave it out here",
+        )
     close = closest_word(metric, OF_ANSWERS)
     choices = f"one of {', '.join(OF_ANSWERS)}, or evaluate:NAME for one of the `evaluate` library"
-    return "is no metric", f"did you mean `{close}`?" if close else choices
+    return "is not a metric", f"did you mean `{close}`?" if close else choices
 
 
 def metrics_hint(value: object) -> str | None:

@@ -28,7 +28,7 @@ IN_BACKWARD = (
     " and nothing is clipped"
 )
 SUBCLASSES = (
-    "whose states are tensors of torchao's own, which no checkpoint here can hold; `adamw_bnb_8bit` keeps about as"
+    "whose states are tensors of torchao's own, which no checkpoint here can contain; `adamw_bnb_8bit` keeps about as"
     " little"
 )
 MISREAD = (
@@ -201,7 +201,7 @@ def optimizer(config: Config) -> Iterator[Conflict]:
     if not chosen.saved and train.save_strategy != "no":
         yield Conflict(
             OPTIM,
-            ", whose states are Python objects, so no checkpoint can hold them",
+            ", whose states are Python objects, so no checkpoint can contain them",
             "set `train.save_strategy: no` (the model is written at the end, and nothing can be resumed), or use"
             " another optimizer",
         )
@@ -233,7 +233,7 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
         if not equals or "=" in value:
             yield Conflict(
                 ARGUMENTS,
-                f"`{ARGUMENTS}` has `{part}`, which is no `name=value`",
+                f"`{ARGUMENTS}` has `{part}`, which is not `name=value`",
                 "TRAIN_OPTIM_ARGS=name=value,name=value",
             )
         elif name not in taken:
@@ -265,7 +265,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
     train, word = config.train, config.train.lr_scheduler_type
     settings = lr_settings(config)
     if not isinstance(settings, Mapping):
-        yield Conflict(SETTINGS, f"`{SETTINGS}` is no mapping", "`lr_scheduler_kwargs: {num_cycles: 2}`")
+        yield Conflict(SETTINGS, f"`{SETTINGS}` is not a mapping", "`lr_scheduler_kwargs: {num_cycles: 2}`")
         return
     taken = SETTINGS_OF[word]
     for name, value in settings.items():

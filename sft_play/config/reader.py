@@ -221,7 +221,7 @@ def convert(node: YamlNode, annotation: Any, key: str, problems: list[Mismatch])
             return INVALID if any(entry is INVALID for entry in values) else get_origin(part)(values)
         if isinstance(value, dict) and dataclasses.is_dataclass(part):
             return read_record(node, part, key, problems)
-        if isinstance(value, dict) and get_origin(part) is Mapping:  # of texts, letter for letter: `LEVEL: 1` is `"1"`
+        if isinstance(value, dict) and get_origin(part) is Mapping:  # of texts, verbatim: `LEVEL: 1` is `"1"`
             parts_of = {
                 name: convert(inner, get_args(part)[1], f"{key}.{name}", problems) for name, inner in value.items()
             }
@@ -295,7 +295,7 @@ def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
 
 
 def _members(value: Any, part: Any) -> Iterable[tuple[str, Any, Any]] | None:
-    """Return (name, value, annotation) of what `value` holds, none for a scalar; `None` where it is no `part`."""
+    """Return (name, value, annotation) of each member of `value`, or `None` if `value` is not a `part`."""
     kind, arguments = get_origin(part) or part, get_args(part)
     if isinstance(part, Mapping) or dataclasses.is_dataclass(part) or is_typeddict(part):
         fields: Mapping[str, Any] = part if isinstance(part, Mapping) else fields_of(kind)

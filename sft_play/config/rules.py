@@ -92,14 +92,14 @@ def paths(config: Config) -> Iterator[Conflict]:
             hint = "a part of a path has at most 255 bytes, a path 4,095"
             yield Conflict(key, f"{shown}, longer than a file's name or path may be", hint)
         elif text and any("**" in part and part != "**" for part in text.split("/")):
-            yield Conflict(key, f"{shown}, and `**` is a whole part of a path", "`data/**/*.jsonl`")
+            yield Conflict(key, f"{shown}, and `**` must be a complete part of a path", "`data/**/*.jsonl`")
 
 
 def tokens(config: Config) -> Iterator[Conflict]:
     """Refuse a value that contains a token."""
     for key, text in _texts(config, ""):
         if TOKEN.search(text) and key != "launch.notify":
-            yield Conflict(key, f"`{key}` holds what looks like an access token", FROM_ENVIRONMENT)
+            yield Conflict(key, f"`{key}` contains what looks like an access token", FROM_ENVIRONMENT)
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -140,7 +140,7 @@ def _typed_for_this_run(config: Config, origins: Origins) -> Iterator[Conflict]:
     if config.model.trust_remote_code and origins.get(key, "").startswith(FROM_VARIABLE):
         yield Conflict(
             key,
-            f"`{key}` lets a model's code run, and the environment would say so for every model",
+            f"`{key}` lets a model's code run, and an environment variable would allow it for every model",
             "unset the variable, and write `trust_remote_code: true` under `model:`, or type"
             " MODEL_TRUST_REMOTE_CODE=true with the command",
         )

@@ -217,11 +217,11 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
                 f"{HUB_LOGIN} keeps the hub's token in a file that only you can read; a line such as `source ~/.tokens`"
                 " reads others"
             )
-            yield Conflict(name, f"`{name}` holds what looks like an access token", hint)
+            yield Conflict(name, f"`{name}` contains what looks like an access token", hint)
     for index, text in enumerate(slurm.options):
         name, match = f"slurm.options[{index}]", OPTION.fullmatch(text)
         if not match or not text.isprintable():
-            hint = "a long option each: `--exclusive`, `--mail-type=END`; values hold no quotes and no backslash"
+            hint = "a long option each: `--exclusive`, `--mail-type=END`; values contain no quotes and no backslash"
             yield Conflict(name, "; expected an option of sbatch", hint)
         elif match[1] in OF_KEYS:
             yield Conflict(name, ", which has its own setting", f"set `{OF_KEYS[match[1]]}`")

@@ -375,15 +375,15 @@ OWN_WORD: Mapping[str, str] = {
     "slurm.setup": "shell lines of a job",
     "slurm.options": "options of sbatch, which name files and programs",
     "kubernetes.": "images, claims, Secrets and variables of pods",
-    "train.report_to": "servers that are told of the run",
+    "train.report_to": "servers that receive facts of the run",
     "train.trackio_bucket_id": "where on the hub a tracker writes",
     "train.trackio_space_id": "where on the hub a tracker writes",
     "train.trackio_static_space_id": "where on the hub a tracker writes",
 }
 """Keys (`section.`: all of a section) whose value becomes a command, a path to write or an address to call -> which.
 
-They count where this user says so, typed or in a file of their own, never from a run's folder: `config.load`. A further
-key of this kind is listed here.
+They only count if this user typed them or wrote them in their own file, never from a run's folder (`config.load`). List
+further keys of this kind here.
 """
 
 
@@ -394,7 +394,7 @@ def needs_own_word(key: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The whole configuration of a run."""
+    """The complete configuration of a run."""
 
     model: ModelConfig
     tuning: TuningConfig = field(default_factory=TuningConfig)

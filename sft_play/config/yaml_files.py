@@ -125,7 +125,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"not YAML: {error.reason} (character {error.character!r})", place=f"{name}:{line}") from error
-    except (RecursionError, ValueError, OverflowError) as error:  # `"\UFFFFFFFF"` is no character
+    except (RecursionError, ValueError, OverflowError) as error:  # `"\UFFFFFFFF"` is not a character
         raise UserError(
             "not YAML that can be read: nested too deeply, or a character out of range", place=name
         ) from error

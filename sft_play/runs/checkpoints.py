@@ -232,7 +232,7 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
         return None
     if kind_of(folder) == "adapter" and (folder.parent / "plan.json").is_file():
         raise UserError(
-            "is the adapter of a run, not a whole model",
+            "is the adapter of a run, not a complete model",
             place=name,
             hint=f"make {command} RUN={as_typed(folder.parent)}",
         )

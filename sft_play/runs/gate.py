@@ -50,7 +50,7 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
         if writes and status.st_uid not in owners:
             owners.add(_owner_of_new_files(run.path))
             if status.st_uid not in owners:
-                hint = f"continue a copy of your own: cp -r {run.path} COPY"
+                hint = f"continue your own copy: cp -r {run.path} COPY"
                 raise _refused(entry.path, f"belongs to another user (number {status.st_uid})", hint)
     if outside := next((names[0] for names in shared.values() if names), None):
         hint = f"remove it, or where you made these links yourself, use a copy without: cp -r {run.path} COPY"
@@ -102,7 +102,9 @@ def _owner_of_new_files(folder: Path) -> int:
 
 
 def _refused(path: str, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(f"{what}, and a run holds plain files and folders of its user only", place=path, hint=hint)
+    return CheckpointError(
+        f"{what}, and a run contains plain files and folders of its user only", place=path, hint=hint
+    )
 
 
 def all_runs() -> list[RunFolder]:

@@ -1,4 +1,4 @@
-"""A run in words: progress, time left, evaluations, what slows it down; and `launch.notify`, which is told how it
+"""A run in words: progress, time left, evaluations, what slows it down; and `launch.notify`, which reports how it
 ends.
 """
 

@@ -108,7 +108,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
         return None
     if not re.fullmatch("[0-9]{1,9}", text):
         hint = (
-            "omit `elasticPolicy`: this program restarts by itself, with a fixed number of pods"
+            "omit `elasticPolicy`: this program restarts automatically, with a fixed number of pods"
             if ":" in text
             else "correct it in the manifest"
         )

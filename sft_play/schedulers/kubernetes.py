@@ -131,7 +131,7 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
     for name, text in (*((f"kubernetes.env: {name}", text) for name, text in settings.env.items()), *files.items()):
         if TOKEN.search(text):
             raise UserError(
-                f"`{name}` holds what looks like an access token, which would be written to a manifest",
+                f"`{name}` contains what looks like an access token, which would be written to a manifest",
                 place=loaded.origins.get("kubernetes.env") if name.startswith("kubernetes.env") else None,
                 hint="put the hub's token into a Secret and name that: `kubernetes.token_secret`",
             )
@@ -187,7 +187,7 @@ def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str]
 
 def _refuse_unlike(spec: Spec) -> None:
     """Raise `UserError` if pods must differ in a way that the kind of job cannot express."""
-    master = spec.settings.kind == "pytorchjob"  # the only kind with a template of its own for rank 0
+    master = spec.settings.kind == "pytorchjob"  # the only kind with a separate template for rank 0
     labels = [tuple(sorted(selector.items())) for selector in spec.selectors]
     if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
         first = "put the pod that differs first; or run each node's command (docs/launching.md) in its own Job"
@@ -326,7 +326,7 @@ def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
         )
     if several:
         creation = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
-        yield f"make the run's key once; nobody joins without it: {creation}"
+        yield f"create the run's key once; a machine without it cannot join: {creation}"
     if settings.token_secret:
         yield f"this Secret must exist: {secret} {settings.token_secret} --from-file=HF_TOKEN=FILE"
     if settings.pull_secret:

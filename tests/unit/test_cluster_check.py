@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.cluster.check import HostReport, GpuFacts, compare
+from sft_play.cluster.check import GpuFacts, HostReport, compare
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.cluster.ssh import CAUSES
 from sft_play.plan.hardware import GIB
