@@ -148,10 +148,10 @@ def prepare(
         refuse_other_weights(Path(model.path))
         return _tokenizer(model, trust=trust)
 
-    made, manifests = prepare_data(config, model, tokenizer, day, before)
+    unmodified, manifests = prepare_data(config, model, tokenizer, day, before)
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
-    prepared = replace(made, adapter=adapter)
+    prepared = replace(unmodified, adapter=adapter)
     if config.data.new_tokens and prepared.train:
         _count_new_tokens(config, _tokenizer(model, trust=trust), prepared.train)
     remember(config, prepared)

@@ -139,7 +139,7 @@ def _lines(what: str, unit: str) -> Show:
         if (now := time.monotonic()) - shown >= SECONDS_BETWEEN_LINES:
             shown = now
             speed = done / (now - began)
-            left = f", about {duration((total - done) / speed)} left" if total and done else ""
-            print(f"{what}: {_count(done, total, unit)}, {speed:,.3g} a second{left}", file=sys.stderr, flush=True)
+            remaining = f", about {duration((total - done) / speed)} left" if total and done else ""
+            print(f"{what}: {_count(done, total, unit)}, {speed:,.3g} a second{remaining}", file=sys.stderr, flush=True)
 
     return show

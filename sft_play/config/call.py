@@ -418,7 +418,7 @@ class _Parser:
             elif self.is_new(word.name, self.options.get(word.name, word.text), word):
                 self.options[word.name] = word.text
         elif key == "model.trust_remote_code" and word.text.lower() in TRUE and self.of_run:
-            self.trusts_code = True  # the run keeps its configuration; what the user says is said of this command
+            self.trusts_code = True  # the run's configuration is unchanged; the consent is for this command only
         elif key is None:
             self.problems.append(self.unknown(word))
         elif not self.row.overrides:
@@ -469,8 +469,8 @@ class _Parser:
             return UserError(text, hint=f"it is for {self.takers(word.name)}")
         if word.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
             hint = (
-                "make passes on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type what"
-                " is meant for this one"
+                "make passes on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type"
+                " what is meant for this one"
             )
             return UserError(f"unknown variable `{word.name}`, perhaps of another make", hint=hint)
         return UserError(f"unknown variable `{word.name}`", hint=self.hint(word))

@@ -98,12 +98,13 @@ def adapter(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "tuning.mode",
             ", but `model.adapter` names an adapter to train on, which has few of the weights",
-            "`tuning.mode: lora` trains it on; `tuning.adapter: merge` merges it into the model whose weights are trained",
+            "`tuning.mode: lora` trains it further; `tuning.adapter: merge` merges it into the model whose weights are"
+            " trained",
         )
 
 
 def adapters(config: Config) -> Iterator[Conflict]:
-    """What shapes of adapters go with."""
+    """Refuse shapes of adapters that cannot be combined with other keys."""
     tuning, lora, launch = config.tuning, config.tuning.lora, config.launch
     if tuning.mode == "full":
         return
@@ -117,11 +118,11 @@ def adapters(config: Config) -> Iterator[Conflict]:
         "bias": lora.bias != "none",
         "rslora": lora.rslora,
     }
-    given = [name for name, asked in others.items() if asked]
-    sliced = [name for name in ("variant", "modules_to_save", "bias") if name in given]
-    if given and tuning.backend == "unsloth":
+    shapes = [name for name, asked in others.items() if asked]
+    sliced = [name for name in ("variant", "modules_to_save", "bias") if name in shapes]
+    if shapes and tuning.backend == "unsloth":
         yield Conflict(
-            f"tuning.lora.{given[0]}", ", but `tuning.backend: unsloth` makes plain LoRA", "`tuning.backend: bnb`"
+            f"tuning.lora.{shapes[0]}", ", but `tuning.backend: unsloth` makes plain LoRA", "`tuning.backend: bnb`"
         )
     if sliced and launch.tensor_parallel > 1:
         yield Conflict(
@@ -374,7 +375,7 @@ class _Columns(ast.NodeTransformer):
             if argument and function in FUNCTIONS and function not in NAMING:
                 return ast.Call(node.func, [self.visit(argument)], [])
             raise ValueError(f"{shown} is not a function of one value; there are {', '.join(FUNCTIONS)}")
-        if isinstance(node, (ast.Is, ast.IsNot)):  # meant for `None`, of which `==` says the same
+        if isinstance(node, (ast.Is, ast.IsNot)):  # meant for `None`, where `==` is equivalent
             return ast.Eq() if isinstance(node, ast.Is) else ast.NotEq()
         if not isinstance(node, PARTS):
             raise ValueError(f"{shown} is not part of the language")

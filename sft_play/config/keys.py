@@ -219,7 +219,8 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "do_predict": ("train.predict_with_generate", COMMAND),
     "resume_from_checkpoint": (
         None,
-        "`make resume RUN=` continues a run from its newest checkpoint; `model.adapter: RUN` starts another on its adapter",
+        "`make resume RUN=` continues a run from its newest checkpoint; `model.adapter: RUN` starts another from its"
+        " adapter",
     ),
     "local_rank": (None, "the launcher sets it"),
 }

@@ -1,9 +1,9 @@
 """Load files, environment and command line into one frozen `Config` that records the origin of every key.
 
-One road: files with places -> layers (`layers`) -> merged, each value with its origin -> `${...}` (`interpolation`) ->
-converted as the schema says (`reader`) -> rules (`rules`). Order of the layers, the later wins: the schema's defaults,
-`extends:` parents, the file, `SFT_SECTION_KEY` variables, the command line. All problems are reported together, each
-with its place.
+The steps: files with places -> layers (`layers`) -> merged, each value with its origin -> `${...}` (`interpolation`) ->
+converted to the schema's types (`reader`) -> rules (`rules`). Order of the layers, the later wins: the schema's
+defaults, `extends:` parents, the file, `SFT_SECTION_KEY` variables, the command line. All problems are reported
+together, each with its place.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def save_config(loaded: LoadedConfig, path: Path) -> None:
 
 
 def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return what `config.json` holds."""
+    """Return the content of `config.json`."""
     config = replace(loaded.config, train=replace(loaded.config.train, extra=dict(loaded.config.train.extra)))
     origins, path = dict(loaded.origins), str(loaded.path) if loaded.path else None
     return {"config": dataclasses.asdict(config), "origins": origins, "path": path}

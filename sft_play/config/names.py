@@ -64,8 +64,7 @@ ELSEWHERE: Mapping[str, str] = {
         " data.train data.file"
     ),
     "data.val_path": (
-        "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval"
-        " data.validation_path"
+        "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval data.validation_path"
     ),
     "data.validation": "test_datasets val_set_size val_size",
     "data.sources": "data.files data.train_files",
@@ -153,7 +152,7 @@ INSTEAD: dict[str, str] = REMOVED | {
     "runs_dir": "`export RUNS_DIR=folder` moves all runs",
     "sft_play_cache": "`export SFT_PLAY_CACHE=folder` moves all caches",
 }
-"""Names and values without a key or variable of their own -> what to use instead."""
+"""Names and values that are neither key nor variable here -> what to use instead."""
 VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO}
 OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
 """Variables that other programs read from the environment."""
@@ -282,7 +281,7 @@ def closest_file(path: Path, folder: Path) -> str | None:
 
 
 def hint_elsewhere(name: str) -> str | None:
-    """Return a hint for a name without a key or variable of its own."""
+    """Return a hint for a name that is neither key nor variable here."""
     if SECRET.fullmatch(name):
         return SECRETS_HINT
     word = plain_word(name)

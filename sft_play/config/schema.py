@@ -25,7 +25,7 @@ class ModelConfig:
     """Which model is tuned."""
 
     name: str = ""
-    """Hub id (`Qwen/Qwen2.5-7B-Instruct`), folder with `config.json`, weights and tokenizer, or a run with a whole
+    """Hub id (`Qwen/Qwen2.5-7B-Instruct`), folder with `config.json`, weights and tokenizer, or a run with a complete
     model.
     """
     adapter: str | None = None
@@ -69,7 +69,7 @@ class LoraSettings:
     but](models.md#adapters-tuninglora) the head, routers and experts.
     """
     variant: Literal["lora", "dora"] = "lora"
-    """`dora`: a trained length for each output beside it ([shapes](models.md#shapes-of-adapters))."""
+    """`dora`: also a trained length for each output ([shapes](models.md#shapes-of-adapters))."""
     rslora: bool = False
     """Multiply by alpha / sqrt(r) instead."""
     init: Literal["default", "pissa", "olora", "orthogonal"] = "default"
@@ -81,7 +81,7 @@ class LoraSettings:
     alpha_pattern: Mapping[str, AboveZero] = field(default_factory=dict)
     """Alphas of modules that differ."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules trained as a whole, such as `embed_tokens`; the adapter's files hold them."""
+    """Modules trained completely, such as `embed_tokens`; the adapter's files contain them."""
     embeddings: Auto | Literal["none", "new", "all"] = "auto"
     """Rows of embedding and head that are trained; `auto`: `new` with `data.new_tokens`, else `none`."""
     bias: Literal["none", "lora_only", "all"] = "none"
@@ -119,7 +119,7 @@ class DataSource:
     ] = "auto"
     """How a row becomes an example; `auto` goes by the columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The file's column names where they differ: `{question: frage}`; [inside conversations](data.md#sources) too."""
+    """The file's column names if they differ: `{question: frage}`; [inside conversations](data.md#sources) too."""
     filter: str | None = None
     """Condition for keeping a row: `lang == "en" and score >= 3`."""
     weight: float | None = None
@@ -216,7 +216,7 @@ class TrainConfig:
     global_batch_size: Positive | Auto = "auto"
     """Rows per optimizer step; `auto`: 32, or what [the keys above](planning.md#the-batch) give."""
     packing: Literal["auto", "off", "on"] = "auto"
-    """Pack rows into sequences of `model.max_seq_len`; `auto`: where it saves over 10 % of micro-steps. `true` is `on`,
+    """Pack rows into sequences of `model.max_seq_len`; `auto`: if it saves over 10 % of micro-steps. `true` is `on`,
     `false` `off`.
     """
     loss_on: Literal["assistant", "last", "all"] = "assistant"
@@ -248,7 +248,7 @@ class TrainConfig:
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 42
     """Initialisation, order, dropout."""
     bf16: bool | Auto = "auto"
-    """Compute in bfloat16; `true` is an error where unsupported."""
+    """Compute in bfloat16; `true` is an error if unsupported."""
     fp16: bool = False
     """Compute in float16 with loss scaling."""
     gradient_checkpointing: bool | Auto = "auto"
@@ -260,7 +260,7 @@ class TrainConfig:
     ddp_bucket_cap_mb: Positive | None = None
     """DDP's gradient buckets, MiB."""
     kernels: Literal["auto", "off", "liger"] = "auto"
-    """Triton kernels; `auto`: Liger where installed and supported."""
+    """Triton kernels; `auto`: Liger if installed and supported."""
     dataloader_num_workers: FromZero | Auto = "auto"
     """Loading processes per rank; `auto`: 2 with a GPU, else 0."""
     dataloader_pin_memory: bool | Auto = "auto"
@@ -357,7 +357,7 @@ class LaunchConfig:
     network: str | None = None
     """Speed between machines (`1Gbit`), for the plan."""
     slow_network: Literal["refuse", "allow"] = "refuse"
-    """ZeRO-3 and FSDP2 where sending weights would take most of a step."""
+    """ZeRO-3 and FSDP2 if sending weights would take most of a step."""
     join_seconds: Positive = 600
     """Longest wait for other nodes."""
     silent_seconds: Positive = 20

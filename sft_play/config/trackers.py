@@ -31,7 +31,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
     "trackio": ("trackio", "trackio"),
     "wandb": ("wandb", "wandb==0.31.0"),
 }
-"""Tracker -> the module that it needs, and what pip calls it."""
+"""Tracker -> the module that it needs, and its packages for pip."""
 CLASHES: Mapping[str, str] = {
     AIM: "aim 3.29.1 wants filelock < 4, and 4.2.11 is pinned here",
     "swanlab": "swanlab 0.9.8 wants protobuf < 7, and 7.36.2 is pinned here",

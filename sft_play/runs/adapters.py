@@ -24,7 +24,7 @@ from sft_play.text import as_typed
 
 CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGED, MADE = "merged", "made"
-"""Folder of `make merge` in a run; source of a base that the preparation made: with an adapter merged, or new tokens."""
+"""Folder of `make merge` in a run; source of a base that preparation created, with a merged adapter or new tokens."""
 Row = tuple[str, Mapping[Any, Any]]
 IN_PEFT: Mapping[str, Row] = {
     "r": ("r", {}),
@@ -38,13 +38,13 @@ IN_PEFT: Mapping[str, Row] = {
     "modules_to_save": ("modules_to_save", {(): None}),
     "bias": ("bias", {}),
 }
-"""Key of `tuning.lora` -> its name in PEFT's `LoraConfig`, and values that are called otherwise there; a new shape of
-adapters is a row here.
+"""Key of `tuning.lora` -> its name in PEFT's `LoraConfig`, and values with another name there; a new shape of adapters
+is a row here.
 """
 CHANGED_FREELY = frozenset({"dropout"})
-"""What may differ from the adapter that is trained on: no weight depends on it."""
+"""Keys that may differ from those of the parent adapter, since no weight depends on them."""
 MUTATING = ("pissa", "olora")
-"""Starts that take the adapter's product out of the base."""
+"""Initialisations that subtract the adapter's product from the base."""
 
 
 def embeddings_of(lora: LoraSettings, new_tokens: int) -> Literal["none", "new", "all"]:
@@ -55,31 +55,31 @@ def embeddings_of(lora: LoraSettings, new_tokens: int) -> Literal["none", "new",
 
 
 def peft_settings(lora: LoraSettings) -> dict[str, Any]:
-    """Return the keywords of PEFT's `LoraConfig`, its targets aside."""
+    """Return the keywords of PEFT's `LoraConfig`, except its targets."""
     values = {key: getattr(lora, key) for key in IN_PEFT}
     values["alpha"] = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
-    found = {}
+    settings = {}
     for key, (name, other) in IN_PEFT.items():
         value = values[key]
         value = dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
         value = other.get(value, value) if not isinstance(value, dict) else value
-        found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+        settings[name] = list(value) if isinstance(value, tuple) else value
+    return settings
 
 
 def _from_peft(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `tuning.lora` that an adapter's configuration says, of its start nothing."""
-    found = {}
+    """Return the keys of `tuning.lora` in an adapter's configuration, with the default initialisation."""
+    settings = {}
     for key, (name, other) in IN_PEFT.items():
         value = saved.get(name)
         if key != "init" and value is not None:
-            found[key] = next((ours for ours, theirs in other.items() if theirs == value), value)
-    return found | {"init": "default", "alpha": float(found.get("alpha", 8))}
+            settings[key] = next((ours for ours, theirs in other.items() if theirs == value), value)
+    return settings | {"init": "default", "alpha": float(settings.get("alpha", 8))}
 
 
 def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the configuration with runs as the folders of their weights, and the shape of an adapter that is trained
-    on. Raise `UserError`, `CheckpointError`.
+    """Return the configuration with runs replaced by the folders of their weights, and with the shape of a parent
+    adapter. Raise `UserError`, `CheckpointError`.
     """
     config, origins = loaded.config, dict(loaded.origins)
     name, adapter = config.model.name, config.model.adapter
@@ -109,27 +109,29 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _run_of(name: str) -> RunFolder | None:
-    """Return the run that a model or an adapter is named by; a folder that is none goes before a run of its name."""
-    found = None if not name or (Path(name).is_dir() and not (Path(name) / "plan.json").is_file()) else run_path(name)
-    return RunFolder(found) if found and (found / "plan.json").is_file() else None
+    """Return the run that a model or an adapter names, or `None`; a folder that is not a run has precedence over a run
+    of that name.
+    """
+    folder = None if not name or (Path(name).is_dir() and not (Path(name) / "plan.json").is_file()) else run_path(name)
+    return RunFolder(folder) if folder and (folder / "plan.json").is_file() else None
 
 
 def _whole_model(run: RunFolder, name: str, place: str) -> Path:
     for folder in (run.model, run.path / MERGED):
         if kind_of(folder) == "full":
             return folder
-    what = "holds an adapter, not a whole model" if kind_of(run.model) else "has no model yet"
+    what = "has an adapter, not a complete model" if kind_of(run.model) else "has no model yet"
     run_word = as_typed(name)
     raise UserError(
         f"the run `{name}` {what}",
         place=place,
-        hint=f"MODEL_ADAPTER={run_word} trains it on; `make merge RUN={run_word}` makes a whole model of it",
+        hint=f"MODEL_ADAPTER={run_word} trains it further; `make merge RUN={run_word}` makes a complete model of it",
     )
 
 
 def find_adapter(config: Config, place: str | None = None) -> Path:
-    """Return the folder of `model.adapter`, fetched from the hub where it is no folder. Raise `UserError` for what is
-    no complete LoRA adapter in safetensors.
+    """Return the folder of `model.adapter`, downloaded if it is not a local folder. Raise `UserError` unless it is a
+    complete LoRA adapter in safetensors.
     """
     name = config.model.adapter or ""
     folder = Path(name).expanduser()
@@ -141,7 +143,7 @@ def find_adapter(config: Config, place: str | None = None) -> Path:
     if not (folder / CONFIG).is_file():
         whole = kind_of(folder) == "full"
         raise UserError(
-            f"`{name}` is {'a whole model' if whole else 'no adapter: it lacks'}{'' if whole else f' `{CONFIG}`'}",
+            f"`{name}` is {'a complete model' if whole else 'not an adapter: it lacks'}{'' if whole else f' `{CONFIG}`'}",
             place=place,
             hint=f"MODEL_NAME={as_typed(name)}"
             if whole
@@ -176,7 +178,7 @@ def _from_hub(name: str, place: str | None) -> Path:
 
 
 def parent_of(config: Config) -> ParentAdapter | None:
-    """Return what a run keeps of `model.adapter`."""
+    """Return the facts about `model.adapter` that a run records, or `None`."""
     if config.model.adapter is None:
         return None
     folder = find_adapter(config)
@@ -190,11 +192,11 @@ def parent_of(config: Config) -> ParentAdapter | None:
     )
 
 
-# The shape that an adapter has.
+# The shape of an adapter.
 
 
 def _shape(loaded: LoadedConfig, folder: Path, saved: Mapping[str, Any], stamp: Stamp | None) -> LoraSettings:
-    """Return `tuning.lora` as the adapter has it. Raise `UserError` where something else was typed."""
+    """Return `tuning.lora` with the adapter's shape. Raise `UserError` if another shape was typed."""
     typed = loaded.config.tuning.lora
     own = _from_peft(saved)
     targets = (stamp.lora or {}).get("target_modules") if stamp else None
@@ -207,7 +209,8 @@ def _shape(loaded: LoadedConfig, folder: Path, saved: Mapping[str, Any], stamp: 
             own[key] = asked
             continue
         raise UserError(
-            f"`tuning.lora.{key}` is `{_shown(asked)}`, but the adapter `{loaded.config.model.adapter}` has `{_shown(value)}`",
+            f"`tuning.lora.{key}` is `{_shown(asked)}`, but the adapter `{loaded.config.model.adapter}` has"
+            f" `{_shown(value)}`",
             place=loaded.origins[f"tuning.lora.{key}"],
             hint="leave it out: an adapter keeps its shape; `tuning.adapter: merge` starts a new one of any shape",
         )
@@ -227,7 +230,7 @@ def _shown(value: Any) -> str:
 
 
 def _targets(folder: Path, saved: Mapping[str, Any]) -> list[str]:
-    """Return what the adapter's weights are on, as `tuning.lora.target_modules` names it."""
+    """Return the modules of the adapter's weights, named as in `tuning.lora.target_modules`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -239,10 +242,10 @@ def _targets(folder: Path, saved: Mapping[str, Any]) -> list[str]:
             place=str(folder / ADAPTER_WEIGHTS),
             hint="copy it again",
         ) from None
-    found = {
+    modules = {
         match[1] for name in names if (match := ON_LAYER.search(name)) and match[1] not in ("base_layer", "experts")
     }
-    return sorted({*found, *(saved.get("target_parameters") or ())})
+    return sorted({*modules, *(saved.get("target_parameters") or ())})
 
 
 ON_LAYER = re.compile(r"([^.]+)\.lora_(?:embedding_)?A\b")
@@ -261,14 +264,13 @@ ADAPTER: Mapping[str, Any] = {
     "exclude_modules": list[str] | str | None,
     "base_model_name_or_path": str | None,
 }
-"""Types of what an adapter's configuration says; PEFT's `layer_replication` would make the model as large as it likes.
-"""
+"""Types of an adapter's configuration; PEFT's `layer_replication` could make the model arbitrarily large."""
 MOST_REPEATS, LARGEST_RANK = 2, 2**16
 
 
 def check_adapter(path: Path, *, ours: bool = True) -> None:
-    """Raise `CheckpointError` for an adapter's configuration that is not read here: another kind, or names matched
-    without end. Those of others may be links, as in the hub's cache.
+    """Raise `CheckpointError` for an adapter's configuration of another kind, or with patterns that may take
+    exponential time. With `ours=False` it may be a link, as in the hub's cache.
     """
     if not path.exists():
         return
@@ -290,7 +292,8 @@ def check_adapter(path: Path, *, ours: bool = True) -> None:
         raise CheckpointError(f"not the configuration of an adapter: {error}", place=str(path), hint=hint) from None
     if wrong is not None:
         raise CheckpointError(
-            f"not the configuration of a LoRA adapter{' of ours' if ours else ''}: `{wrong}` is `{_short(value, wrong)}`",
+            f"not the configuration of a LoRA adapter{' of ours' if ours else ''}: `{wrong}` is"
+            f" `{_short(value, wrong)}`",
             place=str(path),
             hint=hint,
         )
@@ -301,16 +304,16 @@ def check_adapter(path: Path, *, ours: bool = True) -> None:
         *value.get("alpha_pattern", ()),
     ]
     endless = (
-        one
-        for one in patterns
-        if isinstance(one, str) and (REPEATED.search(one) or len(REPEAT.findall(one)) > MOST_REPEATS)
+        text
+        for text in patterns
+        if isinstance(text, str) and (REPEATED.search(text) or len(REPEAT.findall(text)) > MOST_REPEATS)
     )
     if (pattern := next(endless, None)) is not None:
-        raise CheckpointError(f"`{pattern[:80]}` may match names without end", place=str(path), hint=hint)
+        raise CheckpointError(f"`{pattern[:80]}` may take exponential time to match", place=str(path), hint=hint)
 
 
 REPEAT, REPEATED = re.compile(r"(?<!\\)[*+{]"), re.compile(r"\)[*+{]")
-"""A repetition in a pattern, and one of a group, which may take exponentially long."""
+"""A repetition in a pattern, and a repeated group, which may take exponential time."""
 
 
 def _short(value: Mapping[str, Any], key: str) -> str:

@@ -59,8 +59,8 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
 
 
 def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result, int]]:
-    """Yield the entries below a folder with their depth, skipping what vanishes; what is unreadable is no danger to a
-    command that only reads.
+    """Yield the entries below a folder with their depth, skipping what vanishes and, unless `writes`, unreadable
+    folders.
     """
     waiting = [(str(folder), 0)]
     while waiting:

@@ -91,8 +91,8 @@ class PreparedSplit:
     """Facts of one prepared split."""
 
     path: str
-    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 where not trained), `row`, `source`
-    (index into `sources`), `prompt_ids` and `reference` (both empty where a row has no answer to generate).
+    """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 if not trained), `row`, `source` (index
+    into `sources`), `prompt_ids` and `reference` (both empty for a row without an answer to generate).
     """
     rows: Count
     dropped: Count

@@ -117,8 +117,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
-    """Return which scheduler started this container, and its place as variables of our command, `None` where it sets
-    none.
+    """Return which scheduler started this container, and its place as variables of our command, `None` for those it
+    does not set.
 
     Raise `UserError` for a value that is not an integer: `PET_NNODES` of a job with an `elasticPolicy` is a range.
     """
