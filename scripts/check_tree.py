@@ -1,24 +1,55 @@
 #!/usr/bin/env python3
-"""`make check`: print the size of each room; fail at an import circle or at a module of over 450 lines of code.
+"""`make check`: print size and problems of words of each room; fail for an import circle, a module of over 450 lines of
+code, or a problem of words in a room of `CLEAN`.
 
 Lazy and typing-only imports count. Tokens are Python's own and code lines those with one, without comments and
-docstrings.
+docstrings. `WORDS=1` also lists the problems of words in the other rooms.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import os
+import re
+import subprocess
 import sys
 import tokenize
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LINES = 450
 NO_TOKENS = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 )
+CLEAN = frozenset(
+    {"sft_play", *(f"sft_play/{room}" for room in ("cluster", "config", "data", "runs", "schedulers", "trace"))}
+)
+"""Rooms without problems of words; a problem in them fails the check. The aim is all of `sft_play` and `tests`."""
+KINDS = ("fillers", "phrases", "columns", "skips", "classes")
+MOST_COLUMNS = 120
+FILLERS = frozenset(
+    {"one", "ones", "found", "wanted", "given", "said", "more", "left", "told", "known", "held", "made", "kept"}
+)
+"""Names of variables and parameters that hide their subject; a field's name may be part of a file's format."""
+PHRASES: Mapping[str, str] = {
+    r"as good as (none|never|no)\b": "not valid",
+    r"where there (is|are) (such|none)\b": "if there are any",
+    r"(?<!/)\bbeside\b": "next to, in addition to",
+    r"\bfor want of\b": "without, out of",
+    r"\b(go|goes|went) on with\b": "continue",
+    r"\b(begins?|start(s|ed)?|made) anew\b": "restart",
+    r"\b(leave|leaves|left) away\b": "omit",
+    r"(?<!there )\b(is|are) none( where|[.;,:)]|$)": "is not valid",
+    r"\bof (its|their|our|your) own\b": "separate",
+    r"\bletter (for|by) letter\b": "verbatim",
+    r"\bmend(s|ed)?\b": "fix",
+    r"\b(is|are) told (of|that|by)\b": "is reported",
+}
+"""Pattern in docstrings and other strings -> what to write instead (docs/development.md#words)."""
 
 
 def modules() -> dict[str, Path]:
@@ -68,6 +99,86 @@ def circles() -> list[list[str]]:
     return found
 
 
+class Problem(NamedTuple):
+    """A place whose words or layout must be changed."""
+
+    path: Path
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT).as_posix()}:{self.line}: {self.text}"
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file: `sft_play/config`, `sft_play` for the files in it, or `tests`."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[:2]) if parts[0] == "sft_play" and len(parts) > 2 else parts[0]
+
+
+def word_problems() -> Iterator[Problem]:
+    """Yield what a machine can see of the rules for words (CONTRIBUTING.md), of all tracked Python files."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    classes: dict[str, list[tuple[Path, int]]] = defaultdict(list)
+    for path in (ROOT / name for name in listed.splitlines()):
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        lines, tree = text.splitlines(), ast.parse(text)
+        for number, line in enumerate(lines, 1):
+            if len(line) > MOST_COLUMNS:
+                yield Problem(path, number, "columns", f"{len(line)} columns; the most is {MOST_COLUMNS}")
+        yield from _skips(path, text, tree)
+        if path.relative_to(ROOT).parts[0] == "sft_play":
+            yield from _fillers(path, tree)
+            yield from _phrases(path, tree)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    classes[node.name].append((path, node.lineno))
+    for name, places in classes.items():
+        for path, line in places if len(places) > 1 else ():
+            others = ", ".join(other.relative_to(ROOT).as_posix() for other, _ in places if other != path)
+            yield Problem(path, line, "classes", f"class `{name}` is also in {others or 'this file'}")
+
+
+def _fillers(path: Path, tree: ast.Module) -> Iterator[Problem]:
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    fields = {id(part.target) for body in bodies for part in body if isinstance(part, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields:
+            name = node.id
+        else:
+            continue
+        if name in FILLERS:
+            yield Problem(path, node.lineno, "fillers", f"`{name}` is not a noun of its subject")
+
+
+def _phrases(path: Path, tree: ast.Module) -> Iterator[Problem]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for pattern, better in PHRASES.items():
+                for match in re.finditer(pattern, re.sub(r"\s", " ", node.value)):
+                    line = node.lineno + node.value[: match.start()].count("\n")
+                    yield Problem(path, line, "phrases", f"`{match[0]}`: {better}")
+
+
+def _skips(path: Path, text: str, tree: ast.Module) -> Iterator[Problem]:
+    """Yield each `# fmt: skip` that is not of a table: a literal collection, or a call with one."""
+    tables = {node.end_lineno for node in ast.walk(tree) if isinstance(node, ast.stmt) and _is_table(node)}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and token.string.startswith("# fmt:") and token.start[0] not in tables:
+            yield Problem(path, token.start[0], "skips", f"`{token.string}` is for literal tables only")
+
+
+def _is_table(statement: ast.stmt) -> bool:
+    value = getattr(statement, "value", None)
+    parts = value.args if isinstance(value, ast.Call) else [value]
+    return len(parts) == 1 and isinstance(parts[0], ast.Dict | ast.List | ast.Set | ast.Tuple)
+
+
 def problems() -> Iterator[str]:
     """Yield what has to be changed before this tree is committed."""
     for group in circles():
@@ -92,18 +203,21 @@ def tokens(path: Path) -> list[tokenize.TokenInfo]:
 
 
 def main() -> int:
-    rooms: dict[str, list[Path]] = {}
+    rooms: dict[str, list[Path]] = defaultdict(list)
     for path in modules().values():
-        parts = path.relative_to(ROOT).parts
-        rooms.setdefault("/".join(parts[:2]) if len(parts) > 2 else "sft_play", []).append(path)
+        rooms[room_of(path)].append(path)
     rooms["tests"] = sorted((ROOT / "tests").rglob("*.py"))
-    print(f"{'room':26}{'modules':>8}{'tokens':>9}")
+    words = list(word_problems())
+    counts = Counter((room_of(problem.path), problem.kind) for problem in words)
+    print(f"{'room':26}{'modules':>8}{'tokens':>9}", *(f"{kind:>8}" for kind in KINDS))
     for room, files in sorted(rooms.items()):
-        print(f"{room:26}{len(files):8}{sum(len(tokens(path)) for path in files):9,}")
-    found = list(problems())
-    for problem in found:
-        print(f"error: {problem}", file=sys.stderr)
-    return 1 if found else 0
+        size = f"{room:26}{len(files):8}{sum(len(tokens(path)) for path in files):9,}"
+        print(size, *(f"{counts[room, kind] or '-':>8}" for kind in KINDS))
+    required = [problem for problem in words if room_of(problem.path) in CLEAN or os.environ.get("WORDS")]
+    errors = [*problems(), *map(str, required)]
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

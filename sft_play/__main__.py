@@ -199,7 +199,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "sft_play.bench:main",
-        "some steps of CONFIG: speed and memory beside the plan, and what the next forecast goes by",
+        "some steps of CONFIG: speed and memory compared with the plan, and measurements for the next forecast",
         "CONFIG JSON NUM_GPUS",
     ),
     "tensorboard": Command(

@@ -54,7 +54,7 @@ SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
 
 MOST_PROBLEMS = 40
 """Most problems that are printed."""
-HUB_LOGIN = "`.venv/bin/hf auth login` (or the `hf` of your own environment)"
+HUB_LOGIN = "`.venv/bin/hf auth login` (or your own environment's `hf`)"
 """Command that saves the hub's token in the user's home; the environment's programs are usually not on the PATH."""
 
 

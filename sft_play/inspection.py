@@ -157,7 +157,7 @@ def _name(call: Call) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TokenSpan:
     """Neighbouring tokens of one kind."""
 
     text: str
@@ -178,7 +178,7 @@ class Sample:
     source: str
     tokens: int
     trained: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenSpan, ...]
 
 
 def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, special: frozenset[int]) -> Sample:
@@ -196,7 +196,7 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
         text = tokenizer.decode(
             ids[start : start + count], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        pieces.append(Piece(text=text, trained=is_trained, special=is_special, tokens=count))
+        pieces.append(TokenSpan(text=text, trained=is_trained, special=is_special, tokens=count))
         start += count
     number = row.get("source", 0)
     name = sources[number] if number < len(sources) else ""
@@ -239,7 +239,7 @@ def show(
         console.print(f"{len(samples)} of {manifest['split']['rows']:,} rows; more with ROWS=, SEARCH= or HTML=1")
 
 
-def _colour(piece: Piece) -> Text:
+def _colour(piece: TokenSpan) -> Text:
     return Text(_with_line_ends(piece), style=" ".join([TRAINED] * piece.trained + [SPECIAL] * piece.special))
 
 
@@ -253,7 +253,7 @@ def _mark(sample: Sample) -> str:
     return "".join(parts).replace(after + before, "")
 
 
-def _with_line_ends(piece: Piece) -> str:
+def _with_line_ends(piece: TokenSpan) -> str:
     """A line end that is learnt must be seen."""
     text = printable(piece.text)
     return text.replace("\n", "↵\n") if piece.trained else text

@@ -35,7 +35,7 @@ STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Server:
+class TensorBoardServer:
     """The process that this project started."""
 
     pid: int
@@ -46,7 +46,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Its URL."""
+        """The port in `url`."""
         return urllib.parse.urlsplit(self.url).port or DEFAULT_PORT
 
     @property
@@ -126,7 +126,7 @@ def stop(call: Call) -> int:
     return 0
 
 
-def _end(server: Server) -> None:
+def _end(server: TensorBoardServer) -> None:
     """End the server and wait for it, so that its port is free again."""
     if (process := server.process) is not None:
         process.send_signal(signal.SIGTERM)
@@ -141,16 +141,16 @@ def _end(server: Server) -> None:
     pid_file().unlink(missing_ok=True)
 
 
-def find_server() -> Server | None:
+def find_server() -> TensorBoardServer | None:
     """Return the running server of the pid file, else remove the file."""
     try:
-        server = Server(**read_json(pid_file()))
+        server = TensorBoardServer(**read_json(pid_file()))
     except (OSError, TypeError, json.JSONDecodeError):
         return None
     return server if server.process else None
 
 
-def _spawn(folder: Path, port: int) -> Server:
+def _spawn(folder: Path, port: int) -> TensorBoardServer:
     log = pid_file().with_name(".tensorboard.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", HOST, "--port", str(port)]
@@ -164,7 +164,7 @@ def _spawn(folder: Path, port: int) -> Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Server(
+    server = TensorBoardServer(
         pid=process.pid,
         started=psutil.Process(process.pid).create_time(),
         url=f"http://{HOST}:{port}/",
@@ -195,7 +195,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def _say(call: Call, server: Server, note: str) -> int:
+def _say(call: Call, server: TensorBoardServer, note: str) -> int:
     if call.json:
         print(json.dumps(asdict(server) | {"note": note}))
     else:

@@ -13,7 +13,7 @@ from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded
 from sft_play.data.formats import Example
-from sft_play.data.tokens import Encoder, Outcome
+from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.data.turns import Message
 from sft_play.model.tokenizer import chat_format, load_tokenizer
 from sft_play.runs.prepared import ChatFormat
@@ -127,7 +127,7 @@ def load_with(folder: Path, template: str | None = None, *, text: str | None = N
 
 def outcome_of(
     tokenizer: Any, *, limit: int = 4096, overlong: Any = "error", loss_on: Any = "assistant", **example: Any
-) -> Outcome:
+) -> EncodedExample:
     """Returns what training makes of an example, which is given by its `messages` or `input_ids`."""
     config = Config(
         model=ModelConfig(name="tiny", max_seq_len=limit),

@@ -163,7 +163,7 @@ class Call:
 
 
 def note_consent(loaded: LoadedConfig) -> None:
-    """Record which code the user allows to run, by this command's words or in a YAML file of their own."""
+    """Record which code the user allows to run, by this command's words or in their own YAML file."""
     if loaded.config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         give_consent("model")
     if "eval.metrics" not in loaded.of_run:

@@ -27,7 +27,7 @@ RANGES: Mapping[str, Range] = {
     "eval_delay": Range(minimum=0),
     "dataloader_prefetch_factor": Range(minimum=1),
 }
-"""Ranges of further fields of `TrainingArguments`; those of our own keys are in the schema."""
+"""Ranges of further fields of `TrainingArguments`; those of the schema's keys are in the schema."""
 TYPES: Mapping[str, Any] = {
     "bool": bool,
     "int": int,

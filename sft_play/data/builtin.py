@@ -42,7 +42,7 @@ def read_builtin(name: str, split: str) -> Iterator[tuple[str, Mapping[str, Any]
     if name not in readers:
         raise DataError(
             f"there is no built-in set `{name}`",
-            hint=f"there are {', '.join(f'`builtin:{known}`' for known in readers)}",
+            hint=f"there are {', '.join(f'`builtin:{reader}`' for reader in readers)}",
         )
     if split not in PER_MODULE:
         raise DataError(f"`builtin:{name}` has no split `{split}`", hint="its splits are `train` and `validation`")

@@ -316,8 +316,8 @@ class RoleMarks:
             written = [mark for mark in self.marks if mark in turn["content"]]
             if written and (self.special or len(written) == len(self.marks)):
                 raise DataError(
-                    f"turn {index + 1} ({turn['role']}) holds `{written[0]}`, which the chat template writes itself: the"
-                    " row was rendered already, and would be rendered twice",
+                    f"turn {index + 1} ({turn['role']}) holds `{written[0]}`, which the chat template writes itself:"
+                    " the row was rendered already, and would be rendered twice",
                     hint=(
                         "give the turns without the template's marks (`messages`: a role and its words); or put prompt"
                         " and answer into one column, `columns: {text: NAME}`, and read it with `format: text`, which"
@@ -415,11 +415,11 @@ CLOSE = "</think>"
 
 
 def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
-    """Return how many thoughts of turns that are learnt stand in no learnt part of the conversation's rows.
+    """Return how many thoughts of trained turns are in no trained part of the conversation's rows.
 
-    They stand in `reasoning_content`, or before `</think>`. Qwen3 leaves thoughts out of earlier turns: such turns have
-    a row of their own, with the thought, so none is lost; only with `train.loss_on: all`, which is one row, they are. A
-    template that knows no thoughts (ChatML) loses all in `reasoning_content`.
+    Thoughts are in `reasoning_content`, or before `</think>`. Qwen3 omits them from earlier turns: such turns get a
+    separate row with the thought, so none is lost, except with `train.loss_on: all`, which makes a single row. A
+    template without thoughts (ChatML) loses all in `reasoning_content`.
     """
     if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
         return 0

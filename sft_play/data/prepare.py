@@ -34,7 +34,7 @@ from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
 from sft_play.data.sources import Faults, LeftOut, identify, read_source
 from sft_play.data.store import KEYS, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
-from sft_play.data.tokens import Encoder, Outcome
+from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard
@@ -285,7 +285,7 @@ class Gatherer:
             raise DataError(
                 f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, "
                 "and a hash of each one's content or group chooses",
-                hint="give more rows, another fraction, or a file of their own: DATA_VAL_PATH=",
+                hint="give more rows, another fraction, or a separate file: DATA_VAL_PATH=",
             )
         if not len(self.writer.lengths):
             hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if overlong else None
@@ -379,7 +379,7 @@ def _list_reasons(reasons: Counter[str]) -> str:
 
 def works_of(
     sources: Sequence[DataSource], problems: RowProblems, seed: int, skipped: Sequence[LeftOut]
-) -> Iterator[Work]:
+) -> Iterator[SourceRows]:
     """Yield the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
 
     `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `left`, by source.
@@ -391,7 +391,7 @@ def works_of(
                 form = form or _first_form(
                     rows
                 )  # `auto` goes by the first row; another format later is an error of that row
-                yield Work(index, form, rows)
+                yield SourceRows(index, form, rows)
         except DataError as error:
             problems.ended.append(error)
 
@@ -445,8 +445,8 @@ POSITION_DIGITS = 12
 """Hexadecimal digits of a hash that tell a row's place between 0 and 1."""
 
 
-class Work(NamedTuple):
-    """Rows of one source, as they were read."""
+class SourceRows(NamedTuple):
+    """Consecutive rows of a source, as read."""
 
     source: int
     """Index into the split's sources."""
@@ -456,7 +456,7 @@ class Work(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What became of the rows of one `Work`, in order."""
+    """The results for the rows of one `SourceRows`, in order."""
 
     source: int
     form: str | None
@@ -467,7 +467,7 @@ class Chunk(NamedTuple):
 
 
 def encode_all(
-    config: Config, tokenizer: Any, works: Iterator[Work], *, fraction: float
+    config: Config, tokenizer: Any, works: Iterator[SourceRows], *, fraction: float
 ) -> Generator[Chunk, None, None]:
     """Yield the chunk of each work, in order. Raise `DataError`, and `HardwareError` when a process was killed.
 
@@ -508,7 +508,7 @@ class _Maker:
         self._config, self._tokenizer, self._fraction = config, tokenizer, fraction
         self._encoder: Encoder | None = None
 
-    def __call__(self, work: Work) -> Chunk:
+    def __call__(self, work: SourceRows) -> Chunk:
         self._encoder = self._encoder or Encoder(self._config, self._tokenizer)
         examples: list[Example] = []
         unread: list[DataError] = []
@@ -521,14 +521,14 @@ class _Maker:
         encoded = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
         return Chunk(work.source, examples[0].form if examples else None, unread, encoded)
 
-    def _made(self, example: Example, outcome: Outcome) -> Made:
+    def _made(self, example: Example, outcome: EncodedExample) -> Made:
         key = example.key
         about = replace(outcome, rows=(), dropped=BAD if outcome.error else outcome.dropped)
         return Made(
             key=bytes.fromhex(key[: 2 * KEY_BYTES]),
             held_out=bool(self._fraction) and is_held_out(key, example.group, self._fraction),
             rows=[_token_row(row) for row in outcome.rows],
-            outcome=None if about == Outcome(place=outcome.place) else about,
+            outcome=None if about == EncodedExample(place=outcome.place) else about,
         )
 
 
@@ -559,7 +559,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(work: Work) -> Chunk:
+def _encode(work: SourceRows) -> Chunk:
     return _of_process[0](work)
 
 

@@ -421,7 +421,7 @@ def _from_json(value: str | None) -> Any:
     try:
         return DECODER.decode(value)
     except json.JSONDecodeError as error:
-        raise DataError(f"is kept as JSON and is none: {error.msg} at character {error.pos + 1}") from None
+        raise DataError(f"is stored as JSON and is not valid: {error.msg} at character {error.pos + 1}") from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}") from None
 

@@ -172,7 +172,7 @@ def read_hub(source: DataSource, hint: str, skipped: LeftOut) -> Iterator[Placed
 
 
 def _commit(source: DataSource) -> str | None:
-    """Return the commit that the revision stands for. Raise what `huggingface_hub` raises where there is none.
+    """Return the commit that the revision stands for. Raise `huggingface_hub`'s error if there is none.
 
     The library itself takes whatever it has cached of the dataset when a revision is not found, and only logs that.
     """
@@ -223,7 +223,8 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if path.is_dir():
         return saved_files(path, source.split) or choose_split(splits_of_folder(path, source), source)
     if any(mark in source.path for mark in "*?["):
-        matches = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207 - it skips hidden files
+        # `Path.glob` would include hidden files.
+        matches = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
         if not matches:
             raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
         return choose_split(splits_of_glob(matches, path, source), source)
@@ -377,7 +378,8 @@ BAD = re.compile(r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wron
 JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
     (
         re.compile(
-            r"label|kto_tag|train|(?:is_)?(?:desirable|correct|accepted|approved|good|safe|valid|chosen)|passed|thumbs_up|win"
+            r"label|kto_tag|train|(?:is_)?(?:desirable|correct|accepted|approved|good|safe|valid|chosen)|passed"
+            r"|thumbs_up|win"
         ),
         _yes_or_no,
     ),

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from sft_play.config.schema import DataSource
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
-from sft_play.data.tokens import Outcome
+from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.text import plural
@@ -71,7 +71,7 @@ class SourceTally:
     left_out: list[dict[str, str]] = field(default_factory=list)
     """`reason` and `place` of the first that were left out."""
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: EncodedExample) -> None:
         """Count what became of an example that was skipped, cut or lost something."""
         if outcome.dropped:
             self.dropped[outcome.dropped] += 1
@@ -311,7 +311,7 @@ class Made(NamedTuple):
     """`KEY_BYTES` of a hash of its content."""
     held_out: bool
     rows: list[TokenRow]
-    outcome: Outcome | None
+    outcome: EncodedExample | None
     """Of one that was skipped, cut, lost something or is wrong: what there is to say, without rows."""
 
 
@@ -438,9 +438,9 @@ class Rows:
         return None
 
     def count_tokens(self) -> dict[int, int]:
-        """Return how often each token stands in all rows."""
-        found = pc.value_counts(pc.list_flatten(self._table.column("input_ids"))).to_pylist()
-        return {int(one["values"]): int(one["counts"]) for one in found}
+        """Return the number of occurrences of each token in all rows."""
+        counts = pc.value_counts(pc.list_flatten(self._table.column("input_ids"))).to_pylist()
+        return {int(count["values"]): int(count["counts"]) for count in counts}
 
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""

@@ -27,8 +27,8 @@ SHORTEST = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What became of one example."""
+class EncodedExample:
+    """The result of encoding one example."""
 
     rows: Sequence[Encoded] = ()
     """None where the example was skipped or is wrong; several where it was split."""
@@ -67,9 +67,9 @@ class Encoder:
         self.renderer = Renderer(tokenizer, stops)
         self.tokens = RowTokens(tokenizer, stops)
 
-    def encode(self, examples: Sequence[Example]) -> list[Outcome]:
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         """Return one outcome per example, in order; the outcome of a bad one has its error."""
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, EncodedExample] = {}
         chats: dict[int, list[RowText]] = {}
         texts: list[int] = []
         for index, example in enumerate(examples):
@@ -87,25 +87,25 @@ class Encoder:
                 else:
                     chats[index] = self.renderer.rows(example.messages, example.tools, self.loss_on)
             except DataError as error:
-                outcomes[index] = Outcome(error=error)
+                outcomes[index] = EncodedExample(error=error)
         for (index, row_texts), row_tokens in zip(chats.items(), self.tokens.rows(list(chats.values())), strict=True):
             outcomes[index] = self._chat(examples[index], row_texts, row_tokens)
         try:
             words = [examples[index].text or "" for index in texts]
             encoded = encode_texts(words, self.tokenizer, limit=self.limit, overlong=self.policy)
         except DataError as error:
-            encoded = [Outcome(error=DataError(error.message, hint=error.hint)) for _ in texts]
+            encoded = [EncodedExample(error=DataError(error.message, hint=error.hint)) for _ in texts]
         outcomes.update(zip(texts, encoded, strict=True))
         for index, outcome in outcomes.items():
             if outcome.error:
                 outcome.error.place = outcome.error.place or examples[index].place
         return [replace(outcomes[index], place=example.place) for index, example in enumerate(examples)]
 
-    def _chat(self, example: Example, texts: list[RowText], encoded: list[Encoded] | DataError) -> Outcome:
+    def _chat(self, example: Example, texts: list[RowText], encoded: list[Encoded] | DataError) -> EncodedExample:
         if isinstance(encoded, DataError):
-            return Outcome(error=encoded)
+            return EncodedExample(error=encoded)
         messages = example.messages or []
-        outcome = Outcome(
+        outcome = EncodedExample(
             thoughts=lost_thoughts(messages, texts, self.loss_on),
             undescribed=example.undescribed,
             filled=example.filled,
@@ -115,7 +115,7 @@ class Encoder:
         if length <= self.limit:
             return replace(outcome, rows=rows)
         if self.policy in ("error", "drop"):
-            return Outcome(dropped=TOO_LONG, overlong=length)
+            return EncodedExample(dropped=TOO_LONG, overlong=length)
 
         def encode(messages: Sequence[Message]) -> list[Encoded]:
             again = self.tokens.rows([self.renderer.rows(messages, example.tools, self.loss_on)])[0]
@@ -133,12 +133,12 @@ class Encoder:
             else:
                 cut = truncate(messages, self.limit, encode, count, answers=self.policy == "truncate_answers")
         except DataError as error:
-            return Outcome(error=error)
+            return EncodedExample(error=error)
         if cut is None or not cut.rows:
-            return Outcome(dropped=ANSWER_TOO_LONG, overlong=length)
+            return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
         return replace(outcome, rows=cut.rows, lost=cut.lost(messages), answers_cut=cut.answers_cut, overlong=length)
 
-    def _tokens(self, example: Example) -> Outcome:
+    def _tokens(self, example: Example) -> EncodedExample:
         """Return what became of an example that is tokens already."""
         ids = example.input_ids or []
         largest = max(ids, default=0)
@@ -152,20 +152,20 @@ class Encoder:
         if length < SHORTEST:
             raise DataError("the row has fewer than two tokens, so there is nothing to learn")
         if length <= self.limit:
-            return Outcome(rows=[row])
+            return EncodedExample(rows=[row])
         if self.policy in ("error", "drop"):
-            return Outcome(dropped=TOO_LONG, overlong=length)
+            return EncodedExample(dropped=TOO_LONG, overlong=length)
         answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text
         if self.policy == "split" and not answer:
-            return Outcome(rows=chunks(row, self.limit), overlong=length)
+            return EncodedExample(rows=chunks(row, self.limit), overlong=length)
         cut, loses_end = cut_tokens(
             _from_answer(row, self.limit), self.limit, answers=self.policy == "truncate_answers"
         )
         ends = int(answer and loses_end)
         if ends and self.policy != "truncate_answers":
-            return Outcome(dropped=ANSWER_TOO_LONG, overlong=length)
+            return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
         lost = {"the end of an answer"} if ends else {"the beginning of the tokens"} if answer else TEXT_END
-        return Outcome(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
+        return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
 
 
 def without_tail(encoded: Encoded) -> Encoded:
@@ -178,7 +178,7 @@ def without_tail(encoded: Encoded) -> Encoded:
     return replace(encoded, input_ids=encoded.input_ids[:end], labels=encoded.labels[:end])
 
 
-def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: str = "split") -> list[Outcome]:
+def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: str = "split") -> list[EncodedExample]:
     """Tokenise documents together and return what became of each: every token is learnt, and each ends with the
     end-of-sequence token.
 
@@ -203,21 +203,21 @@ def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: 
     return [_document(ids, first, tokenizer.eos_token_id, limit, overlong) for ids in encoded]
 
 
-def _document(tokens: list[int], first: list[int], eos: int, limit: int, overlong: str) -> Outcome:
+def _document(tokens: list[int], first: list[int], eos: int, limit: int, overlong: str) -> EncodedExample:
     if not tokens:
-        return Outcome(dropped=EMPTY)
+        return EncodedExample(dropped=EMPTY)
     ids = tokens if tokens[:1] == first else [*first, *tokens]
     if ids[-1] != eos:
         ids = [*ids, eos]
     if len(ids) < SHORTEST:
-        return Outcome(dropped=EMPTY)
+        return EncodedExample(dropped=EMPTY)
     if len(ids) > limit and overlong == "drop":
-        return Outcome(dropped=TOO_LONG, overlong=len(ids))
+        return EncodedExample(dropped=TOO_LONG, overlong=len(ids))
     # The first token of a row follows nothing and is never a target.
     row = Encoded(ids, [IGNORED, *ids[1:]], [], "")
     if len(ids) > limit and overlong.startswith("truncate"):
-        return Outcome(rows=[cut_tokens(row, limit)[0]], lost=TEXT_END, overlong=len(ids))
-    return Outcome(rows=chunks(row, limit))
+        return EncodedExample(rows=[cut_tokens(row, limit)[0]], lost=TEXT_END, overlong=len(ids))
+    return EncodedExample(rows=chunks(row, limit))
 
 
 # Texts of rows to tokens.
@@ -279,7 +279,7 @@ class RowTokens:
         return [Encoded(ids, labels, prompt, row.reference)]
 
     def _slow_row(self, row: RowText) -> list[Encoded]:
-        """Return a row, after rows of their own for earlier answers whose tokens the complete row would change."""
+        """Return a row, after separate rows for earlier answers whose tokens the complete row would change."""
         prompt = self.batch([row.prompt])[0]
         answer = self._continued(row.prompt, prompt, row.answer)
         ids = prompt + answer
@@ -301,7 +301,7 @@ class RowTokens:
     def _continued(self, prompt: str, prompt_ids: list[int], answer: str) -> list[int]:
         """Return the tokens that a model writes after `prompt_ids` to have written `answer`.
 
-        Tokenizers that mark the beginning of a text (`\u2581`) would mark that of an answer, which is none.
+        Tokenizers that mark the beginning of a text (`\u2581`) would also mark the answer, which does not begin a text.
         """
         if self._plain:
             return self.batch([answer])[0]

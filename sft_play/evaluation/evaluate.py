@@ -71,7 +71,7 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class ScoredRows:
     """The rows that are scored."""
 
     split: PreparedSplit
@@ -294,7 +294,7 @@ def _within_context(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=replace(loaded.config, model=replace(model, max_seq_len=length)))
 
 
-def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows | None:
+def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> ScoredRows | None:
     """Return the rows to score, prepared when they are not yet: those that were given, else the run's own or the
     file's.
 
@@ -319,12 +319,12 @@ def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Rows |
     else:
         return None
     assert split is not None, "preparation returns the rows that it was asked for"
-    return Rows(
+    return ScoredRows(
         split=split, name=data_name(path.partition(", ")[0], split.fingerprint), path=path, model=prepared.model
     )
 
 
-def _own_rows(run: RunFolder) -> Rows | None:
+def _own_rows(run: RunFolder) -> ScoredRows | None:
     split = Prepared.load(run.prepared).validation
     if split is None or not split.rows:
         return None
@@ -337,7 +337,7 @@ def _own_rows(run: RunFolder) -> Rows | None:
             hint = "restore the data, or score it as it is now: DATA=file.jsonl"
             raise CheckpointError(f"the validation data of the run `{run.name}` has changed since", hint=hint)
         split = again
-    return Rows(split=split)
+    return ScoredRows(split=split)
 
 
 def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
@@ -407,7 +407,7 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
     return run
 
 
-def settings_of(config: Config, run: RunFolder, weights: Weights, rows: Rows) -> dict[str, Any]:
+def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRows) -> dict[str, Any]:
     """Return how the scores are made, with `key`: a hash over that, the weights and the rows."""
     prepared, plan = Prepared.load(run.prepared), Plan.load(run.plan)
     settings: dict[str, Any] = {

@@ -35,7 +35,7 @@ class Objective:
         """Return the sum over all targets but `IGNORED`, with its graph (fp32, a scalar)."""
         if self == PLAIN:
             return functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
-        total: Tensor = _Total.apply(logits_NV, targets_N, self)
+        total: Tensor = _SumOverRanks.apply(logits_NV, targets_N, self)
         return total
 
     def total_and_slope(self, logs_NV: Tensor, targets_N: Tensor, *, slope: bool) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +55,7 @@ class Objective:
         return total, grad.mul_(scale[:, None])
 
 
-class _Total(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum; its gradient takes the place of the log-probabilities, so that it needs no more than cross-entropy does."""
 
     @staticmethod

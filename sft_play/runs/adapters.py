@@ -141,12 +141,12 @@ def find_adapter(config: Config, place: str | None = None) -> Path:
         check_adapter(folder / CONFIG, ours=False)
         return folder
     if not (folder / CONFIG).is_file():
-        whole = kind_of(folder) == "full"
+        full = kind_of(folder) == "full"
         raise UserError(
-            f"`{name}` is {'a complete model' if whole else 'not an adapter: it lacks'}{'' if whole else f' `{CONFIG}`'}",
+            f"`{name}` is {'a complete model' if full else f'not an adapter: it lacks `{CONFIG}`'}",
             place=place,
             hint=f"MODEL_NAME={as_typed(name)}"
-            if whole
+            if full
             else "`model.adapter` takes a run, a folder that PEFT wrote, or a hub id",
         )
     pickled = next(folder.glob("adapter_model.*"), None)

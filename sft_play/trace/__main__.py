@@ -55,7 +55,7 @@ def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             results.append(count(request["count"]) if "count" in request else trace(Case(**request)))
         except UserError as error:
             results.append({"error": error.message, "hint": error.hint})
-        except Exception as error:  # noqa: BLE001 - any architecture may fail in its own way; the plan says so and goes on
+        except Exception as error:  # noqa: BLE001 - any architecture may fail; the plan reports it and continues
             lines = str(error).strip().splitlines() or [""]
             results.append({"error": f"{type(error).__name__}: {lines[0]}"})
     return results

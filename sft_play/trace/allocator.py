@@ -25,7 +25,7 @@ Event = tuple[int, int, int]
 """+1 or -1, block number, bytes"""
 
 
-class DoesNotFitError(Exception):
+class OverBudgetError(Exception):
     """The limit is too small."""
 
 
@@ -185,7 +185,7 @@ class CachingAllocator:
     live: dict[int, tuple[AddressRange, Block]] = field(default_factory=dict)
 
     def allocate(self, number: int, size: int) -> None:
-        """Raise `DoesNotFitError`."""
+        """Raise `OverBudgetError`."""
         where = self.ranges[size <= SMALL]
         block = where.best(size)
         if block is None:
@@ -194,7 +194,7 @@ class CachingAllocator:
                 self.reserved -= sum(each.give_back() for each in self.ranges.values())
                 start, unmapped = where.room(size)
                 if self.reserved + unmapped > self.limit:
-                    raise DoesNotFitError
+                    raise OverBudgetError
             self.reserved += unmapped
             block = where.map(start, size)
         block.used = True
@@ -209,7 +209,7 @@ class CachingAllocator:
 
 
 def replay(events: Sequence[Event], limit: int | None = None) -> int:
-    """Return the most bytes that are mapped. Raise `DoesNotFitError`."""
+    """Return the most bytes that are mapped. Raise `OverBudgetError`."""
     pool = CachingAllocator(limit)
     for sign, number, size in events:
         if size and sign > 0:
@@ -237,6 +237,6 @@ def lost_bytes(events: Sequence[Event]) -> int:
         try:
             replay(events, middle)
             high = middle
-        except DoesNotFitError:
+        except OverBudgetError:
             low = middle
     return max(0, high - in_use)

@@ -190,9 +190,10 @@ VARLEN_BACKWARD = "torch_attn._varlen_attn_backward.default"
 
 aten = torch.ops.aten
 BY_SHAPE = frozenset({
-    aten._to_copy.default, aten._unsafe_view.default, aten.add_.Tensor, aten.bmm.default, aten.clone.default, aten.copy_.default,
-    aten.detach.default, aten.expand.default, aten.mm.default, aten.mul_.Tensor, aten.new_zeros.default, aten.select.int, aten.slice.Tensor,
-    aten.slice_backward.default, aten.squeeze.dim, aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default,
+    aten._to_copy.default, aten._unsafe_view.default, aten.add_.Tensor, aten.bmm.default, aten.clone.default,
+    aten.copy_.default, aten.detach.default, aten.expand.default, aten.mm.default, aten.mul_.Tensor,
+    aten.new_zeros.default, aten.select.int, aten.slice.Tensor, aten.slice_backward.default, aten.squeeze.dim,
+    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default,
 })  # fmt: skip
 """Two operations of three, whose results' shapes follow from those of their arguments without exception, and in C++:
 three times as fast as a fake mode's bookkeeping.
@@ -243,10 +244,10 @@ class _Block:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts storages by weak references, so that memory is given back in the count when it really is.
+    """Counts storages by weak references, so that memory is released in the count when it really is.
 
     Works on real and on fake tensors alike. `device` is the device that is planned for: on `cuda` sizes are rounded as
-    its allocator does, and what its kernels need beside the CPU's is added (memory facts A.2: flash attention's
+    its allocator does, and what its kernels need in addition to the CPU's is added (memory facts A.2: flash attention's
     backward pass).
     """
 
@@ -325,10 +326,10 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def _inside(self, name: str, args: Any) -> int:
-        """Return bytes that a CUDA kernel needs only while it runs, where the CPU's needs none.
+        """Return bytes that a CUDA kernel, unlike the CPU's, needs only while it runs.
 
-        Flash attention's backward pass accumulates dQ in fp32, padded to 128 rows and 32 columns, beside one fp32 sum a
-        row; with grouped heads it makes dK and dV for all heads first (flash-attention's `mha_bwd`).
+        Flash attention's backward pass accumulates dQ in fp32, padded to 128 rows and 32 columns, and one fp32 sum
+        per row; with grouped heads it makes dK and dV for all heads first (flash-attention's `mha_bwd`).
         """
         if not self.cuda or name not in (ATTENTION_BACKWARD, VARLEN_BACKWARD):
             return 0

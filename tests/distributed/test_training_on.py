@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, tmp_p
     refused(2, "`tuning.mode` is `full`", "train on", words=["MODEL_ADAPTER=first", "TUNING_MODE=full"])
     refused(2, "neither a run nor a folder", words=["MODEL_ADAPTER=frist"])
     refused(2, "holds an adapter", "MODEL_ADAPTER=first", words=["MODEL_NAME=first"])
-    refused(2, "a whole model", words=[f"MODEL_ADAPTER={place.folder}/model"])
+    refused(2, "a complete model", words=[f"MODEL_ADAPTER={place.folder}/model"])
     missing, pickled = copy("missing"), copy("pickled")
     (missing / "adapter_model.safetensors").unlink()
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
