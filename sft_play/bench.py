@@ -1,5 +1,5 @@
-"""`make bench`: some steps by the road of `make train`, their speed and memory beside the plan. Like every complete run
-they teach the forecast (`plan/experience.py`).
+"""`make bench`: train some steps as `make train` does, and compare speed and memory with the plan. Like every complete
+run they improve the forecast (`plan/experience.py`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SHORT = {
     "train.load_best_model_at_end": "false",
     "train.report_to": "none",
 }
-"""What is not typed otherwise."""
+"""Values of keys that were not typed."""
 
 
 def main(call: Call) -> int:
-    """Train some steps of CONFIG (default: the quickstart), print speed and memory beside the plan, and return the exit
-    code.
+    """Train some steps of CONFIG (default: the quickstart), print speed and memory next to the plan's, and return the
+    exit code.
     """
     call = replace(call, options={"CONFIG": str(preset_path("quickstart")), **call.options})
-    typed, hardware = {one.key for one in call.overrides}, detect()
+    typed, hardware = {override.key for override in call.overrides}, detect()
     ours = (Override(key=key, text=text, origin="make bench") for key, text in SHORT.items() if key not in typed)
     several = (call.integer("NUM_GPUS", minimum=1) or (len(hardware.devices) if hardware.kind == "cuda" else 1)) > 1
     run, outcome = start_run(replace(call, overrides=(*ours, *call.overrides)), "auto" if several else "single")
@@ -42,5 +42,7 @@ def main(call: Call) -> int:
         measured = {name: facts.get(name) for name in names}
         print(json.dumps({"run": str(run.path), "measured": measured, "plan": facts.get("forecast")}, indent=2))
     else:
-        print(f"\n{run.path}\n{beside_forecast(run)}  plans of like models on these devices go by this run from now on")
+        print(
+            f"\n{run.path}\n{beside_forecast(run)}  plans of similar models on these devices use this run from now on"
+        )
     return 0

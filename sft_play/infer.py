@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 SETTINGS = frozenset({"train.generation_max_new_tokens", "train.generation_num_beams", "eval.batch_size"})
-"""What may be changed for answering."""
+"""Keys of a run that may be changed for answering."""
 OF_A_MODEL = SETTINGS | {"model.revision", "model.trust_remote_code"}
-"""And of a model that no run made."""
+"""Keys that may be changed for a model without a run."""
 BATCH_SIZE = 8
-"""Prompts answered together where no plan says how many."""
+"""Prompts answered together without a plan."""
 COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends"
 
 
 class Ready(NamedTuple):
-    """What answers."""
+    """A loaded model, ready to answer."""
 
     model: Any
     tokenizer: Any
@@ -55,7 +55,7 @@ class Ready(NamedTuple):
 
 
 def main(call: Call) -> int:
-    """Answer in the way that the variables ask for. Input is read and checked before the model is loaded."""
+    """Answer a prompt, a file or a conversation; input is read and checked before the model is loaded."""
     options = call.options
     _check_options(options)
     plain = plain_model(options, "infer")
@@ -74,15 +74,15 @@ def main(call: Call) -> int:
 
 
 def _columns(run: RunFolder) -> list[Mapping[str, str]]:
-    """Return how the run's own sources rename columns."""
+    """Return the renamed columns of each of the run's sources."""
     from sft_play.config.load import read_config
 
     return [source.columns for source in read_config(run.config).config.data.sources if source.columns]
 
 
 def _check_options(options: Mapping[str, str]) -> None:
-    """Raise `UserError` for variables that do not go together, and for a file that would lose the questions or the
-    answers.
+    """Raise `UserError` for variables that cannot be combined, and for an `OUTPUT` that would overwrite the questions
+    or lose the answers.
     """
     hint = "make infer RUN=name INPUT=questions.jsonl OUTPUT=answers.jsonl"
     if "PROMPT" in options and ("INPUT" in options or "OUTPUT" in options):
@@ -90,8 +90,8 @@ def _check_options(options: Mapping[str, str]) -> None:
     if not options.get("PROMPT", "?").strip():
         raise UserError("`PROMPT` is empty")
     if ("INPUT" in options) != ("OUTPUT" in options):
-        given, lacking = ("INPUT", "OUTPUT") if "INPUT" in options else ("OUTPUT", "INPUT")
-        raise UserError(f"`{given}` needs `{lacking}`", hint=hint)
+        present, lacking = ("INPUT", "OUTPUT") if "INPUT" in options else ("OUTPUT", "INPUT")
+        raise UserError(f"`{present}` needs `{lacking}`", hint=hint)
     if "OUTPUT" in options:
         source, output = Path(options["INPUT"]), Path(options["OUTPUT"])
         if source.exists() and output.exists() and source.samefile(output):
@@ -152,8 +152,8 @@ def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     question = Question("`PROMPT`", [{"role": "user", "content": prompt}])
     answer = answer_all(*ready, _prompts(ready, [question]))[0]
     if call.json:
-        found = {"prompt": prompt, **_parts(answer.said), "tokens": answer.tokens, "stopped": answer.stopped}
-        print(json.dumps({**facts, **found}, ensure_ascii=False))
+        parts = {"prompt": prompt, **_parts(answer.said), "tokens": answer.tokens, "stopped": answer.stopped}
+        print(json.dumps({**facts, **parts}, ensure_ascii=False))
     else:
         _tell_thought(answer.said)
         print(answer.said.shown)
@@ -162,16 +162,16 @@ def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
 
 
 def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> int:
-    """Answers all rows, then publishes `output`: on failure an older file stays as it was."""
+    """Answer all rows, then publish `output`; on failure an older file is unchanged."""
     from sft_play.evaluation.generation import answer_all
 
     asked = [row for row in rows if row.messages]
     with bar("answers", "rows") as show:
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
-    found = [_output_row(ready, row, next(coming).said if row.messages else None) for row in rows]
+    output_rows = [_output_row(ready, row, next(coming).said if row.messages else None) for row in rows]
     try:
-        write_text(output, WRITERS[output.suffix.lower()](found))
+        write_text(output, WRITERS[output.suffix.lower()](output_rows))
     except OSError as error:
         raise UserError(f"`OUTPUT` cannot be written: {error.strerror}", place=str(output)) from error
     cut = _tell_cut(answers, ready)
@@ -184,7 +184,7 @@ def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> i
 
 
 def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
-    """Return how many answers ended at the limit and not by themselves, after a note that says so."""
+    """Return the number of answers that were cut at the limit, after printing a note about them."""
     cut = sum(not answer.stopped for answer in answers)
     if cut:
         limit = ready.settings.max_new_tokens
@@ -195,35 +195,35 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     return cut
 
 
-def _parts(said: Said) -> dict[str, Any]:
-    """Return an answer, and what was thought before it, as JSON shows them."""
-    return {"answer": said.shown, **({"thought": said.thought} if said.thought else {})}
+def _parts(answer: Said) -> dict[str, Any]:
+    """Return the JSON fields of an answer and of the thought before it."""
+    return {"answer": answer.shown, **({"thought": answer.thought} if answer.thought else {})}
 
 
-def _tell_thought(said: Said) -> None:
-    """Show what was thought, apart from the answer: on stderr."""
-    if said.thought:
-        tell(f"thought: {said.thought}")
+def _tell_thought(answer: Said) -> None:
+    """Print an answer's thought on stderr, apart from the answer."""
+    if answer.thought:
+        tell(f"thought: {answer.thought}")
 
 
-def _output_row(ready: Ready, row: Question, said: Said | None) -> dict[str, Any]:
-    """Return a row of `OUTPUT`: what else `INPUT` had in it, `input.` before a name that is ours, then question and
+def _output_row(ready: Ready, row: Question, answer: Said | None) -> dict[str, Any]:
+    """Return a row of `OUTPUT`: the other columns of `INPUT` (prefixed with `input.` if the name is ours), question and
     answer.
 
-    `said` is `None` where nothing was asked.
+    `answer` is `None` for a row without a question.
     """
     from sft_play.data.answers import marks_of
 
     others = {f"input.{name}" if name in OURS else name: value for name, value in row.others.items()}
     prompt = row.messages[-1]["content"] if row.messages else ""
-    found: dict[str, Any] = others | {"prompt": prompt, **(_parts(said) if said else {"answer": ""})}
+    output: dict[str, Any] = others | {"prompt": prompt, **(_parts(answer) if answer else {"answer": ""})}
     if row.reference is not None:
-        found["reference"] = marks_of(ready.tokenizer).cut(row.reference, generated=False).shown
-    return found | ({"messages": row.messages} if len(row.messages) > 1 else {})
+        output["reference"] = marks_of(ready.tokenizer).cut(row.reference, generated=False).shown
+    return output | ({"messages": row.messages} if len(row.messages) > 1 else {})
 
 
 def _json_text(value: Any) -> str:
-    return json.dumps(finite(value), ensure_ascii=False, default=str)  # a table may hold dates
+    return json.dumps(finite(value), ensure_ascii=False, default=str)  # a table may contain dates
 
 
 def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -231,7 +231,7 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _separated(separator: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
-    """Return what writes rows as a table, in which a value that is no text or number is JSON."""
+    """Return a function that writes rows as a table, with lists and mappings as JSON."""
 
     def write(rows: Sequence[Mapping[str, Any]]) -> str:
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -253,18 +253,18 @@ def _separated(separator: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
 
 
 OURS = ("prompt", "answer", "thought", "reference", "messages")
-"""Columns of `OUTPUT` that are not `INPUT`'s."""
+"""Columns that `OUTPUT` adds to those of `INPUT`."""
 WRITERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
     ".jsonl": _json_lines,
     ".json": lambda rows: f"{_json_text(list(rows))}\n",
     ".csv": _separated(","),
     ".tsv": _separated("\t"),
 }
-"""How `OUTPUT` is written, by the ending of its name."""
+"""File ending of `OUTPUT` -> function that writes its rows."""
 
 
 def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
-    """Return the rows' tokens. Raise `DataError` for rows that the template refuses or that leave no room for an
+    """Return the prompts' tokens. Raise `DataError` for rows that the template refuses or that leave no room for an
     answer.
     """
     from sft_play.evaluation.generation import context_length, prompt_ids
@@ -286,8 +286,8 @@ def _prompts(ready: Ready, rows: Sequence[Question]) -> list[list[int]]:
 
 
 class Conversation:
-    """A chat at the terminal or over a pipe: one line a turn, the answer streamed, the history kept until it does not
-    fit.
+    """A chat at the terminal or over a pipe: one line per turn, streamed answers, and a history that drops what no
+    longer fits.
     """
 
     def __init__(self, ready: Ready, *, as_json: bool = False) -> None:
@@ -315,7 +315,7 @@ class Conversation:
                 self.ask(line.strip())
 
     def ask(self, question: str) -> None:
-        """Answer one turn, stream it to stdout and keep it in the history."""
+        """Answer a turn, stream the answer to stdout and add both to the history."""
         from sft_play.evaluation.generation import answer_all
 
         self.messages.append({"role": "user", "content": question})
@@ -325,19 +325,21 @@ class Conversation:
             self.messages.pop()
             tell(error.render())
             return
-        if self.as_json or self.settings.num_beams > 1:  # beams decide on the text only at the end
-            said = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].said
+        if self.as_json or self.settings.num_beams > 1:  # beam search chooses the text only at the end
+            answer = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].said
             print(
-                json.dumps({"prompt": question, **_parts(said)}, ensure_ascii=False) if self.as_json else said.shown,
+                json.dumps({"prompt": question, **_parts(answer)}, ensure_ascii=False)
+                if self.as_json
+                else answer.shown,
                 flush=True,
             )
         else:
-            said = self._stream(prompt)
-        thought = {"reasoning_content": said.thought} if said.thought else {}
-        self.messages.append({"role": "assistant", "content": said.shown, **thought})
+            answer = self._stream(prompt)
+        thought = {"reasoning_content": answer.thought} if answer.thought else {}
+        self.messages.append({"role": "assistant", "content": answer.shown, **thought})
 
     def _stream(self, prompt: Sequence[int]) -> Said:
-        """Print the answer while it is made, without what is thought before, and return it."""
+        """Print the answer while it is generated, without its thought, and return it."""
         import torch
 
         from sft_play.evaluation.generation import Stream, context_length, generation_settings, use_our_settings
@@ -354,7 +356,7 @@ class Conversation:
         return streamer.said
 
     def _fitting_prompt(self) -> list[int]:
-        """Return the conversation's tokens, without its oldest exchanges where it would not fit with an answer."""
+        """Return the conversation's tokens, dropping its oldest exchanges until it fits with an answer."""
         from sft_play.evaluation.generation import context_length, prompt_ids
 
         room = context_length(self.model) - self.settings.max_new_tokens
@@ -373,32 +375,32 @@ class Conversation:
         return prompt
 
 
-# What is asked with `INPUT`: the rows of a data file without their last answer, or a text file with one prompt a line.
+# The questions of `INPUT`: rows of a data file without their last answer, or a text file with one prompt per line.
 
 
 ASKS = {columns[0]: (form, "".join(columns[1:])) for form, (columns, _) in FORMATS.items() if form not in NO_CHAT}
-"""Column that asks -> format, and its column with the answer; the first one that a row has counts (`make infer`)."""
+"""Column of questions -> format and column of answers; the first that a row has counts (`make infer`)."""
 TO_COME = "\N{HORIZONTAL ELLIPSIS}"
-"""Stands for the answer while a row is read as its format, which needs one."""
+"""Placeholder for the answer while a row is read as its format, which requires an answer."""
 
 
 class Question(NamedTuple):
-    """One line or row of `INPUT`."""
+    """A line or row of `INPUT`."""
 
     place: str
     """`file:line`."""
     messages: list[Message]
-    """The conversation up to the turn that is to be answered; none where the line is empty."""
+    """The conversation up to the turn to answer; empty for an empty line."""
     tools: list[Any] | None = None
     reference: str | None = None
-    """The answer that the row has already."""
+    """The row's own answer."""
     others: Mapping[str, Any] = {}
-    """What else the row holds, which goes to `OUTPUT` as it is."""
+    """The row's other columns, copied to `OUTPUT`."""
 
 
 def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> list[Question]:
-    """Return the rows of a file, or its lines. `columns`: new names of columns (`data.sources[].columns`), the first
-    that apply.
+    """Return the rows or lines of a file; of `columns` (`data.sources[].columns`) the first that apply rename its
+    columns.
 
     Raise `DataError` with the places of all bad rows, and for a file without prompts.
     """
@@ -423,7 +425,7 @@ def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> lis
         raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
     raise_all(faults.errors())
     if not any(row.messages for row in rows):
-        raise DataError("`INPUT` holds no prompts", place=str(path))
+        raise DataError("`INPUT` has no prompts", place=str(path))
     return rows
 
 
@@ -431,7 +433,7 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     place, row = placed
     if isinstance(row, DataError):
         raise row
-    given, old_names = row, dict[str, str]()
+    original, old_names = row, dict[str, str]()
     for names in columns:
         there = {new: old for new, old in names.items() if "." not in new and look_up(row, old) is not MISSING}
         of_turns = {new: old for new, old in names.items() if "." in new and new.partition(".")[0] in {*row, *there}}
@@ -445,14 +447,16 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
         )
     form, answer = ASKS[asks]
     others = {
-        name: value for name, value in given.items() if name not in {old_names.get(one, one) for one in (asks, answer)}
+        name: value
+        for name, value in original.items()
+        if name not in {old_names.get(column_name, column_name) for column_name in (asks, answer)}
     }
     if isinstance(row[asks], str) and not row[asks].strip():
         return Question(place, [], others=others)
     example = understand((place, _with_answer(row, asks, answer)), 0, form)
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):
-        raise DataError(f"`{asks}` holds no turn that could be answered")
+        raise DataError(f"`{asks}` has no turn that can be answered")
     calls = [call["function"] for call in last.get("tool_calls", ())]
     reference = "\n".join(
         filter(None, [last["content"], *(call_text(call["name"], call["arguments"]) for call in calls)])
@@ -462,28 +466,33 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
 
 
 def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str, Any]:
-    """Return a row that ends with an answer: its own, or `TO_COME`, also in place of one that is empty."""
-    said = row[asks]
+    """Return a row that ends with its own answer, or `TO_COME` if it is missing or empty."""
+    question = row[asks]
     if not answer:
-        return {**row, asks: _ended(said, asks, *(("role", "content") if asks == "messages" else ("from", "value")))}
-    found = row.get(answer)
-    if not isinstance(found, str) and found:
-        return {**row, answer: _ended(found, answer, "role", "content")}
-    if isinstance(found, str) and found.strip():
+        return {
+            **row,
+            asks: _ended(question, asks, *(("role", "content") if asks == "messages" else ("from", "value"))),
+        }
+    reference = row.get(answer)
+    if not isinstance(reference, str) and reference:
+        return {**row, answer: _ended(reference, answer, "role", "content")}
+    if isinstance(reference, str) and reference.strip():
         return row
     return {
         **row,
-        answer: TO_COME if isinstance(said, str) or asks != "prompt" else [{"role": "assistant", "content": TO_COME}],
+        answer: TO_COME
+        if isinstance(question, str) or asks != "prompt"
+        else [{"role": "assistant", "content": TO_COME}],
     }
 
 
 def _ended(turns: Any, column: str, name: str, words: str) -> Any:
-    """Return turns that end with an assistant's that says something."""
+    """Return turns that end with a non-empty assistant turn."""
     turns = list_of(turns, column)
     if not turns or not isinstance(last := turns[-1], Mapping):
         return turns
     if ROLE_NAMES.get(str(last.get(name, last.get("role"))).lower()) not in ("assistant", CALLS):
         return [*turns, {name: "assistant", words: TO_COME}]
-    said = last.get(words)
-    empty = not (said.strip() if isinstance(said, str) else said) and not last.get("tool_calls")
+    content = last.get(words)
+    empty = not (content.strip() if isinstance(content, str) else content) and not last.get("tool_calls")
     return [*turns[:-1], {**last, words: TO_COME}] if empty else turns

@@ -35,13 +35,13 @@ IN_TERMINAL, IN_PAGE = 3, 200
 SPLITS = ("train", "validation")
 TRAINED, SPECIAL = "green bold", "magenta"
 WITHOUT_COLOUR = ("«", "»")
-"""Around what is trained where nothing can be coloured (a file, a pipe)."""
+"""Marks around trained text where colours are not possible (a file, a pipe)."""
 MOST_BINS = 30
-"""Of a histogram in the page."""
+"""Most bins of a histogram in the page."""
 
 
 def main(call: Call) -> int:
-    """Show samples and statistics of one split, or of both in a page."""
+    """Show samples and statistics of one split, or write a page about both."""
     config = call.load_config().config
     split = call.options.get("SPLIT", "train")
     if split not in SPLITS:
@@ -54,13 +54,13 @@ def main(call: Call) -> int:
     if split not in manifests:
         raise UserError("there is no validation data to inspect", hint="set `data.validation`, or omit SPLIT")
     words = call.options.get("SEARCH")
-    found = {
+    samples = {
         name: samples_of(prepared.model.path, manifest, rows, config.train.seed, words)
         for name, manifest in manifests.items()
         if as_page or name == split
     }
     if call.json and not as_page:
-        shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in found[split]]}
+        shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in samples[split]]}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
         return 0
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
@@ -72,7 +72,7 @@ def main(call: Call) -> int:
             "model": short_path(prepared.model.name),
             "limit": config.model.max_seq_len,
             "splits": [
-                _split_record(name, facts, manifests[name], found[name], mixtures.get(name, ()))
+                _split_record(name, facts, manifests[name], samples[name], mixtures.get(name, ()))
                 for name, facts in splits.items()
                 if facts
             ],
@@ -83,20 +83,19 @@ def main(call: Call) -> int:
         return 0
     # `[/x]` and `:x:` are data here
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    show(console, split, manifests[split], found[split], mixtures.get(split, ()))
+    show(console, split, manifests[split], samples[split], mixtures.get(split, ()))
     return 0
 
 
 def _split_record(
     name: str, facts: PreparedSplit, manifest: Mapping[str, Any], samples: Sequence[Sample], mixture: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what the page shows of a split (`report/static/rows.js`)."""
-    said = "training" if name == "train" else name
-    warnings = summary(said, manifest).splitlines()[
-        1 + len(manifest["sources"]) :
-    ]  # after the split's line and the sources'
+    """Return a split's facts for the page (`report/static/rows.js`)."""
+    label = "training" if name == "train" else name
+    # Warnings follow the lines of the split and its sources.
+    warnings = summary(label, manifest).splitlines()[1 + len(manifest["sources"]) :]
     return {
-        "name": said,
+        "name": label,
         "counted": counted_as(name),
         **{key: manifest["split"][key] for key in ("rows", "tokens", "label_tokens", "median", "longest")},
         "at_most_95": manifest["length_quantiles"]["95%"],
@@ -115,8 +114,8 @@ def _split_record(
 
 
 def histogram(values: Sequence[int]) -> dict[str, Any]:
-    """Return how many `values` are in each bin `[k * width, (k + 1) * width)`, of the finest round width that gives few
-    bins.
+    """Return the number of `values` in each bin `[k * width, (k + 1) * width)`, with the finest round width that needs
+    at most `MOST_BINS` bins.
     """
     longest = max(values, default=0)
     width = next(
@@ -125,13 +124,13 @@ def histogram(values: Sequence[int]) -> dict[str, Any]:
         for width in (10**power, 2 * 10**power, 5 * 10**power)
         if longest < MOST_BINS * width
     )
-    found = Counter(value // width for value in values)
-    return {"width": width, "counts": [found[bin_] for bin_ in range(longest // width + 1)]}
+    bins = Counter(value // width for value in values)
+    return {"width": width, "counts": [bins[bin_] for bin_ in range(longest // width + 1)]}
 
 
 def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, words: str | None) -> list[Sample]:
-    """Return rows of a prepared split: those that hold `words` in any letter case, else some of each source, chosen by
-    `seed`.
+    """Return rows of a prepared split: those that contain `words` in any letter case, else some of each source, chosen
+    by `seed`.
     """
     from sft_play.model.tokenizer import load_tokenizer
 
@@ -142,8 +141,8 @@ def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, w
     }
     names = [source["name"] for source in manifest["sources"]]
     if words:
-        wanted = words.casefold()
-        holding = (at for at, ids in enumerate(rows["input_ids"]) if wanted in tokenizer.decode(ids).casefold())
+        folded = words.casefold()
+        holding = (at for at, ids in enumerate(rows["input_ids"]) if folded in tokenizer.decode(ids).casefold())
         indices = list(islice(holding, count))
         if not indices:
             tell(f"no row holds `{words}`")
@@ -169,12 +168,12 @@ class TokenSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One prepared row."""
+    """A prepared row."""
 
     index: int
     """Its place in the prepared split, from 0."""
     row: int
-    """Where it stood among the rows that were read, from 0; rows of one split example share it."""
+    """Its index among the rows that were read, from 0; rows of one split example share it."""
     source: str
     tokens: int
     trained: int
@@ -182,13 +181,10 @@ class Sample:
 
 
 def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, special: frozenset[int]) -> Sample:
-    """Return the row at `index` of a prepared dataset with its text. `special`: ids that are shown as special
-    tokens.
-    """
+    """Return the row at `index` of a prepared dataset with its text; `special` are the ids of special tokens."""
     ids, labels = list(row["input_ids"]), list(row["labels"])
-    trained = [
-        position > 0 and label != IGNORED for position, label in enumerate(labels)
-    ]  # nothing predicts the first token
+    # The first token is never predicted.
+    trained = [position > 0 and label != IGNORED for position, label in enumerate(labels)]
     kinds = [(kind, token in special) for kind, token in zip(trained, ids, strict=True)]
     pieces, start = [], 0
     for (is_trained, is_special), group in groupby(kinds):
@@ -204,7 +200,7 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
 
 
 def choose_rows(count: int, seed: int, of_source: Sequence[int]) -> list[int]:
-    """Return `count` row indices in order: the same number of each source as far as it has them, chosen by `seed`."""
+    """Return `count` row indices in order, chosen by `seed`, equally many of each source if it has enough."""
     turns, seen = list[tuple[int, int]](), Counter[int]()
     for index in random.Random(seed).sample(range(len(of_source)), len(of_source)):
         seen[of_source[index]] += 1
@@ -216,7 +212,7 @@ def show(
     console: Console, split: str, manifest: Mapping[str, Any], samples: Sequence[Sample], mixture: Sequence[str] = ()
 ) -> None:
     """Print a legend, the samples, how sources are mixed (`mixture`), lengths, and what was skipped."""
-    if not samples:  # that no row holds the words is said already
+    if not samples:  # `samples_of` has reported that no row contains the words
         return
     colours = console.color_system is not None
     word = counted_as(split)
@@ -254,15 +250,13 @@ def _mark(sample: Sample) -> str:
 
 
 def _with_line_ends(piece: TokenSpan) -> str:
-    """A line end that is learnt must be seen."""
+    """Return a span's text with trained line ends made visible."""
     text = printable(piece.text)
     return text.replace("\n", "↵\n") if piece.trained else text
 
 
 def skipped_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows of a source were skipped, with the first places, and one for rows
-    that were cut.
-    """
+    """Return a line for each reason to skip rows of a source, with the first places, and a line for truncated rows."""
     lines = []
     for source in manifest["sources"]:
         for reason, count in left_out_of(source).items():

@@ -45,62 +45,65 @@ OF_SLURM = ("SUBMIT", "HARDWARE", "NUM_NODES")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """What the file says."""
+    """The content of a sweep's file."""
 
     keys: dict[str, Any]
     """Dotted key -> list of values."""
     method: Literal["grid"] = "grid"
     metric: str | None = None
-    """By which runs are ranked: `loss`, `eval_loss`, `eval_rougeL`, ...; default: `train.metric_for_best_model`, or
-    `loss` where nothing is evaluated."""
+    """Score that ranks the runs: `loss`, `eval_loss`, `eval_rougeL`, ...; default: `train.metric_for_best_model`, or
+    `loss` without evaluation.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One combination."""
+    """A combination of values."""
 
     name: str
     values: Mapping[str, str]
     origin: str
 
     def overrides(self) -> tuple[Override, ...]:
-        """Return what it adds to the configuration. The same command finds its runs again."""
+        """Return its values as overrides, with `launch.auto_resume`, so that a repeated command continues its run."""
         values = {**self.values, "launch.auto_resume": "true"}
         return tuple(Override(key=key, text=text, origin=self.origin) for key, text in values.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a trial."""
+    """A trial and the summary of its run."""
 
     trial: Trial
     summary: Summary
 
     def score(self, metric: str) -> float | None:
-        """Return what the run is ranked by; `None` where it did not finish, or has no such number."""
+        """Return the run's score, or `None` if it did not finish or has no finite value."""
         score = self.summary.loss if metric == "loss" else self.summary.scores.get(metric)
         return score if self.summary.state == "finished" and score is not None and math.isfinite(score) else None
 
 
 MOST_RUNS = 10_000
-"""Each is planned before the first starts."""
+"""Most runs of a sweep, all of which are planned before the first starts."""
 
 
 def main(call: Call) -> int:
-    """Plan all runs, train them in turn or as a Slurm array, and print them in order of their scores. The same command
-    continues where it was stopped.
-    """
+    """Plan all runs, train them in turn or as a Slurm array, and print them ranked; a repeated command continues."""
     for name in ("CONFIG", "SWEEP"):
         if name not in call.options:
             raise UserError(f"`make sweep` needs `{name}`", hint="make sweep CONFIG=my.yaml SWEEP=sweep.yaml")
-    if not (slurm := call.flag("SLURM")) and (given := [name for name in OF_SLURM if name in call.options]):
+    if not (slurm := call.flag("SLURM")) and (slurm_only := [name for name in OF_SLURM if name in call.options]):
         raise UserError(
-            f"`{given[0]}` is for a sweep by Slurm",
+            f"`{slurm_only[0]}` is for a sweep by Slurm",
             hint="SLURM=1, or omit it: runs are trained here, one after the other",
         )
     path, config = typed_path(call.options["SWEEP"]), config_path(call.options["CONFIG"])
     sweep = read_sweep(path)
-    if typed := [one for one in call.overrides if one.key in sweep.keys or (slurm and one.key == "slurm.array")]:
+    if typed := [
+        override
+        for override in call.overrides
+        if override.key in sweep.keys or (slurm and override.key == "slurm.array")
+    ]:
         raise UserError(
             f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once"
         )
@@ -130,8 +133,8 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
         tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}")
-        one = _call(call, trial.name, *trial.overrides())
-        _, outcome = start_run(one, usual_strategy(one))
+        trial_call = _call(call, trial.name, *trial.overrides())
+        _, outcome = start_run(trial_call, usual_strategy(trial_call))
         if outcome.code in STOPPED:
             tell("stopped; the same command continues the sweep")
             return outcome.code
@@ -140,11 +143,11 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
         results.append(result_of(trial))
     metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
-    return 0 if any(one.summary.state == "finished" for one in results) else 75
+    return 0 if any(trial_call.summary.state == "finished" for trial_call in results) else 75
 
 
 def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
-    """Return the score by which runs are ranked. Raise `UserError` where no run will have it."""
+    """Return the score that ranks the runs. Raise `UserError` if no run will have it."""
     metric = sweep.metric or (base.metric_for_best_model if base.eval_strategy != "no" else "loss")
     metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
     if metric != "loss" and base.eval_strategy == "no":
@@ -157,16 +160,16 @@ def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
 
 
 def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int:
-    """Rank the finished runs, and write an array of the others, which `SUBMIT=1` submits."""
+    """Rank the finished runs, and write a job array of the others, which `SUBMIT=1` submits."""
     results = [result_of(trial) for trial in trials]
-    done = [one for one in results if one.summary.state == "finished"]
+    done = [result for result in results if result.summary.state == "finished"]
     if done and not (call.json and len(done) < len(trials)):
         metric = usable_metric(metric, done)
         show(call, rank_results(done, metric), metric)
     tasks = {
-        index: (one.trial.name, [f"{variable_name(key)}={text}" for key, text in one.trial.values.items()])
-        for index, one in enumerate(results, 1)
-        if one not in done
+        index: (result.trial.name, [f"{variable_name(key)}={text}" for key, text in result.trial.values.items()])
+        for index, result in enumerate(results, 1)
+        if result not in done
     }
     if not tasks:
         return 0
@@ -180,28 +183,28 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
 
 
 def result_of(trial: Trial) -> Result:
-    """Return what became of a trial so far."""
+    """Return a trial with its run's current summary."""
     return Result(trial, list_run(RunFolder(runs_folder() / trial.name)))
 
 
 def usable_metric(metric: str, results: Sequence[Result]) -> str:
-    """Return the metric by which the runs can be ranked; says so where it is another."""
-    if metric == "loss" or any(metric in one.summary.scores for one in results):
+    """Return the metric that can rank the runs, and print a note if it is another."""
+    if metric == "loss" or any(metric in result.summary.scores for result in results):
         return metric
     tell(f"note: no run has `{metric}`; ranked by the loss of training")
     return "loss"
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Return a sweep file's content. Raise every mismatch at once, with its line."""
+    """Return a sweep file's content. Raise all mismatches together, with their lines."""
     node, problems = read_yaml(path), list[Mismatch]()
-    found: Any = read_record(node, Sweep, "", problems) if isinstance(node.value, dict) else INVALID
-    if found is INVALID and not problems:
+    sweep: Any = read_record(node, Sweep, "", problems) if isinstance(node.value, dict) else INVALID
+    if sweep is INVALID and not problems:
         problems.append(Mismatch("", node, f"is `{shown(node)}`; expected `keys` with values"))
-    if found is not INVALID and not found.keys:
+    if sweep is not INVALID and not sweep.keys:
         problems.append(Mismatch("keys", node, "is empty", "`keys: {train.learning_rate: [1e-4, 3e-4]}`"))
     values: dict[str, list[str]] = {}
-    for key, part in node.value["keys"].value.items() if found is not INVALID else ():
+    for key, part in node.value["keys"].value.items() if sweep is not INVALID else ():
         if find_key(key) is None:
             word = closest_word(key, list(schema_keys()))
             hint = f"did you mean `{word}`?" if word else "docs/configuration.md lists them"
@@ -213,18 +216,18 @@ def read_sweep(path: Path) -> Sweep:
     raise_all(
         [
             UserError(
-                f"`{one.key}` {one.problem}" if one.key else f"the sweep {one.problem}",
-                place=f"{path}:{one.node.line}",
-                hint=one.hint,
+                f"`{mismatch.key}` {mismatch.problem}" if mismatch.key else f"the sweep {mismatch.problem}",
+                place=f"{path}:{mismatch.node.line}",
+                hint=mismatch.hint,
             )
-            for one in problems
+            for mismatch in problems
         ]
     )
-    return Sweep(keys=values, metric=found.metric)
+    return Sweep(keys=values, metric=sweep.metric)
 
 
 def check_unchanged(trial: Trial) -> None:
-    """Raise `UserError` where the run of a trial was begun with other values: the file was changed since."""
+    """Raise `UserError` if a trial's run was started with other values, before the file was changed."""
     run = RunFolder(runs_folder() / trial.name)
     if not run.config.is_file():
         return
@@ -234,20 +237,20 @@ def check_unchanged(trial: Trial) -> None:
         if (old := before.get(key)) != (new := now.get(key)):
             line = read_yaml(Path(trial.origin)).value["keys"].value[key].line
             raise UserError(
-                f"`{key}` is {new} for the run `{run.name}`, which was begun with {old}",
+                f"`{key}` is {new} for the run `{run.name}`, which was started with {old}",
                 place=f"{trial.origin}:{line}",
                 hint="put the value back to continue the sweep; RUN_NAME=other starts another one",
             )
 
 
 def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
-    """Yield the values of each trial, the last key's changing fastest."""
+    """Yield the values of each trial; the last key's change fastest."""
     for values in itertools.product(*sweep.keys.values()):
         yield dict(zip(sweep.keys, values, strict=True))
 
 
 def say_plan(call: Call, trials: Sequence[Trial]) -> None:
-    """Plan every run, so that a mistake in any is found before the first starts, and say number, time and cost of
+    """Plan every run, so that a mistake in any is reported before the first starts, and print number, time and cost of
     all.
     """
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
@@ -271,10 +274,10 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
             f"all runs of an array start by one command, and these need {' and '.join(sorted(targets))}", hint=hint
         )
     lines = [f"sweep of {plural(len(trials), 'run')}"]
-    lines += table([("run", *trials[0].values), *((one.name, *one.values.values()) for one in trials)])
-    known = [one for one in seconds if one is not None]
-    if len(known) == len(seconds):
-        total = sum(known)
+    lines += table([("run", *trials[0].values), *((trial.name, *trial.values.values()) for trial in trials)])
+    forecasts = [forecast for forecast in seconds if forecast is not None]
+    if len(forecasts) == len(seconds):
+        total = sum(forecasts)
         cost = f", cost about {figure(price * total / 3600)}" if price is not None else ""
         lines.append(f"about {duration(total)} in all, without preparation and start{cost}")
     else:
@@ -283,37 +286,37 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
 
 
 def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
-    """Return finished runs, the best first, then the others."""
+    """Return the finished runs, best first, then the others."""
     sign = 1 if metric.removeprefix("eval_").partition("/")[0] in OF_LOSS else -1
-    return sorted(results, key=lambda one: (one.score(metric) is None, sign * (one.score(metric) or 0.0)))
+    return sorted(results, key=lambda result: (result.score(metric) is None, sign * (result.score(metric) or 0.0)))
 
 
 def show(call: Call, results: Sequence[Result], metric: str) -> None:
-    """Print the runs, the best first."""
+    """Print the runs, best first."""
     if call.json:
         facts = [
             {
-                "run": one.trial.name,
-                "values": dict(one.trial.values),
-                metric: one.score(metric),
-                "state": one.summary.state,
+                "run": result.trial.name,
+                "values": dict(result.trial.values),
+                metric: result.score(metric),
+                "state": result.summary.state,
             }
-            for one in results
+            for result in results
         ]
         print(json.dumps(facts, indent=2))
         return
     rows = [
         (
-            one.trial.name,
-            *one.trial.values.values(),
-            "-" if (score := one.score(metric)) is None else figure(score, 4),
-            one.summary.state,
-            duration(one.summary.seconds or 0.0),
+            result.trial.name,
+            *result.trial.values.values(),
+            "-" if (score := result.score(metric)) is None else figure(score, 4),
+            result.summary.state,
+            duration(result.summary.seconds or 0.0),
         )
-        for one in results
+        for result in results
     ]
     print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
-    best = [one.trial.name for one in results if one.score(metric) is not None][:2]
+    best = [result.trial.name for result in results if result.score(metric) is not None][:2]
     if len(best) > 1:
         hint = f'make compare RUNS="{" ".join(best)}"'
         try:
@@ -327,14 +330,14 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
 
 
 def _call(call: Call, run_name: str, *ours: Override) -> Call:
-    """Return the call of one run, or of the job for all."""
+    """Return the call of a run, or of the job for all runs."""
     options = {name: text for name, text in call.options.items() if name not in ("SWEEP", "PRICE_PER_HOUR", "SLURM")}
-    typed = [one for one in call.overrides if one.key not in {each.key for each in ours}]
+    typed = [override for override in call.overrides if override.key not in {each.key for each in ours}]
     return replace(call, options={**options, "RUN_NAME": run_name}, overrides=(*typed, *ours))
 
 
 def _text(node: YamlNode) -> str:
-    """Return a value as it is typed on a command line."""
+    """Return a value as typed on a command line."""
     plain = node.plain()
     return (
         json.dumps(plain)

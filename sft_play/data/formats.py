@@ -65,7 +65,7 @@ class Example:
     """With `input_ids`: -100 where not trained; `None` trains all."""
     group: str | None = None
     """The value of `data.group_by`."""
-    beside: str | None = None
+    answer_column: str | None = None
     """Column that may be the answer to a text."""
 
     @property
@@ -369,7 +369,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         refuse_media(row)
         parts = FORMATS[form][1](row)
         if form == "text":
-            parts["beside"] = next((name for alias in ANSWERS for name in row if name.lower() == alias), None)
+            parts["answer_column"] = next((name for alias in ANSWERS for name in row if name.lower() == alias), None)
         if "messages" in parts:
             _refuse_mask(row)
             _take_thought(row, form, parts["messages"])

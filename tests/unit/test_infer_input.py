@@ -18,7 +18,7 @@ from sft_play.infer import read_questions
         ("not json", "is not JSON"),
         ('{"text": "x"}', "no column asks: expected `messages`"),
         ('{"messages": [{"role": "user"}]}', "`messages[0]` lacks `role` or `content`; it has `role`"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "holds no turn that could be answered"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "has no turn that can be answered"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
