@@ -76,9 +76,9 @@ class Encoder:
             try:
                 if refused := refused_format(self.task, example.form):
                     hint = refused[1]
-                    if example.answer_column is not None:
-                        columns = f"{{prompt: text, completion: {example.answer_column}}}"
-                        hint = f"`sources: [{{path: FILE, columns: {columns}}}]` learns `{example.answer_column}`; else {hint}"
+                    if (column := example.answer_column) is not None:
+                        columns = f"{{prompt: text, completion: {column}}}"
+                        hint = f"`sources: [{{path: FILE, columns: {columns}}}]` learns `{column}`; else {hint}"
                     raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=hint)
                 if example.text is not None:
                     texts.append(index)
