@@ -87,16 +87,12 @@ def _checked(path: Path, flags: int, *, alone: bool = False) -> int:
             raise
         raise OSError(errno.EINVAL, "it is a link", str(path)) from None
     status = os.fstat(descriptor)
-    wrong = (
-        "it is not a plain file"
-        if not stat.S_ISREG(status.st_mode)
-        else "it is a hard link"
-        if status.st_nlink > 1 and alone
-        else ""
-    )
-    if wrong:
+    reason = "it is a hard link" if status.st_nlink > 1 and alone else ""
+    if not stat.S_ISREG(status.st_mode):
+        reason = "it is not a plain file"
+    if reason:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, wrong, str(path))
+        raise OSError(errno.EINVAL, reason, str(path))
     return descriptor
 
 

@@ -67,9 +67,9 @@ def main(call: Call) -> int:
         ready = _load(call, run, folder) if run and folder else _load_plain(call, plain or "")
     if "PROMPT" in options:
         facts = {"run": run.name, "weights": label_of(run, folder)} if run and folder else {"model": plain or ""}
-        return _one(call, ready, facts)
+        return _answer_prompt(call, ready, facts)
     if rows is not None:
-        return _file(call, ready, rows, Path(options["OUTPUT"]))
+        return _answer_file(call, ready, rows, Path(options["OUTPUT"]))
     return Conversation(ready, as_json=call.json).run(sys.stdin)
 
 
@@ -145,7 +145,7 @@ def _load_plain(call: Call, name: str) -> Ready:
     return Ready(*load_plain(config, model), _settings(config, BATCH_SIZE))
 
 
-def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
+def _answer_prompt(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     from sft_play.evaluation.generation import answer_all
 
     prompt = call.options["PROMPT"]
@@ -161,7 +161,7 @@ def _one(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     return 0
 
 
-def _file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> int:
+def _answer_file(call: Call, ready: Ready, rows: Sequence[Question], output: Path) -> int:
     """Answer all rows, then publish `output`; on failure an older file is unchanged."""
     from sft_play.evaluation.generation import answer_all
 
@@ -471,11 +471,13 @@ def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str,
     if not answer:
         return {
             **row,
-            asks: _ended(question, asks, *(("role", "content") if asks == "messages" else ("from", "value"))),
+            asks: _with_last_answer(
+                question, asks, *(("role", "content") if asks == "messages" else ("from", "value"))
+            ),
         }
     reference = row.get(answer)
     if not isinstance(reference, str) and reference:
-        return {**row, answer: _ended(reference, answer, "role", "content")}
+        return {**row, answer: _with_last_answer(reference, answer, "role", "content")}
     if isinstance(reference, str) and reference.strip():
         return row
     return {
@@ -486,7 +488,7 @@ def _with_answer(row: Mapping[str, Any], asks: str, answer: str) -> Mapping[str,
     }
 
 
-def _ended(turns: Any, column: str, name: str, words: str) -> Any:
+def _with_last_answer(turns: Any, column: str, name: str, words: str) -> Any:
     """Return turns that end with a non-empty assistant turn."""
     turns = list_of(turns, column)
     if not turns or not isinstance(last := turns[-1], Mapping):

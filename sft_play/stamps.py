@@ -31,9 +31,9 @@ def main(call: Call) -> int:
     """Show one stamp, or the difference of two. Raise `UserError` for names that cannot be combined."""
     names = call.options.keys() & {"RUN", "A", "B"}
     if names == {"A", "B"} and "CHECKPOINT" not in call.options:
-        return _difference(call)
+        return _show_difference(call)
     if names == {"RUN"}:
-        return _one(call)
+        return _show_stamp(call)
     if not names:
         raise UserError("`RUN` is missing", hint=USAGE)
     if names == {"A", "B"}:
@@ -85,13 +85,13 @@ def run_again(run: RunFolder) -> str | None:
         words += [f"DEEPSPEED_CONFIG={run.deepspeed}"] if launch["deepspeed"] else []
         if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
             words.append(f"LAUNCH_STRATEGY={plan['strategy']}")
-        words += _chosen(plan, config["train"])
+        words += _plan_choices(plan, config["train"])
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return None
     return "make " + " ".join(word if word.startswith("NUM_NODES") else as_typed(word) for word in words)
 
 
-def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
+def _plan_choices(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
     """Return the plan's values of `auto` keys that depend on free memory, or that typing one of these would change."""
     words = []
     divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
@@ -104,7 +104,7 @@ def _chosen(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _one(call: Call) -> int:
+def _show_stamp(call: Call) -> int:
     name = call.options["RUN"]
     folder = find(f"{name}@{call.options['CHECKPOINT']}" if "CHECKPOINT" in call.options else name)
     stamp = Stamp.load(folder)
@@ -139,7 +139,7 @@ def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
     return rows
 
 
-def _difference(call: Call) -> int:
+def _show_difference(call: Call) -> int:
     folders = find(call.options["A"]), find(call.options["B"])
     a, b = (Stamp.load(folder) for folder in folders)
     differing = differences(a, b)

@@ -339,13 +339,9 @@ def _call(call: Call, run_name: str, *ours: Override) -> Call:
 def _text(node: YamlNode) -> str:
     """Return a value as typed on a command line."""
     plain = node.plain()
-    return (
-        json.dumps(plain)
-        if isinstance(plain, list | dict)
-        else node.text
-        if node.text is not None
-        else scalar_text(plain)
-    )
+    if isinstance(plain, list | dict):
+        return json.dumps(plain)
+    return node.text if node.text is not None else scalar_text(plain)
 
 
 def _words(trial: Trial) -> str:

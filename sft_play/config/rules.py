@@ -54,13 +54,9 @@ def _in_words(config: Config, key: str) -> str:
         value = value[int(name)] if isinstance(value, (list, tuple)) else getattr(value, name)
     if isinstance(value, bool) or value is None:
         return f"`{ {True: 'true', False: 'false', None: 'null'}[value] }`"
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else f"`{quoted(str(value))}`"
-        if isinstance(value, str)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"`{quoted(value)}`" if isinstance(value, str) else str(value)
 
 
 # ---- Files and secrets

@@ -32,7 +32,7 @@ from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.manifest import check_states, read_facts
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, kept_settings, refuse
+from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, fixed_settings, refuse
 from sft_play.text import plural
 
 
@@ -271,7 +271,7 @@ def compare_early(checkpoint: Path, config: Config) -> None:
         lora=None if tuning.mode == "full" else asdict(tuning.lora),
         max_seq_len=config.model.max_seq_len,
         seed=config.train.seed,
-        settings=kept_settings(config),
+        settings=fixed_settings(config),
     )
     refuse(compare(old, new, "resume"), f"checkpoint `{checkpoint.name}`")
 

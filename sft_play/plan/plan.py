@@ -16,7 +16,7 @@ from sft_play.plan.experience import Work
 from sft_play.plan.hardware import Device
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import Stamp, kept_settings
+from sft_play.runs.stamp import Stamp, fixed_settings
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -334,7 +334,7 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         optimizer=plan.optim.removesuffix("_fused").removeprefix("paged_"),  # neither changes its states
         template=next((split.template for split in splits.values() if split), None),
         plan={name: getattr(plan, name) for name in PLANNED} | {"batches": describe_batches(plan.ranks)},
-        settings=kept_settings(config),
+        settings=fixed_settings(config),
         data_files={
             f"{name}:{source.name}": source.content
             for name, split in splits.items()

@@ -279,15 +279,11 @@ def check_adapter(path: Path, *, ours: bool = True) -> None:
     try:
         value = dict(read_json(path, follow=not ours))
         wrong = misfit(value, ADAPTER)
-        if wrong is None:
-            ranks = [value.get("r", 1), *value.get("rank_pattern", {}).values()]
-            wrong = (
-                "peft_type"
-                if "peft_type" not in value
-                else "r"
-                if not all(0 < rank <= LARGEST_RANK for rank in ranks)
-                else None
-            )
+        ranks = [value.get("r", 1), *value.get("rank_pattern", {}).values()] if wrong is None else []
+        if wrong is None and "peft_type" not in value:
+            wrong = "peft_type"
+        elif not all(0 < rank <= LARGEST_RANK for rank in ranks):
+            wrong = "r"
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"not the configuration of an adapter: {error}", place=str(path), hint=hint) from None
     if wrong is not None:

@@ -22,7 +22,7 @@ from sft_play.text import as_typed
 
 NAME = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,8})")
 """The name that `RunFolder.checkpoint` writes, and no other spelling: of two folders for one step, either could win."""
-LEFT = re.compile(rf"\.({NAME.pattern})\.(partial|removed|replaced)")
+UNFINISHED = re.compile(rf"\.({NAME.pattern})\.(partial|removed|replaced)")
 """Folders that are being written, removed or replaced."""
 
 
@@ -122,7 +122,7 @@ def clean_up(run: RunFolder) -> list[str]:
     _give_names_back(run)
     notes = []
     for path in sorted(run.checkpoints.iterdir()):
-        if match := LEFT.fullmatch(path.name):
+        if match := UNFINISHED.fullmatch(path.name):
             if match.group(3) == "partial":
                 notes.append(f"{match.group(1)}: the process that wrote it ended before it was complete")
             shutil.rmtree(path, ignore_errors=True)

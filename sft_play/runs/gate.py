@@ -22,7 +22,7 @@ from sft_play.runs.folder import RunFolder, runs_folder
 MOST_FILES, DEEPEST = 200_000, 40
 LINKS = frozenset({"last", "best", ".last.new", ".best.new"})
 """Links in `checkpoints/`, each to a checkpoint next to it."""
-TRACKED = "wandb"
+TRACKER = "wandb"
 """Folder of a tracker, which links to its latest run there; nothing else reads or writes it."""
 
 
@@ -84,7 +84,7 @@ def _is_ours(run: RunFolder, link: Path) -> bool:
     """Return whether a link is one that we, or a tracker in its own folder, create."""
     if link.parent == run.checkpoints and link.name in LINKS:
         return "/" not in _target(link) and _target(link).startswith("step-")
-    tracked = run.path / TRACKED
+    tracked = run.path / TRACKER
     return tracked in link.parents and link.resolve().is_relative_to(tracked.resolve())
 
 

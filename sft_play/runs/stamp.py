@@ -183,7 +183,7 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[StampDifference]:
         if name in ("settings", "lora") and before and after:  # nor is a key that only one of the versions has
             before, after = _shared(before, after), _shared(after, before)
             before, after = (
-                {key: _kept(part) if key == EXTRA else part for key, part in settings.items()}
+                {key: _fixed_extra(part) if key == EXTRA else part for key, part in settings.items()}
                 for settings in (before, after)
             )
         verdict: Verdict = getattr(rule, purpose)
@@ -258,7 +258,7 @@ facts.
 """
 
 
-def kept_settings(config: Config) -> dict[str, Any]:
+def fixed_settings(config: Config) -> dict[str, Any]:
     """Return dotted key -> JSON value of the fixed keys without a separate field in the stamp."""
     settings: dict[str, Any] = {}
     for name in SECTIONS:
@@ -267,11 +267,11 @@ def kept_settings(config: Config) -> dict[str, Any]:
             key = f"{name}.{item.name}"
             if key not in CHANGEABLE | AS_PLANNED and not key.startswith(STAMPED):
                 value = getattr(section, item.name)
-                settings[key] = json.loads(json.dumps(_kept(value) if item.name == "extra" else value))
+                settings[key] = json.loads(json.dumps(_fixed_extra(value) if item.name == "extra" else value))
     return settings
 
 
-def _kept(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return further `TrainingArguments` without those that are never taken from a run's folder, so that a resume may
     change trackers.
     """

@@ -181,7 +181,7 @@ def render(job: BatchJob) -> str:
     # The SLURM_JOB_ID of one task is the array's own number, which alone would mean all tasks.
     number = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
     parts = {
-        "@DESCRIBING@": [" | ".join(f"SLURM_{name}" for name in kept_variables(job))],
+        "@DESCRIBING@": [" | ".join(f"SLURM_{name}" for name in visible_variables(job))],
         "@ENVIRONMENT@": [
             *(f"export {name}={quoted(value)}" for name, value in sorted(job.environment.items())),
             f"cd -- {quoted(str(job.folder))} || exit 3",
@@ -201,7 +201,7 @@ def render(job: BatchJob) -> str:
     return "\n".join(["#!/bin/bash", HEADER, *(f"#SBATCH {line}" for line in options(job)), "", body])
 
 
-def kept_variables(job: BatchJob) -> list[str]:
+def visible_variables(job: BatchJob) -> list[str]:
     """Return the names, without `SLURM_`, of the job's variables that srun may see: its description and its own
     options.
     """
