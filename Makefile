@@ -106,7 +106,7 @@ test: $(VENV)/.dev
 # With the oldest libraries that pyproject.toml promises: what reads, loads, plans, trains, saves and traces by them.
 override oldest := tests/unit $(addprefix tests/contract/test_,data_command.py inspect.py plan_command.py plan_families.py presets.py source_refusals.py \
 	unsloth.py) $(addprefix tests/numerics/test_,layouts.py loss.py model_load.py states.py trace.py varlen_training.py) \
-	$(addprefix tests/distributed/test_,resume.py training_equivalence.py)
+	$(addprefix tests/distributed/test_,resume.py training_strategies.py)
 test-oldest: $(VENV)/.oldest
 	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not pinned" $(oldest)
 
