@@ -16,7 +16,7 @@ from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
+class RankLayout:
     """Where a run's ranks are."""
 
     devices: tuple[Device, ...]
@@ -83,7 +83,7 @@ def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
     return replace(device_of(*card), name=rank.device_name, free_bytes=free)
 
 
-def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
+def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
     """Return the ranks of all machines. Raise `HardwareError` for devices that are not there, or full."""
     single, nodes = launch.command_strategy == "single", launch.num_nodes
     if launch.node_devices and not single:
@@ -93,7 +93,7 @@ def ranks_of(hardware: Hardware, launch: LaunchRequest) -> Ranks:
         machines = [(tuple(range(len(devices))), devices) for devices in launch.node_devices]
     else:
         machines = [devices_for(hardware, launch, single)] * nodes
-    return Ranks(
+    return RankLayout(
         devices=tuple(device for _, devices in machines for device in devices),
         places=tuple(place for places, _ in machines for place in places),
         nodes=tuple(len(devices) for _, devices in machines),

@@ -18,7 +18,7 @@ from sft_play.plan.experience import PastRun
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, network_speed, rate_in_words
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, Plan, Setup
-from sft_play.plan.ranks import Ranks, group_size, one_each, ranks_of, stages
+from sft_play.plan.ranks import RankLayout, group_size, one_each, ranks_of, stages
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import plural
@@ -76,7 +76,7 @@ class Request:
     """The closed formulas, or those corrected by a trace or a probe."""
 
     @cached_property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> RankLayout:
         """Where the ranks are. Raise `HardwareError` for devices that are not there, or full."""
         return ranks_of(self.hardware, self.launch)
 
