@@ -1,4 +1,4 @@
-"""Where a model's `config.json` comes from: a folder, the hub's cache, the hub, a table of the presets' models, or the
+"""A model's `config.json` and shape: from a folder, the hub's cache, the hub, the table of the presets' models, or the
 keys of a new model.
 """
 
@@ -32,17 +32,17 @@ ROPE_THETA, LONG_ROPE_THETA = 10_000.0, 500_000.0
 
 
 def is_scratch(model: ModelConfig) -> bool:
-    """Whether the model's shape comes from the keys and not from another model's `config.json`."""
+    """Whether the model's shape comes from configuration keys instead of another model's `config.json`."""
     return model.init == "random" and not model.name
 
 
 def trains_tokenizer(model: ModelConfig) -> bool:
-    """Whether the tokenizer is made from the training data: asked for, or from scratch and nothing else was said."""
+    """Whether the tokenizer is trained on the training data: configured, or the default for a model from scratch."""
     return model.tokenizer == "train" or (is_scratch(model) and model.tokenizer is None)
 
 
 def label(model: ModelConfig) -> str:
-    """Return what the model is called where `model.name` may be missing: in stamps, plans and messages."""
+    """Return the model's name in stamps, plans and messages, where `model.name` may be empty."""
     if not is_scratch(model):
         return f"{model.name} (random weights)" if model.init == "random" else model.name
     return (
@@ -57,11 +57,10 @@ def intermediate_size(hidden_size: int) -> int:
 
 
 def scratch_architecture(model: ModelConfig) -> dict[str, Any]:
-    """Return the `config.json` of a model whose shape the keys give, without the ids of special tokens.
+    """Return the `config.json` of a model whose shape the keys determine, without the ids of special tokens.
 
-    A Llama in the shape of Llama 3 where the keys leave something open: heads for keys and values as for queries, a
-    gated feed-forward part of 8/3 of the width (Touvron et al. 2023, arXiv 2302.13971, section 2.2), no biases, head
-    and embedding one matrix.
+    What the keys leave open follows Llama 3: as many heads for keys and values as for queries, a gated feed-forward
+    part of 8/3 of the width (Touvron et al. 2023, arXiv 2302.13971, section 2.2), no biases, tied head and embedding.
     """
     assert model.hidden_size and model.attention_heads and model.layers and model.vocab_size, (
         "checked by `config.rules`"
@@ -93,7 +92,7 @@ REACH_SECONDS = 4.0
 
 
 def hub_reachable() -> bool:
-    """Whether the hub answers within a few seconds; `HF_HUB_OFFLINE` means no."""
+    """Whether the hub answers within a few seconds; never under `HF_HUB_OFFLINE`."""
     if is_offline():
         return False
     proxied = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
@@ -107,10 +106,10 @@ def hub_reachable() -> bool:
 
 
 def offline_unless_reachable() -> bool:
-    """Whether the hub answers; where it does not, its libraries are set to their offline mode.
+    """Return whether the hub answers; if not, switch its libraries to their offline mode.
 
-    They would retry for half a minute; offline they take what is cached, or say at once what is missing. They read
-    their variables when they are imported, so this comes before.
+    Otherwise they would retry for half a minute; offline they use what is cached, or report at once what is missing.
+    Call this before they are imported, since that is when they read their variables.
     """
     reached = hub_reachable()
     if not reached:
@@ -120,33 +119,32 @@ def offline_unless_reachable() -> bool:
 
 TABLE = Path(__file__).with_name("shapes.json")
 FORMULA_MODEL_TYPES = frozenset({
-    "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2", "qwen3", "smollm3",
+    "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2",
+    "qwen3", "smollm3",
 })  # fmt: skip
-"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); the model itself is
-asked for others.
+"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); others are counted
+on the model itself.
 """
 BIASES = ("attention_bias", "mlp_bias", "use_bias")
-"""Keys of `config.json` for weights that the formulas leave out."""
+"""Keys of `config.json` for weights that the formulas do not count."""
 TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
-"""Families whose `config.json` may leave out that head and embedding are one: releases of transformers before 5 left it
-out.
-"""
+"""Families with tied head and embedding whose `config.json` may not mention it, as before transformers 5."""
 COUNT_VERSION = 2
-"""Raised when the count itself changes, so that older results are not taken for new ones."""
+"""Increase this when the count changes, so that cached results of the older one are not used."""
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
-    """Return the shape of the configured model. Raise `DataError` where its numbers cannot be had."""
+    """Return the shape of the configured model. Raise `DataError` where it cannot be determined."""
     if is_scratch(model):
         return shape_from_config(scratch_architecture(model))
-    found, row = config_file(model), known_models().get(model.name)
-    if found is None and row:
+    path, row = config_file(model), known_models().get(model.name)
+    if path is None and row:
         return ModelShape.read(row["shape"]) if "shape" in row else shape_of_config(row["config"], model.name)
-    return shape_from_file(found or _fetch_config(model), trusts_code=model.trust_remote_code)
+    return shape_from_file(path or _fetch_config(model), trusts_code=model.trust_remote_code)
 
 
 def check_length(model: ModelConfig, positions: int) -> None:
-    """Raise `UserError` where rows may be longer than the `positions` that the model knows."""
+    """Raise `UserError` where rows may be longer than the model's `positions`."""
     if model.max_seq_len > positions:
         raise UserError(
             f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
@@ -155,17 +153,16 @@ def check_length(model: ModelConfig, positions: int) -> None:
 
 
 def positions_in(config: Mapping[str, Any]) -> int:
-    """Return the positions of a parsed `config.json`, of its text part where it has parts; a huge number where it names
-    none.
-    """
+    """Return the positions in a parsed `config.json`, or in its text part; 2**31 where it specifies none."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     return int(text.get("max_position_embeddings") or text.get("n_positions") or 2**31)
 
 
 def config_file(model: ModelConfig) -> Path | None:
-    """Return where the model's `config.json` is on this machine (or must be, in a folder), `None` for one to be
-    fetched.
+    """Return the path of the model's `config.json` on this machine, which need not exist in a model folder.
+
+    `None` where it must be fetched.
     """
     folder = Path(model.name).expanduser()
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
@@ -191,8 +188,8 @@ def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
 def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
     """Return the shape of a parsed `config.json`, by formula or counted on the model itself. Raise `DataError`.
 
-    Of a family that only code of its own knows, which the plan does not run, the shape is read as a Llama's where that
-    code is trusted.
+    A family that only the model's own code implements, which the plan does not run, counts as a Llama where that code
+    is trusted.
     """
     config = as_trained(config)
     try:
@@ -210,13 +207,11 @@ def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = F
 
 
 EXPANDED = frozenset({"mxfp4", "fp8", "mxfp8"})
-"""How weights may come that the preparation expands to bfloat16."""
+"""Quantisation methods of weights that the preparation expands to bfloat16."""
 
 
 def is_expanded(config: Mapping[str, Any]) -> bool:
-    """Whether the weights of a parsed `config.json` are expanded: in MXFP4, as OpenAI's gpt-oss come, or in FP8, as
-    DeepSeek V3 comes.
-    """
+    """Whether the preparation expands these weights: MXFP4, such as OpenAI's gpt-oss, or FP8, such as DeepSeek V3."""
     parts = (config, config.get("text_config") or {})
     return any((part.get("quantization_config") or {}).get("quant_method") in EXPANDED for part in parts)
 
@@ -230,10 +225,10 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_model(config: dict[str, Any], place: str) -> ModelShape:
-    """Return the shape counted on the model itself, without weights (acts: runs `python -m sft_play.trace`, keeps the
-    result in the cache).
+    """Return the shape counted on the model itself, without weights.
 
-    Raise `DataError` for a model that transformers does not know, or that is not trained here.
+    Runs `python -m sft_play.trace` and caches the result. Raise `DataError` for a model that transformers does not
+    know, or that SFT-Play does not train.
     """
     key = text_sha256(json.dumps([COUNT_VERSION, versions(), config], sort_keys=True))[:32]
     path = cache_folder() / "shapes" / f"{key}.json"
@@ -247,7 +242,7 @@ def _count_model(config: dict[str, Any], place: str) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a parsed `config.json` of a family like Llama. Raise `KeyError`."""
+    """Return the shape of a parsed `config.json` of a Llama-like family. Raise `KeyError` for a missing key."""
     kind = str(config.get("model_type", "unknown"))
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     return ModelShape(
@@ -274,15 +269,15 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def has_moving_rope(config: Mapping[str, Any]) -> bool:
-    """Return whether a parsed `config.json` asks for rotary angles that depend on the longest position of a line."""
+    """Return whether a parsed `config.json` has rotary angles that depend on the longest position of a sequence."""
     text = config.get("text_config") or config
     settings = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    found = [
-        str(one.get("rope_type") or one.get("type"))
-        for one in (settings, *settings.values())
-        if isinstance(one, Mapping)
+    kinds = [
+        str(part.get("rope_type") or part.get("type"))
+        for part in (settings, *settings.values())
+        if isinstance(part, Mapping)
     ]
-    return any(kind in ("longrope", "su") or "dynamic" in kind for kind in found)
+    return any(kind in ("longrope", "su") or "dynamic" in kind for kind in kinds)
 
 
 def asks_for_router_loss(config: Mapping[str, Any]) -> bool:
@@ -291,7 +286,7 @@ def asks_for_router_loss(config: Mapping[str, Any]) -> bool:
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
-    """Return the bits of a linear weight by a `quantization_config`, 0 without one."""
+    """Return the bits of a linear weight under a `quantization_config`; 0 without one."""
     if not settings:
         return 0
     if settings.get("load_in_8bit") or settings.get("quant_method") == "fp8":
@@ -301,15 +296,13 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """Return the models that are planned without their files: `config.json` of each, and its `ModelShape` where that
-    was counted once.
-    """
+    """Return the models that can be planned without their files, each with `config.json` or a counted `ModelShape`."""
     rows: dict[str, dict[str, Any]] = read_json(TABLE)
     return rows
 
 
 def _cached_config(model: ModelConfig) -> Path | None:
-    """Return the `config.json` of an earlier download, found without the hub's library."""
+    """Return the `config.json` of an earlier download, without importing the hub's library."""
     home = (
         os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     )
@@ -351,27 +344,28 @@ def _fetch_config(model: ModelConfig) -> Path:
 
 
 def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
-    """Return the parsed `config.json`. Raise `DataError` where neither file nor table nor hub has it."""
+    """Return the parsed `config.json`. Raise `DataError` where no file, the table or the hub has it."""
     if prepared is None and is_scratch(model):
         return scratch_architecture(model)
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)
     row = known_models().get(model.name)
-    found: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
-    return as_trained(found)
+    config: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
+    return as_trained(config)
 
 
 TRACE_SECONDS = 300
-"""A trace takes seconds; one that takes minutes hangs."""
+"""A trace takes seconds; after minutes it counts as hung."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 
 _running: dict[int, Tracer] = {}
-"""By process, since a forked one must not use its parent's."""
+"""Process id -> its tracer, since a forked process must not use its parent's."""
 
 
 def running_tracer() -> Tracer:
-    """Return the tracer that counts a model and then traces it, so that torch is imported once; it ends with
-    `end_tracer`, or with us.
+    """Return this process's tracer, shared by counts and traces so that torch is imported once.
+
+    It ends with `end_tracer`, or with this process.
     """
     if os.getpid() not in _running:
         _running[os.getpid()] = Tracer()
@@ -385,22 +379,20 @@ def end_tracer() -> None:
 
 
 class Tracer:
-    """One `python -m sft_play.trace`, ended by `close`."""
+    """A `python -m sft_play.trace` process, ended by `close`."""
 
     def __init__(self) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, as the process is
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`, like the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sft_play.trace"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the result of each request (a case, or `{"count": architecture}`), `{"error": "..."}` where there is
-        none.
-        """
+        """Return the result of each request (a case, or `{"count": architecture}`), or `{"error": "..."}`."""
         assert self._process.stdin and self._process.stdout
         line = b""
         with contextlib.suppress(BrokenPipeError):
@@ -410,17 +402,17 @@ class Tracer:
             line = self._process.stdout.readline() if ready else b""
         if not line:
             return [{"error": f"the trace {self._failure()}"}] * len(requests)
-        found: list[dict[str, Any]] = json.loads(line)
-        return found
+        answers: list[dict[str, Any]] = json.loads(line)
+        return answers
 
     def _failure(self) -> str:
-        """Return how the process failed, with the last line that it or a library wrote to stderr."""
+        """Return how the process failed, with the last line of its stderr."""
         try:
             code = self._process.wait(timeout=5)  # its output closes a moment before it ends
         except subprocess.TimeoutExpired:
             return f"took longer than {TRACE_SECONDS} s"
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
 
     def close(self) -> None:
@@ -428,12 +420,12 @@ class Tracer:
         self._process.kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
-        self._said.close()
+        self._stderr.close()
 
 
 @cache
 def versions() -> str:
-    """Return the versions of the packages that decide what a step allocates."""
+    """Return the versions of the packages that determine what a step allocates."""
     from importlib.metadata import version
 
     return " ".join(f"{name}=={version(name)}" for name in PACKAGES)

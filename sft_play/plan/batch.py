@@ -1,12 +1,12 @@
-"""How a step's rows are divided: micro-batch and accumulation from the global batch, and shares of unequal ranks. Pure.
+"""The division of a step's rows: micro-batch and accumulation from the global batch, and shares of unequal ranks. Pure.
 
-Shares make the slowest rank finish as early as possible: each row goes to the rank that would then be done first, and a
-rank takes its rows in the fewest micro-steps that its memory allows. Under DDP ranks meet once a step, so each has its
-own micro-steps. Under ZeRO and FSDP they meet in every micro-step: all make the fewest that memory allows, and one
-micro-step is divided by speed.
+Shares let the slowest rank finish as early as possible: each row goes to the rank that would finish it first, and a
+rank takes its rows in the fewest micro-steps that its memory allows. Under DDP, ranks synchronise once per step, so
+each has its own number of micro-steps. Under ZeRO and FSDP they synchronise in every micro-step: all make the fewest
+that memory allows, and each micro-step is divided by speed.
 
 Ranks take contiguous spans of a step's rows in proportion to their slots (`spans`), as `data/batches.py` cuts them.
-Everything is a function of its arguments alone, so all ranks come to the same shares from the same costs.
+All functions depend on their arguments alone, so every rank computes the same shares from the same costs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sft_play.plan.request import DEFAULT_GLOBAL_BATCH, global_rows
 from sft_play.text import plural
 
 Slots = tuple[int, int]
-"""Rows (with packing: packs) per micro-step, micro-steps per optimizer step. A rank that gets nothing has (0, 1)."""
+"""Rows (with packing: packs) per micro-step, micro-steps per optimizer step; (0, 1) for a rank without rows."""
 NOTHING: Slots = (0, 1)
 MOST_SETTLED = 48
-"""Ranks up to which shares are looked over for the row that cutting in proportion to slots moves."""
+"""Largest number of ranks for which shares are corrected for the row that rounding to slots moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +34,17 @@ class Cost:
     """What rows cost one rank."""
 
     row_seconds: float
-    """Of each row (with packing: pack); above 0. In any unit, where only ranks are compared."""
+    """Time per row (with packing: pack), above 0; any unit will do where only ranks are compared."""
     most_rows: int
-    """Of a micro-batch that its memory holds; 0 for a rank that can take none."""
+    """Rows of the largest micro-batch that fits its memory; 0 for a rank that can take none."""
 
 
 def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
     """Return the slots of each rank for a step of `rows`, never slower by `step_seconds` than `equal_shares`.
 
-    `same_steps`: all ranks must run equally many micro-steps (ZeRO, FSDP); else (DDP) each has a number of its own.
-    Slots hold at least `rows` in all, each rank's micro-batch at most its `most_rows`. Some rank must be able to take a
-    row.
+    With `same_steps` all ranks run equally many micro-steps (ZeRO, FSDP); otherwise (DDP) each has its own number.
+    Slots hold at least `rows` in total, each rank's micro-batch at most its `most_rows`. At least one rank must be able
+    to take a row.
     """
     if len(set(costs)) == 1:
         return equal_shares(rows, costs, same_steps=same_steps)
@@ -57,7 +57,7 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Sl
     for rank, cost in enumerate(costs if len(costs) <= MOST_SETTLED else ()):
         micro, steps = shares[rank]
         larger = (*shares[:rank], (min(micro + 1, cost.most_rows), steps), *shares[rank + 1 :])
-        shares = min(shares, larger, key=lambda found: step_seconds(rows, found, costs))
+        shares = min(shares, larger, key=lambda slots: step_seconds(rows, slots, costs))
     if all(cost.most_rows for cost in costs):
         equal = equal_shares(rows, costs, same_steps=same_steps)
         if step_seconds(rows, equal, costs) <= step_seconds(rows, shares, costs):
@@ -66,10 +66,10 @@ def share_out(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Sl
 
 
 def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple[Slots, ...]:
-    """Return the slots of ranks that all get the same number of rows, the first ones one more where that leaves a rest.
+    """Return the slots of ranks with equal numbers of rows; the first ranks take one more each of a remainder.
 
-    Under DDP each takes them in micro-batches of its own size, else in those of the smallest. Each rank must be able to
-    take a row.
+    Under DDP each rank has its own micro-batch size, otherwise all have that of the smallest. Every rank must be able
+    to take a row.
     """
     ranks, most = len(costs), min(cost.most_rows for cost in costs)
     if same_steps:
@@ -80,27 +80,25 @@ def equal_shares(rows: int, costs: Sequence[Cost], *, same_steps: bool) -> tuple
 
 
 def step_seconds(rows: int, shares: Sequence[Slots], costs: Sequence[Cost]) -> float:
-    """Return the seconds of computing until the slowest rank is done with a step of `rows`."""
+    """Return the computing time of the slowest rank in a step of `rows`."""
     return max(count * cost.row_seconds for count, cost in zip(spans(rows, shares), costs, strict=True))
 
 
 def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
-    """Return the rows that each rank gets of a step: the cuts are at floor(rows x slots so far / all slots)."""
+    """Return the number of rows of each rank in a step: cuts are at floor(rows x slots so far / all slots)."""
     reached = list(accumulate((micro * steps for micro, steps in shares), initial=0))
     cuts = [rows * slots // reached[-1] for slots in reached]
     return tuple(end - start for start, end in pairwise(cuts))
 
 
 def rank_rows(rows: int, micro_batches: Sequence[int]) -> list[int]:
-    """Return the most rows that each rank gets of a step where all make equally many micro-steps: its share, rounded
-    up.
-    """
+    """Return each rank's share of a step, rounded up, where all make equally many micro-steps."""
     slots = sum(micro_batches)
     return [-(-rows * micro // slots) for micro in micro_batches]
 
 
 def _slots(cost: Cost, rows: int) -> Slots:
-    """Return the fewest micro-steps for `rows`, with no larger micro-batch than those need."""
+    """Return the fewest micro-steps for `rows`, with the smallest micro-batch that they allow."""
     if not rows:
         return NOTHING
     steps = -(-rows // cost.most_rows)
@@ -108,7 +106,7 @@ def _slots(cost: Cost, rows: int) -> Slots:
 
 
 def _pour(rows: int, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
-    """Return each rank's part of `rows`, at most `most`: every row goes to the rank that is then done first."""
+    """Return each rank's part of `rows`, at most `most`: every row goes to the rank that would finish it first."""
     counts = [0] * len(costs)
     queue = [(cost.row_seconds, rank) for rank, cost in enumerate(costs) if most[rank]]
     heapq.heapify(queue)
@@ -120,18 +118,18 @@ def _pour(rows: int, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
     return counts
 
 
-# Micro-batch and accumulation of like ranks, with the sentence that explains them.
+# Micro-batch and accumulation of like ranks, with their reasons.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The batch of a run."""
+    """The batch of an optimizer step."""
 
     slots: tuple[Slots, ...]
     """Micro-batch and micro-steps of each rank."""
     global_batch: int
     reasons: dict[str, str]
-    """By kind."""
+    """Kind of a choice -> its reason."""
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -140,12 +138,12 @@ class Batch:
 
     @property
     def accumulation(self) -> int:
-        """Micro-steps per optimizer step, the most of any rank."""
+        """Micro-steps per optimizer step of the rank that makes most."""
         return max(steps for _, steps in self.slots)
 
     @property
     def own_steps(self) -> tuple[int, ...]:
-        """Micro-steps of each rank where they are not the same: under DDP, whose ranks meet once a step."""
+        """Micro-steps of each rank where they differ, which only DDP allows; otherwise empty."""
         steps = tuple(steps for _, steps in self.slots)
         return steps if len(set(steps)) > 1 else ()
 
@@ -153,76 +151,78 @@ class Batch:
 def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
     """Return the batch for ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
 
-    `most` is the largest micro-batch; only an explicit wish goes beyond it. The global batch depends
-    on the number of ranks only where it is not given, and a micro-batch is: together with an accumulation, or with more
-    rows at once than the default.
+    `most` is the largest micro-batch; only a typed one may exceed it. The global batch depends on the number of ranks
+    only where it is `auto` and a typed micro-batch determines it: together with a typed accumulation, or where more
+    rows run at once than the default has.
     """
-    world, given, accumulation = len(fitting), train.batch_size, train.grad_accum
-    units, wanted, typed = plural(world, unit), global_rows(train, world), train.global_batch_size != "auto"
+    world, micro_batch, accumulation = len(fitting), train.batch_size, train.grad_accum
+    units, rows, typed = plural(world, unit), global_rows(train, world), train.global_batch_size != "auto"
     raised = explain_global_batch(train, world, unit)
-    if given != "auto" and accumulation != "auto":
-        arithmetic = f"{given} per {unit} x {accumulation} accumulation x {units} = {wanted}"
-        if typed and train.global_batch_size != wanted:
+    if micro_batch != "auto" and accumulation != "auto":
+        arithmetic = f"{micro_batch} per {unit} x {accumulation} accumulation x {units} = {rows}"
+        if typed and train.global_batch_size != rows:
             raise UserError(
                 f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
                 hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
             )
         reason = raised or f"global batch {arithmetic}, as configured"
-        return Batch(slots=((given, accumulation),) * world, global_batch=wanted, reasons={"global batch": reason})
-    if typed and given != "auto" and given > rows_each(wanted, world):
-        at_once = given * world
+        return Batch(slots=((micro_batch, accumulation),) * world, global_batch=rows, reasons={"global batch": reason})
+    if typed and micro_batch != "auto" and micro_batch > rows_each(rows, world):
+        at_once = micro_batch * world
         raise UserError(
-            f"{given} per {unit} x {units} = {at_once} rows at once, but `train.global_batch_size` is {wanted}: "
-            f"{at_once - wanted} of them would stay empty",
-            hint=f"TRAIN_BATCH_SIZE={rows_each(wanted, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
+            f"{micro_batch} per {unit} x {units} = {at_once} rows at once, but `train.global_batch_size` is {rows}: "
+            f"{at_once - rows} of them would stay empty",
+            hint=f"TRAIN_BATCH_SIZE={rows_each(rows, world)} at most, or TRAIN_GLOBAL_BATCH_SIZE={at_once}",
         )
     whole = (
-        f"global batch {wanted} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number"
+        f"global batch {rows} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number"
         f" of {_units(unit)}"
     )
     reasons = {"global batch": raised or whole}
     if accumulation != "auto":
-        if accumulation > wanted:
+        if accumulation > rows:
             raise UserError(
-                f"`train.grad_accum` is {accumulation}, but a step has {wanted} rows: {accumulation - wanted}"
+                f"`train.grad_accum` is {accumulation}, but a step has {rows} rows: {accumulation - rows}"
                 " micro-steps would be empty",
-                hint=f"TRAIN_GRAD_ACCUM={wanted} at most, or TRAIN_GLOBAL_BATCH_SIZE={accumulation}",
+                hint=f"TRAIN_GRAD_ACCUM={rows} at most, or TRAIN_GLOBAL_BATCH_SIZE={accumulation}",
             )
-        micro, steps, least = rows_each(wanted, accumulation * world), accumulation, min(fitting)
+        micro, steps, least = rows_each(rows, accumulation * world), accumulation, min(fitting)
         if micro > least:
             raise UserError(
-                f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {wanted} global / "
+                f"`train.grad_accum` {accumulation} needs {micro} rows per {unit} = {rows} global / "
                 f"({accumulation} x {units}), but only {least} fit",
-                hint=f"set TRAIN_GRAD_ACCUM to {rows_each(wanted, least * world)} or more, or leave it to `auto`",
+                hint=f"set TRAIN_GRAD_ACCUM to {rows_each(rows, least * world)} or more, or leave it to `auto`",
             )
         micros = (micro,) * world
         reasons["micro-batch"] = (
-            f"micro-batch {micro} = {wanted} global / ({accumulation} accumulation, as configured, x {units})"
+            f"micro-batch {micro} = {rows} global / ({accumulation} accumulation, as configured, x {units})"
         )
     else:
-        micros, why = ((given,) * world, ", as configured") if given != "auto" else _auto(wanted, fitting, most)
-        reasons["micro-batch"] = f"micro-batch {in_words(micros)} per {unit}{why}"
-        steps = math.ceil(wanted / sum(micros))
-        total, empty = f"{micros[0]} per {unit} x {units}", steps * sum(micros) - wanted
-        total = total if len(set(micros)) == 1 else " + ".join(map(str, micros))
-        slots = f", {empty} of the {wanted + empty} slots stay empty" if empty else ""
-        reasons["accumulation"] = f"accumulation {steps} = {wanted} global / ({total}){slots}"
-    if world > wanted:
-        reasons["idle"] = (
-            f"{world - wanted} of {units} have nothing to do: a step has {wanted} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
+        micros, why = (
+            ((micro_batch,) * world, ", as configured") if micro_batch != "auto" else _auto(rows, fitting, most)
         )
-    return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=wanted, reasons=reasons)
+        reasons["micro-batch"] = f"micro-batch {in_words(micros)} per {unit}{why}"
+        steps = math.ceil(rows / sum(micros))
+        total, empty = f"{micros[0]} per {unit} x {units}", steps * sum(micros) - rows
+        total = total if len(set(micros)) == 1 else " + ".join(map(str, micros))
+        slots = f", {empty} of the {rows + empty} slots stay empty" if empty else ""
+        reasons["accumulation"] = f"accumulation {steps} = {rows} global / ({total}){slots}"
+    if world > rows:
+        reasons["idle"] = (
+            f"{world - rows} of {units} have nothing to do: a step has {rows} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
+        )
+    return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=rows, reasons=reasons)
 
 
-def rows_each(wanted: int, world: int) -> int:
-    """Return the largest micro-batch of which `world` ranks need no smaller one for a step of `wanted` rows."""
-    return math.ceil(wanted / world)
+def rows_each(rows: int, world: int) -> int:
+    """Return the micro-batch with which `world` ranks take a step of `rows` rows at once; a larger one only adds empty
+    slots.
+    """
+    return math.ceil(rows / world)
 
 
 def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -> str:
-    """Return how many rows a typed micro-batch makes of a global batch that nobody gave; empty where it stays the
-    default.
-    """
+    """Return how a typed micro-batch changes a global batch that was left to `auto`; empty where it does not."""
     rows = global_rows(train, world)
     if train.batch_size == "auto" or train.global_batch_size != "auto":
         return ""
@@ -241,11 +241,10 @@ def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -
 
 
 def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
-    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times over (STATUS
-    B10).
+    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times (B10).
 
-    The global batch stays, and with it the rows of each step; even a micro-batch that was typed is halved. No rank goes
-    below one row, and where all have one already nothing changes.
+    The global batch and the rows of each step stay the same; even a typed micro-batch is halved. No rank goes below one
+    row, and where all have one already nothing changes.
     """
     slots, together = batch.slots, not batch.own_steps
     for _ in range(halvings):
@@ -257,7 +256,7 @@ def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
         return batch
     halved = replace(batch, slots=slots)
     before, after = (
-        (in_words(one.micro_batches), in_words(one.own_steps or (one.accumulation,))) for one in (batch, halved)
+        (in_words(case.micro_batches), in_words(case.own_steps or (case.accumulation,))) for case in (batch, halved)
     )
     reason = (
         f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every"
@@ -267,33 +266,30 @@ def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
 
 
 def halve(rows: int, times: int) -> int:
-    """Return `rows` halved and rounded up, `times` times over; 1 at least."""
+    """Return `rows` halved and rounded up, `times` times; at least 1."""
     return (rows + (1 << times) - 1) >> times
 
 
-def _auto(wanted: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:
-    """Return micro-batches with as few micro-steps as fit, shared out so that none is larger than it must be; and why
-    these.
-    """
+def _auto(rows_per_step: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:
+    """Return the smallest micro-batches with the fewest micro-steps that memory allows, and the reason."""
     least, room = min(fitting), tuple(min(most, rows) for rows in fitting)
-    held = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
-    why = f": {held} {'fits' if held == 'up to 1 row' else 'fit'}"
+    capacity = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
+    why = f": {capacity} {'fits' if capacity == 'up to 1 row' else 'fit'}"
     why += f", and {most} are the most in a micro-batch" if least > most else ""
-    return even_micro_batches(wanted, room), f"{why}; the work is divided evenly"
+    return even_micro_batches(rows_per_step, room), f"{why}; the work is divided evenly"
 
 
-def even_micro_batches(wanted: int, room: Sequence[int]) -> tuple[int, ...]:
-    """Return the smallest micro-batches, in proportion to what there is `room` for, of which no larger ones need fewer
-    micro-steps.
+def even_micro_batches(total: int, room: Sequence[int]) -> tuple[int, ...]:
+    """Return the smallest micro-batches, in proportion to `room`, that need no more micro-steps than the largest.
 
-    32 over room for 12 gives 3 steps of 11, not 12, 12 and 8.
+    32 rows with room for 12 make 3 steps of 11, not 12, 12 and 8.
     """
-    slots = -(-wanted // sum(room)) * sum(room)
-    return tuple(max(1, -(-rows * wanted // slots)) for rows in room)
+    slots = -(-total // sum(room)) * sum(room)
+    return tuple(max(1, -(-rows * total // slots)) for rows in room)
 
 
 def in_words(micros: tuple[int, ...]) -> str:
-    """Return what each rank has, once where it is the same."""
+    """Return each rank's number in words, written once where all are the same."""
     return str(micros[0]) if len(set(micros)) == 1 else ", ".join(map(str, micros))
 
 

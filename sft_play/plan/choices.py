@@ -1,4 +1,4 @@
-"""Each automatic choice with its reason, and each impossible wish with the way round. Pure."""
+"""Automatic choices with their reasons, and refusals of impossible settings with the way around them. Pure."""
 
 from __future__ import annotations
 
@@ -38,32 +38,34 @@ from sft_play.plan.shape import (
 from sft_play.text import gib, plural
 
 LARGE_STATES = 0.03
-"""Share of a card's memory above which adapters' states are worth bitsandbytes' paged ones, which wait for the card
-after every tensor.
+"""Share of a card's memory above which adapters' optimizer states justify bitsandbytes' paged optimizer, which
+synchronises with the card after every tensor.
 """
 ADAPTER_RATE, FULL_RATE, SCRATCH_RATE = 2e-4, 2e-5, 6e-4
 
 Reasons = dict[str, str]
-"""Kind of a choice -> why; what is decided anew replaces what was said."""
+"""Kind of a choice -> its reason; a later decision replaces an earlier one."""
 
 
 def choose_backend(config: Config, kind: str, ranks: int, reasons: Reasons) -> str:
     """Return `none`, `gloo` or `nccl`. Raise `UserError`."""
-    wanted = config.launch.backend
-    if wanted == "nccl" and kind == "cpu":
+    configured = config.launch.backend
+    if configured == "nccl" and kind == "cpu":
         raise UserError("`launch.backend` is `nccl`, which needs GPUs", hint="leave it to `auto`: gloo between CPUs")
     if ranks == 1:
         return "none"
-    if wanted != "auto":
-        reasons["backend"] = f"backend {wanted}: as configured"
-        return wanted
+    if configured != "auto":
+        reasons["backend"] = f"backend {configured}: as configured"
+        return configured
     chosen, between = ("nccl", "GPUs") if kind == "cuda" else ("gloo", "CPU processes")
     reasons["backend"] = f"backend {chosen}: between {between}"
     return chosen
 
 
 def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> Precision:
-    """Return what is computed in. A typed `true` that the hardware lacks is an error, with the key as its place."""
+    """Return the type of the computation. Raise `HardwareError`, with the key as its place, for a typed one that the
+    hardware lacks.
+    """
     train, cpu = request.config.train, request.hardware.kind == "cpu"
     without = next((device for device in request.ranks.devices if not device.bf16), None)
     if train.bf16 is True and cpu and strategy not in ("single", "ddp"):
@@ -78,11 +80,11 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
     if train.fp16 and cpu:
         message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
         raise HardwareError(message, place="train.fp16", hint="omit it: fp32 is used")
-    found, why = "fp32", "as configured"
+    precision, why = "fp32", "as configured"
     if train.fp16 or train.bf16 is True:
-        found = "fp16" if train.fp16 else "bf16"
+        precision = "fp16" if train.fp16 else "bf16"
     elif train.bf16 == "auto" and not cpu:
-        found, why = (
+        precision, why = (
             ("fp16", f"{without.name} has no bfloat16") if without else ("bf16", "every GPU here computes in it")
         )
     elif train.bf16 == "auto":
@@ -91,8 +93,8 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
             if without
             else "exact; TRAIN_BF16=true would use this CPU's bfloat16 units"
         )
-    reasons["precision"] = f"precision {found}: {why}"
-    return cast(Precision, found)
+    reasons["precision"] = f"precision {precision}: {why}"
+    return cast(Precision, precision)
 
 
 def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:
@@ -124,30 +126,30 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
 
 
 def choose_attention(request: Request, precision: Precision, reasons: Reasons) -> str:
-    """Return the attention implementation. Raise for one that these devices, this precision or this family does not
-    have.
-    """
+    """Return the attention implementation. Raise for one that devices, precision or family do not support."""
     config, shape, kind = request.config, request.shape, request.hardware.kind
-    wanted, family = config.model.attn_implementation, shape.model_type
+    configured, family = config.model.attn_implementation, shape.model_type
     no_flash = _without_flash(kind, request.ranks.devices, precision)
-    by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a kernel of its own
+    by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a dedicated kernel
     if config.launch.sequence_parallel > 1:
         reasons["attention"] = (
             "attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`"
         )
         return attention_for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
     lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
-    if wanted != "auto":
-        if wanted in BY_LENGTHS and no_flash and not (wanted == VARLEN and by_rows):
-            raise HardwareError(f"`model.attn_implementation` is `{wanted}`, but {no_flash}", hint="leave it to `auto`")
-        if family in lacks.get(wanted, frozenset()):
+    if configured != "auto":
+        if configured in BY_LENGTHS and no_flash and not (configured == VARLEN and by_rows):
+            raise HardwareError(
+                f"`model.attn_implementation` is `{configured}`, but {no_flash}", hint="leave it to `auto`"
+            )
+        if family in lacks.get(configured, frozenset()):
             raise UserError(
-                f"`model.attn_implementation` is `{wanted}`, but transformers has no such kernel for `{family}`",
+                f"`model.attn_implementation` is `{configured}`, but transformers has no such kernel for `{family}`",
                 hint="leave it to `auto`",
             )
-        if wanted == VARLEN and (why := _without_varlen(config, shape, by_rows)):
+        if configured == VARLEN and (why := _without_varlen(config, shape, by_rows)):
             raise UserError(f"`model.attn_implementation` is `varlen`, but {why}", hint="leave it to `auto`")
-        return wanted
+        return configured
     only_varlen = VARLEN_MODEL_TYPES - FLATTENED_MODEL_TYPES
     if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION | only_varlen:
         reasons["attention"] = "attention flash_attention_2: it is installed"
@@ -166,7 +168,7 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
 
 
 def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision) -> str | None:
-    """Return why no flash attention, the package's or torch's own, computes rows by their lengths here."""
+    """Return why neither the package's flash attention nor torch's can compute rows by their lengths here."""
     if kind == "cpu":
         return "flash attention needs a GPU"
     if old := next((device for device in devices if not device.bf16), None):
@@ -176,13 +178,12 @@ def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision)
 
 
 def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | None:
-    """Return why `varlen` cannot be this model's attention; the head sizes are those that the GPU's kernel was compiled
-    for.
-    """
+    """Return why `varlen` cannot be this model's attention, or `None` when it can."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own attention"
     if shape.model_type not in VARLEN_MODEL_TYPES:
         return f"`{shape.model_type}` is not among the families proven to compute with `varlen`"
+    # The GPU's kernel was compiled for these head sizes.
     if not by_rows and (shape.head_dim % 8 or (shape.head_dim > 192 and shape.head_dim != 256)):
         return f"torch's own flash attention has no heads of {shape.head_dim}"
     if shape.attention_dropout:
@@ -191,7 +192,7 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
 
 
 def why_padded(request: Request, setup: Setup, rows: int, row_tokens: int) -> str:
-    """Return why the rows of a micro-batch (the largest one) cannot be laid in one line; empty where they can."""
+    """Return why the rows of the largest micro-batch cannot be flattened; empty where they can."""
     family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attn_implementation
     if backend == "unsloth":
         return "unsloth tells rows apart by an attention mask only"
@@ -205,9 +206,9 @@ def why_padded(request: Request, setup: Setup, rows: int, row_tokens: int) -> st
 
 
 def padded_layout(request: Request) -> Layout:
-    """Return how rows are padded: without an attention mask where a test proves that it changes nothing.
+    """Return how rows are padded: without an attention mask where a test proves that omitting it changes nothing.
 
-    Unsloth's kernels need one, and LongRoPE each row's length (`model.rope`).
+    Unsloth's kernels need a mask, and LongRoPE needs each row's length (`model.rope`).
     """
     shape = request.shape
     masked = (
@@ -219,16 +220,16 @@ def padded_layout(request: Request) -> Layout:
 def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     """Return the optimizer that runs. Raise for one that cannot run here as typed."""
     config, strategy = request.config, setup.strategy
-    wanted, replicas = config.train.optim, strategy in ("single", "ddp")
-    # The fused kernel needs no copies of the weights. It takes a loss scaler's tensors beside shards of others only
-    # without FSDP2.
+    configured, replicas = config.train.optim, strategy in ("single", "ddp")
+    # The fused kernel needs no copies of the weights, but under FSDP2 it cannot take a loss scaler's tensors next to
+    # sharded ones.
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
     chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
-    if wanted != "auto" and (replicas or not OPTIMIZERS[wanted].bitsandbytes):
+    if configured != "auto" and (replicas or not OPTIMIZERS[configured].bitsandbytes):
         _check_optimizer(config, setup)
-        return wanted
-    if wanted != "auto":
-        reasons["optimizer"] = f"optimizer {chosen} instead of {wanted}: its states cannot be sharded by {strategy}"
+        return configured
+    if configured != "auto":
+        reasons["optimizer"] = f"optimizer {chosen} instead of {configured}: its states cannot be sharded by {strategy}"
         return chosen
     states = ADAM_MOMENTS * trained_bytes(config, setup) * trainable_parameters(config, request.shape)
     large = states > LARGE_STATES * min(device.memory_bytes for device in request.ranks.devices)
@@ -241,16 +242,18 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
 
 def _check_optimizer(config: Config, setup: Setup) -> None:
     """Raise `UserError` for a typed optimizer that this strategy does not allow."""
-    wanted, whole = config.train.optim, setup.strategy in ("single", "ddp") and setup.tensor_parallel == 1
-    if OPTIMIZERS[wanted].whole and not whole:
+    optimizer, whole = config.train.optim, setup.strategy in ("single", "ddp") and setup.tensor_parallel == 1
+    if OPTIMIZERS[optimizer].whole and not whole:
         raise UserError(
-            f"`{OPTIM}` is `{wanted}`, which needs every parameter in one piece, and {setup.strategy} shares parameters out",
+            f"`{OPTIM}` is `{optimizer}`, which needs every parameter in one piece, and {setup.strategy} shares"
+            " parameters out",
             place=OPTIM,
             hint="`make train` or `make train-distributed`, or `train.optim: auto`",
         )
-    if OPTIMIZERS[wanted].two_faced and config.launch.local_steps > 1:
+    if OPTIMIZERS[optimizer].two_faced and config.launch.local_steps > 1:
         raise UserError(
-            f"`{OPTIM}` is `{wanted}`, which averages weights itself, and so does `launch.local_steps: {config.launch.local_steps}`",
+            f"`{OPTIM}` is `{optimizer}`, which averages weights itself, and so does `launch.local_steps:"
+            f" {config.launch.local_steps}`",
             place=OPTIM,
             hint="omit one of the two",
         )
@@ -270,8 +273,7 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
 
 
 def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons: Reasons) -> float:
-    """Return the learning rate for a global batch other than the default, for which rates are quoted, with its
-    arithmetic.
+    """Return the learning rate for this global batch, scaled from the default one, for which rates are quoted.
 
     `sqrt` keeps the noise of Adam's updates (Malladi et al. 2022, arXiv 2205.10287), `linear` that of SGD's (Goyal et
     al. 2017, arXiv 1706.02677).
@@ -300,11 +302,11 @@ def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons:
 
 
 def warmup(config: Config, steps: int | None) -> int | None:
-    """Return the steps over which the learning rate rises. Raise `UserError` for more than there are."""
+    """Return the steps over which the learning rate rises. Raise `UserError` for more than the run has."""
     train, schedule = config.train, config.train.lr_scheduler_type
     if schedule in WITHOUT_WARMUP and not OPTIMIZERS[train.optim].two_faced:
         return 0
-    spare = schedule == "polynomial"  # it divides by the steps that are left
+    spare = schedule == "polynomial"  # it divides by the remaining steps
     if train.warmup_steps is None:
         return None if steps is None else min(math.ceil(train.warmup_ratio * steps), steps - spare)
     if steps is not None and train.warmup_steps > steps - spare:
@@ -318,7 +320,7 @@ def warmup(config: Config, steps: int | None) -> int | None:
 
 
 def check_schedule(config: Config, rate: float) -> None:
-    """Raise `UserError` for a schedule that cannot come down from this learning rate."""
+    """Raise `UserError` for a schedule that ends at or above this learning rate."""
     train = config.train
     settings = lr_settings(config)
     if train.lr_scheduler_type == "polynomial" and rate <= (end := float(settings.get("lr_end", 1e-7))):
@@ -336,12 +338,10 @@ def check_schedule(config: Config, rate: float) -> None:
 
 
 def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"]:
-    """Return whose kernels compute norms, rotary embeddings and SwiGLU. Raise `HardwareError` where typed ones cannot
-    run.
-    """
+    """Return the kernels for norms, rotary embeddings and SwiGLU. Raise `HardwareError` where typed ones cannot run."""
     config, shape, kind = request.config, request.shape, request.hardware.kind
-    wanted = config.train.kernels
-    if wanted == "off":
+    configured = config.train.kernels
+    if configured == "off":
         return "off"
     without = next((device for device in request.ranks.devices if not device.bf16), None)
     if kind == "cpu":
@@ -361,7 +361,7 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
             "kernels liger: norms, rotary embeddings and SwiGLU in one pass over memory each; planned as without them"
         )
         return "liger"
-    if wanted == "liger":
+    if configured == "liger":
         hint = (
             "`.venv/bin/python -m pip install '.[kernels]'`, or `train.kernels: auto`"
             if "installed" in why
@@ -374,31 +374,31 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
 
 
 def loader_workers(config: Config, kind: str) -> int:
-    """Return the processes per rank that load batches: on a GPU two, so that it does not wait while a step's batches
-    are made.
-    """
-    wanted = config.train.dataloader_num_workers
-    return (2 if kind == "cuda" else 0) if wanted == "auto" else wanted
+    """Return the processes per rank that load batches."""
+    workers = config.train.dataloader_num_workers
+    if workers != "auto":
+        return workers
+    # With two, a GPU does not wait while a step's batches are made.
+    return 2 if kind == "cuda" else 0
 
 
 CHUNK_BYTES = {"cuda": (768 * 2**20, 256 * 2**20), "cpu": (256 * 2**20,)}
-"""What the logits of a chunk may take, the first of which there is room for. Each chunk reads the whole head three
-times: on a GPU 512 positions of 128,256 words are 512 operations a byte, where an RTX 4090 needs 164 and an H200 206 to
-be bound by computing; 128 are not enough (by arithmetic, unverified). A 4-bit 8B model in 7.5 GiB has no room for
-1,024.
+"""Bytes of a chunk's logits; the first size that fits is used. Each chunk reads the complete head three times: on a GPU
+512 positions of 128,256 words are 512 operations per byte, while an RTX 4090 needs 164 and an H200 206 to be compute
+bound; 128 are not enough (by arithmetic, unverified). A 4-bit 8B model in 7.5 GiB has no room for 1,024.
 """
 LEAST_POSITIONS = 128
-"""A chunk reads the whole head: with fewer positions that costs more than the arithmetic."""
+"""With fewer positions, reading the head for each chunk costs more than the arithmetic."""
 ALIGNED = 64
 HEADS = frozenset({"lm_head", "embed_out"})
 
 
 def with_chunks(config: Config, shape: ModelShape, setup: Setup) -> Setup:
-    """Return the setup with head and loss in chunks, where they can be."""
+    """Return the setup with head and loss in chunks, where the model allows it."""
+    if _why_unchunked(config, shape, setup):
+        return setup
     least = CHUNK_BYTES[setup.device][-1]
-    return (
-        setup if _whole_because(config, shape, setup) else replace(setup, loss_chunk=_positions(config, shape, least))
-    )
+    return replace(setup, loss_chunk=_positions(config, shape, least))
 
 
 def settle_chunks(
@@ -406,15 +406,15 @@ def settle_chunks(
 ) -> Setup:
     """Return the setup with chunks only where they save memory: where most tokens of the worst micro-batch have labels.
 
-    They are as large as `fits`, the least size apart, which was planned with.
+    Chunks are as large as `fits` allows; the smallest size needs no check, since the plan assumed it.
     """
     *larger, least = [replace(setup, loss_chunk=_positions(config, shape, size)) for size in CHUNK_BYTES[setup.device]]
-    whole, chunked = replace(setup, loss_chunk=0), next((one for one in larger if fits(one)), least)
+    whole, chunked = replace(setup, loss_chunk=0), next((setting for setting in larger if fits(setting)), least)
     labels = micro_batch * setup.row_tokens / setup.sequence_parallel * setup.slice_label_share
     before, after = (logit_bytes(config, shape, case, labels) for case in (whole, chunked))
     if after >= before:
         return whole
-    if why := _whole_because(config, shape, setup):
+    if why := _why_unchunked(config, shape, setup):
         reasons["head and loss"] = f"head and loss at all {labels:.0f} label positions at once, {gib(before)}: {why}"
         return whole
     sizes = f"{gib(after)} instead of {gib(before)} of logits"
@@ -426,13 +426,13 @@ def _positions(config: Config, shape: ModelShape, size: int) -> int:
     """Return the label positions of a chunk whose logits take `size` bytes."""
     chunk = max(LEAST_POSITIONS, size // (LOGIT_BYTES * shape.vocab_size))
     if config.tuning.mode == "full":
-        # Each chunk adds a gradient as large as the head: with h/4 positions its logits are half of that, and it is
-        # read seldom.
+        # Each chunk adds a gradient as large as the head; with h/4 positions its logits are half of that, and the
+        # head is read seldom.
         chunk = max(chunk, shape.hidden_size // 4)
     return chunk // ALIGNED * ALIGNED
 
 
-def _whole_because(config: Config, shape: ModelShape, setup: Setup) -> str | None:
+def _why_unchunked(config: Config, shape: ModelShape, setup: Setup) -> str | None:
     """Return why head and loss cannot be chunked, or `None` when they can."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own loss"
@@ -442,6 +442,6 @@ def _whole_because(config: Config, shape: ModelShape, setup: Setup) -> str | Non
     on_head = (
         config.tuning.mode != "full"
         and not isinstance(targets, str)
-        and any(t.split(".")[-1] in HEADS for t in targets)
+        and any(target.split(".")[-1] in HEADS for target in targets)
     )
     return "ZeRO-3 gathers the head's adapters one by one" if on_head and setup.strategy == "zero3" else None

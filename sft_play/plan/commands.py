@@ -1,6 +1,4 @@
-"""`make gpu-info` and `make memory-check`: what this machine has, who holds its memory, and whether CONFIG fits into
-the rest.
-"""
+"""`make gpu-info` and `make memory-check`: this machine's GPUs, the processes that hold memory, and whether CONFIG fits."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ LINKS = {
     50: "one CPU socket",
     60: "across sockets",
 }
-"""NVML's levels of `nvmlDeviceGetTopologyCommonAncestor`."""
+"""Levels of NVML's `nvmlDeviceGetTopologyCommonAncestor`."""
 SHOWN_PROCESSES = 5
 
 
 def gpu_info(call: Call) -> int:
-    """Print the GPUs that a run here would see, and how they are linked; return 0."""
+    """Print the GPUs that a run on this machine would see, and the links between them; return 0."""
     facts = gpu_facts()
     print(json.dumps(facts, indent=2) if call.json else _gpu_lines(facts))
     return 0
@@ -65,10 +63,10 @@ def gpu_facts() -> dict[str, Any]:
     with nvml_session() as nvml:
         if nvml is None:
             return facts | {"reason": other_gpu() or "no NVIDIA driver answers on this machine"}
-        found, count = look_at_gpus(nvml)
-        facts["count"], (facts["driver"], facts["cuda"]) = len(found), versions_of(nvml)
-        facts["gpus"], facts["links"] = [_gpu(nvml, *one) for one in found], _links(nvml, [gpu for gpu, _ in found])
-    if not found:
+        gpus, count = look_at_gpus(nvml)
+        facts["count"], (facts["driver"], facts["cuda"]) = len(gpus), versions_of(nvml)
+        facts["gpus"], facts["links"] = [_gpu(nvml, *pair) for pair in gpus], _links(nvml, [gpu for gpu, _ in gpus])
+    if not gpus:
         hidden = f"CUDA_VISIBLE_DEVICES={facts['visible_devices']} hides all {count}"
         facts["reason"] = hidden if count else "the NVIDIA driver answers, but there is no GPU"
     return facts
@@ -102,15 +100,15 @@ def _links(nvml: Any, gpus: list[Shown]) -> list[dict[str, Any]]:
     return links
 
 
-def _nvlinks(nvml: Any, one: Any, other: Any) -> int:
-    """Count the active NVLinks of `one` that lead to `other`; through a switch every active link counts."""
+def _nvlinks(nvml: Any, card: Any, other: Any) -> int:
+    """Return the number of active NVLinks from `card` to `other`; behind a switch every active link counts."""
     bus = nvml.nvmlDeviceGetPciInfo(other).busId.lower()
     count = 0
     for link in range(18):
         try:
-            if not nvml.nvmlDeviceGetNvLinkState(one, link):
+            if not nvml.nvmlDeviceGetNvLinkState(card, link):
                 continue
-            remote = nvml.nvmlDeviceGetNvLinkRemotePciInfo(one, link).busId.lower()
+            remote = nvml.nvmlDeviceGetNvLinkRemotePciInfo(card, link).busId.lower()
         except nvml.NVMLError:
             break
         count += remote == bus or not remote.strip("\0")
@@ -138,9 +136,7 @@ def _gpu_lines(facts: dict[str, Any]) -> str:
 
 
 def memory_check(call: Call) -> int:
-    """Print the memory and return 0; 3 when CONFIG would not fit. Raise `DoesNotFitError` after it where not even one
-    row does.
-    """
+    """Print the memory and return 0, or 3 if CONFIG would not fit. Then raise `DoesNotFitError` if not one row fits."""
     facts: dict[str, Any] = {"devices": _devices_now(), "need": None}
     refusal: UserError | None = None
     if call.options.get("CONFIG") or call.options.get("RUN"):
@@ -153,9 +149,7 @@ def memory_check(call: Call) -> int:
 
 
 def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
-    """Return what CONFIG would need of each rank, part by part; where it does not fit, of the first row, with the ways
-    out.
-    """
+    """Return the memory that CONFIG needs on each rank by part; where it does not fit, also the error with remedies."""
     loaded, hardware = call.load_config(), detect()
     launch = LaunchRequest(num_gpus=call.integer("NUM_GPUS", minimum=1))
     launch = replace(launch, command_strategy="auto" if needs_several(loaded, hardware, launch) else "single")
@@ -163,25 +157,30 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
         plan = plan_for(loaded, hardware, launch, source=parse_source(call.options.get("SOURCE"), "known"))
     except DoesNotFitError as error:
         rank = _need_of_rank(None, hardware.kind, error.micro_batch, error.parts, error.capacity_bytes)
-        found: dict[str, Any] = {
+        need: dict[str, Any] = {
             "strategy": error.setup.strategy,
             "global_batch_size": None,
             "error": error.message,
             "ranks": [rank],
         }
-        return found | {"remedies": [str(remedy) for remedy in error.remedies]}, error
+        return need | {"remedies": [str(remedy) for remedy in error.remedies]}, error
     ranks = []
-    for one in plan.ranks:
-        kind, _, index = one.device.partition(":")  # by the driver's number, as the list of what is in use has it
+    for rank_plan in plan.ranks:
+        # The list of devices in use has the driver's numbers.
+        kind, _, index = rank_plan.device.partition(":")
         device = f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else kind
-        ranks.append(_need_of_rank(one.rank, device, one.micro_batch, one.memory_bytes, one.capacity_bytes))
-    found = {
+        ranks.append(
+            _need_of_rank(
+                rank_plan.rank, device, rank_plan.micro_batch, rank_plan.memory_bytes, rank_plan.capacity_bytes
+            )
+        )
+    need = {
         "strategy": plan.strategy,
         "global_batch_size": plan.global_batch_size,
         "source": plan.source,
         "ranks": ranks,
     }
-    return found | {"remedies": list(plan.remedies)}, None
+    return need | {"remedies": list(plan.remedies)}, None
 
 
 def _need_of_rank(
@@ -203,15 +202,15 @@ def _devices_now() -> list[dict[str, Any]]:
     """Return each device with its memory and the processes that hold most of it."""
     if not all_hidden():
         with nvml_session() as nvml:
-            if nvml is not None and (found := look_at_gpus(nvml)[0]):
-                return [_in_use(f"cuda:{gpu.number}", device, _holders(nvml, gpu.handle)) for gpu, device in found]
+            if nvml is not None and (gpus := look_at_gpus(nvml)[0]):
+                return [_in_use(f"cuda:{gpu.number}", device, _holders(nvml, gpu.handle)) for gpu, device in gpus]
     import psutil
 
-    processes = [one.info for one in psutil.process_iter(["pid", "name", "memory_info"])]
+    processes = [process.info for process in psutil.process_iter(["pid", "name", "memory_info"])]
     holders = [
-        {"pid": one["pid"], "name": one["name"], "bytes": int(one["memory_info"].rss)}
-        for one in processes
-        if one["memory_info"]
+        {"pid": process["pid"], "name": process["name"], "bytes": int(process["memory_info"].rss)}
+        for process in processes
+        if process["memory_info"]
     ]
     return [_in_use("cpu", cpu_only().devices[0], holders)]
 
@@ -223,17 +222,17 @@ def _in_use(label: str, device: Device, holders: list[dict[str, Any]]) -> dict[s
 
 
 def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:
-    """Return the processes that hold memory of a GPU; none where the driver does not tell (WSL, containers)."""
+    """Return the processes that hold memory of a GPU; empty where the driver does not report them (WSL, containers)."""
     import psutil
 
-    found = []
+    holders = []
     with contextlib.suppress(nvml.NVMLError):
-        for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             name = "?"
             with contextlib.suppress(psutil.Error):
-                name = psutil.Process(one.pid).name()
-            found.append({"pid": int(one.pid), "name": name, "bytes": int(one.usedGpuMemory or 0)})
-    return found
+                name = psutil.Process(process.pid).name()
+            holders.append({"pid": int(process.pid), "name": name, "bytes": int(process.usedGpuMemory or 0)})
+    return holders
 
 
 def _memory_lines(facts: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""Looks at this machine (acts): GPUs by NVML, else the CPU; and whether torch can use them, asked of a separate
-process. Never imports torch.
+"""Detection of this machine's GPUs by NVML, otherwise of its CPU, and a check in a separate process whether torch can
+use the GPUs. Never imports torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sft_play.runs.origin import torch_version
 from sft_play.text import Finding
 
 NOTHING = ("", "-1", "none", "void", "NoDevFiles")
-"""Entries of `CUDA_VISIBLE_DEVICES` that hide GPUs on purpose; the last is Slurm's, for jobs without GPUs."""
+"""Entries of `CUDA_VISIBLE_DEVICES` that hide GPUs on purpose; Slurm sets the last one for jobs without GPUs."""
 WITHOUT = "`CUDA_VISIBLE_DEVICES=` continues without GPUs"
 
 
 def detect() -> Hardware:
-    """Return this machine's hardware; GPUs that `CUDA_VISIBLE_DEVICES` hides are left out. Raise `HardwareError` for
-    broken ones.
+    """Return this machine's hardware without the GPUs that `CUDA_VISIBLE_DEVICES` hides.
+
+    Raise `HardwareError` for GPUs or a driver that do not work.
     """
     if all_hidden():
         return replace(cpu_only(), unused=other_gpu())
@@ -50,20 +51,20 @@ def detect() -> Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A GPU or a MIG slice that a process here may use."""
+    """A GPU or a MIG slice that a process on this machine may use."""
 
     number: int
     """The driver's number of the card."""
     handle: Any
     card: Any
-    """Handle of the card, where `handle` is a slice of it."""
+    """Handle of the card, of which `handle` may be a slice."""
     mig_uuid: str | None = None
 
 
 def open_nvml() -> Any | None:
     """Return the initialised `pynvml` module, or `None` where there is no NVIDIA driver.
 
-    Raise `HardwareError` for a driver that is there and fails, as after an update without a restart.
+    Raise `HardwareError` for a driver that fails, as after an update without a restart.
     """
     try:
         import pynvml
@@ -83,7 +84,7 @@ def open_nvml() -> Any | None:
 
 @contextmanager
 def nvml_session() -> Iterator[Any | None]:
-    """Yield what `open_nvml` returns, and shut it down. Raise as it does."""
+    """Yield what `open_nvml` returns, and shut it down afterwards. Raise like `open_nvml`."""
     nvml = open_nvml()
     try:
         yield nvml
@@ -99,16 +100,16 @@ def versions_of(nvml: Any) -> tuple[str, str]:
 
 
 def all_hidden() -> bool:
-    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU, however many there are."""
+    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in NOTHING
 
 
 def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
-    """Return what `CUDA_VISIBLE_DEVICES` shows, in its order, and how many GPUs there are.
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` shows, in its order, and the number of GPUs in the machine.
 
-    A process sees whole GPUs, or one MIG slice: the first that is named, else the largest of the first card. Raise
-    `HardwareError` where a GPU does not answer (fallen off the bus, or taken away), where its slices may not be used,
-    and for names that nothing has.
+    A process sees complete GPUs or a single MIG slice: the first one named, otherwise the largest of the first card.
+    Raise `HardwareError` for a GPU that does not answer (fallen off the bus, or removed), for slices that may not be
+    used, and for names of no GPU.
     """
     count = int(nvml.nvmlDeviceGetCount())
     cards, uuids, lost = dict[int, Shown](), dict[int, str](), dict[int, Exception]()
@@ -117,46 +118,44 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuids[index] = nvml.nvmlDeviceGetUUID(handle)
             cards[index] = Shown(index, handle, handle)
-        except nvml.NVMLError as error:  # does not matter where another is chosen
+        except nvml.NVMLError as error:  # an error only if this GPU is selected
             lost[index] = error
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(index) for index in range(count)] if text is None else [name.strip() for name in text.split(",")]
     shown: dict[tuple[int, str | None], Shown] = {}
     for name in names:
-        if name in NOTHING:  # as for CUDA, what follows is hidden too
+        if name in NOTHING:  # as in CUDA, later entries are hidden too
             break
         if name.startswith("MIG-"):
-            slices = [one for card in cards.values() if _is_split(nvml, card) for one in _slices(nvml, card)]
-            found = [one for one in slices if str(one.mig_uuid).startswith(name)]
+            slices = [gpu for card in cards.values() if _is_split(nvml, card) for gpu in _slices(nvml, card)]
+            matches = [gpu for gpu in slices if str(gpu.mig_uuid).startswith(name)]
         else:
             by_uuid = [index for index, uuid in uuids.items() if name.startswith("GPU-") and uuid.startswith(name)]
             numbers = [index for index in range(count) if name == str(index)] + by_uuid
             if numbers and numbers[0] in lost:
                 raise _no_answer(numbers[0], count, lost[numbers[0]])
-            found = [cards[index] for index in numbers]
-        if not found:
+            matches = [cards[index] for index in numbers]
+        if not matches:
             machine = "no GPU here has it" if name.startswith("MIG-") else gpus_here(count)
             raise HardwareError(
                 f"CUDA_VISIBLE_DEVICES=`{text}` names {name}, but {machine}",
                 hint="unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L`",
             )
-        shown.setdefault((found[0].number, found[0].mig_uuid), found[0])
-    return _together(nvml, list(shown.values())), count
+        shown.setdefault((matches[0].number, matches[0].mig_uuid), matches[0])
+    return _visible_at_once(nvml, list(shown.values())), count
 
 
-def _together(nvml: Any, shown: list[Shown]) -> list[Shown]:
-    """Return what of these a process sees at once: whole GPUs, or the first slice that is named, or the largest of the
-    first card.
-    """
+def _visible_at_once(nvml: Any, shown: list[Shown]) -> list[Shown]:
+    """Return those that a process sees at once: complete GPUs, the first named slice, or the first card's largest."""
     whole = [gpu for gpu in shown if not gpu.mig_uuid and not _is_split(nvml, gpu)]
     named = [gpu for gpu in shown if gpu.mig_uuid]
     if whole or named or not shown:
         return whole or named[:1]
-    return [max(_slices(nvml, shown[0]), key=lambda one: gpu_memory(nvml, one)[0])]
+    return [max(_slices(nvml, shown[0]), key=lambda mig: gpu_memory(nvml, mig)[0])]
 
 
 def _is_split(nvml: Any, card: Shown) -> bool:
-    """Whether MIG is on."""
+    """Whether MIG is enabled."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(card.handle)[0])
     except nvml.NVMLError:  # cards and drivers that do not know MIG
@@ -164,16 +163,16 @@ def _is_split(nvml: Any, card: Shown) -> bool:
 
 
 def _slices(nvml: Any, card: Shown) -> list[Shown]:
-    """Return the MIG slices of a card. Raise `HardwareError` where there are none that this user may use."""
-    found: list[Shown] = []
+    """Return the MIG slices of a card. Raise `HardwareError` where this user may use none."""
+    slices: list[Shown] = []
     reason = "it has none"
     for place in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(card.handle))):
         try:
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card.handle, place)
-            found.append(Shown(card.number, handle, card.handle, nvml.nvmlDeviceGetUUID(handle)))
+            slices.append(Shown(card.number, handle, card.handle, nvml.nvmlDeviceGetUUID(handle)))
         except nvml.NVMLError as error:
             reason = reason if error.value == nvml.NVML_ERROR_NOT_FOUND else str(error)
-    if not found:
+    if not slices:
         raise HardwareError(
             f"GPU {card.number} ({nvml.nvmlDeviceGetName(card.handle)}) is split by MIG, and none of its slices can be"
             f" used here: {reason}",
@@ -182,12 +181,13 @@ def _slices(nvml: Any, card: Shown) -> list[Shown]:
                 f" `nvidia-smi mig -cgi` makes them; {WITHOUT}"
             ),
         )
-    return found
+    return slices
 
 
 def gpu_memory(nvml: Any, gpu: Shown) -> tuple[int, int]:
-    """Return (memory, free memory) of a GPU; the machine's where a GPU has none of its own (GB10, Jetson). Raise
-    `HardwareError`.
+    """Return (total, free) memory of a GPU, or of the machine where the GPU has no separate memory (GB10, Jetson).
+
+    Raise `HardwareError`.
     """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
@@ -202,29 +202,28 @@ def gpu_memory(nvml: Any, gpu: Shown) -> tuple[int, int]:
 
 
 def look_at_gpus(nvml: Any) -> tuple[list[tuple[Shown, Device]], int]:
-    """Return what `shown_gpus` does, each with what a plan knows of it. Raise as it does."""
+    """Return the result of `shown_gpus`, with a plan's device for each GPU. Raise like `shown_gpus`."""
     shown, count = shown_gpus(nvml)
-    found = []
+    gpus = []
     for gpu in shown:
         try:
-            found.append((gpu, _device(nvml, gpu)))
+            gpus.append((gpu, _device(nvml, gpu)))
         except nvml.NVMLError as error:
             raise _no_answer(gpu.number, count, error) from error
-    return found, count
+    return gpus, count
 
 
 def _device(nvml: Any, gpu: Shown) -> Device:
     name, (total, free) = str(nvml.nvmlDeviceGetName(gpu.handle)), gpu_memory(nvml, gpu)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
     capability, flops, bandwidth, watts = (int(major), int(minor)), None, None, None
-    if found := find_card(name.partition(" MIG ")[0]):
-        card = found[1]
+    if row := find_card(name.partition(" MIG ")[0]):
+        card = row[1]
         flops, bandwidth = card.bf16_tflops * 1e12, card.bandwidth_gb_s * 1e9
-        if profile := re.search(
-            r" MIG (?:\dc\.)?(\d)g\.", name
-        ):  # a slice has so many sevenths, and its share of the memory
+        # A slice has a number of sevenths of the speed, and bandwidth by its share of the memory.
+        if profile := re.search(r" MIG (?:\dc\.)?(\d)g\.", name):
             flops, bandwidth = flops * int(profile[1]) / 7, bandwidth * total / (card.memory_gib * GIB)
-    with suppress(nvml.NVMLError):  # many laptops and Jetson do not tell
+    with suppress(nvml.NVMLError):  # many laptops and Jetson boards do not report it
         watts = float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle)) / 1000
     return Device(
         name=name,
@@ -255,7 +254,7 @@ def is_wsl() -> bool:
 
 
 def other_gpu() -> str:
-    """Return why a GPU that is not NVIDIA's does nothing here; empty where none is known to be."""
+    """Return why another manufacturer's GPU is not used; empty where none is known."""
     if Path("/dev/kfd").exists():
         return "an AMD GPU is here (`/dev/kfd`), and training runs on the CPU: ROCm is not supported"
     if os.uname().sysname == "Darwin":
@@ -275,12 +274,12 @@ if torch.version.cuda:
             facts["failures"][index] = str(error).strip().splitlines()[0]
 print(json.dumps(facts))
 """
-"""One number on each GPU: that is a context, an allocation and a kernel, so what no list of versions tells is found
-too.
+"""Program that computes a number on each GPU, which takes a context, an allocation and a kernel, and so also detects
+faults that versions do not show.
 """
 ASKING_SECONDS = 180
 OLDEST = {13: "75"}
-"""CUDA's major version -> the oldest compute capability that its compiler still knows."""
+"""CUDA's major version -> the oldest compute capability that its compiler supports."""
 LACKING_REMEDY = (
     "install a torch build for this GPU: a newer one for new cards, an older one for cards that were dropped"
 )
@@ -294,10 +293,9 @@ def gpus_here(count: int) -> str:
 def problems(
     facts: Mapping[str, Any] | str, devices: Sequence[Device], driver: str | None, driver_cuda: str | None
 ) -> list[Finding]:
-    """Return why torch cannot use some of `devices`; `facts` are what `TORCH_FACTS` prints, or the error of importing
-    torch.
+    """Return why torch cannot use some of `devices`; `facts` is the output of `TORCH_FACTS` or torch's import error.
 
-    Without `failures` torch was not asked, and versions alone are compared.
+    Without `failures`, only versions are compared.
     """
     if isinstance(facts, str):
         return [Finding("torch-broken", "error", f"torch cannot be imported: {facts}", "make install")]
@@ -348,9 +346,7 @@ def problems(
 
 @cache
 def _torch_facts(count: int, environment: tuple[tuple[str, str], ...]) -> dict[str, Any] | str:
-    """Ask the installed torch, once, about the first `count` GPUs; return what `TORCH_FACTS` prints, or the error of
-    importing it.
-    """
+    """Return the output of `TORCH_FACTS` for the first `count` GPUs, or the error of importing torch."""
     try:
         process = subprocess.run(
             [sys.executable, "-c", TORCH_FACTS, str(count)],
@@ -369,32 +365,34 @@ def _torch_facts(count: int, environment: tuple[tuple[str, str], ...]) -> dict[s
 
 
 def compare_versions(hardware: Hardware) -> list[Finding]:
-    """Return what versions alone tell, without a process: of what is installed here and the driver."""
-    found = torch_version()
-    if found is None or hardware.driver is None:
+    """Return the findings from the installed versions and the driver alone, without starting a process."""
+    installed = torch_version()
+    if installed is None or hardware.driver is None:
         return []
-    facts: dict[str, Any] = {"version": found[0], "cuda": found[1], "architectures": []}
+    facts: dict[str, Any] = {"version": installed[0], "cuda": installed[1], "architectures": []}
     return problems(facts, hardware.devices, hardware.driver, hardware.driver_cuda)
 
 
 def ask_torch(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> list[Finding]:
-    """Ask torch, under the workers' environment, for these GPUs; return all that is wrong."""
+    """Return everything that keeps torch from using these GPUs in the workers' environment."""
     facts = _torch_facts(len(indices), tuple(sorted(environment.items())))
     return problems(facts, [hardware.devices[index] for index in indices], hardware.driver, hardware.driver_cuda)
 
 
 def require_usable(hardware: Hardware, indices: Sequence[int], environment: Mapping[str, str]) -> None:
-    """Raise `HardwareError` with all that is wrong with the GPUs that a plan uses."""
-    raise_all([HardwareError(one.text, hint=one.remedy) for one in ask_torch(hardware, indices, environment)])
+    """Raise `HardwareError` with every fault of the GPUs that a plan uses."""
+    raise_all(
+        [HardwareError(finding.text, hint=finding.remedy) for finding in ask_torch(hardware, indices, environment)]
+    )
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return a version as numbers that compare."""
+    """Return a version as comparable numbers."""
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def supports(architectures: Sequence[str], capability: str) -> bool:
-    """Whether code for `sm_XY` runs on the card: same major version, minor not newer; or PTX of anything not newer."""
+    """Whether a torch build runs on a card: `sm_XY` of the same major and no newer minor version, or PTX no newer."""
     card = number(capability)
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")
@@ -408,6 +406,6 @@ def supports(architectures: Sequence[str], capability: str) -> bool:
 
 
 def describe_missing_code(torch: str, architectures: Sequence[str], names: str, capability: str) -> str:
-    """Return the words for cards that a torch has no code for."""
+    """Return a sentence about cards for which a torch build has no code."""
     text = f"torch {torch} has no code for {names} (compute capability {capability})"
     return f"{text}; it has {', '.join(architectures)}" if architectures else text

@@ -1,8 +1,7 @@
-"""How the rows of a step become micro-batches: rows or packs, shares of unlike ranks, layout and loss chunks, by memory
-and plain rules. Pure.
+"""The division of a step's rows into micro-batches: rows or packs, shares of unlike ranks, layout and loss chunks.
 
-Unlike cards share a step by speed, within memory: by the catalogue's speeds, or in proportion to their memory where one
-is not in it, until training has measured them (`training/balance.py`).
+Decisions rest on memory and plain rules. Unlike cards share a step by the speeds in the catalogue, or in proportion to
+their memory where a card is not in it, until training has measured them (`training/balance.py`). Pure.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from sft_play.plan.shape import BY_LENGTHS, FLATTENED_TOKENS
 from sft_play.text import plural
 
 MOST_TOGETHER = {"cuda": 64, "cpu": 4}
-"""Rows of a micro-batch at most; on a CPU matrices are large enough then, and memory grows."""
+"""Largest micro-batch in rows; on a CPU matrices are large enough by then, and only memory would grow."""
 WORTH = 0.10
-"""Share of micro-steps from which on packing is worth it, and of tokens from which on one line is, where that needs a
+"""Smallest share of micro-steps that packing must save, and of tokens that flattened rows must save where they need a
 mask over all rows.
 """
 LEAST_PADDING = 0.01
-"""Share of tokens below which padding is not worth a word."""
+"""Share of tokens below which padding is not mentioned."""
 NAMED = 8
-"""Ranks whose shares are told one by one, at most."""
+"""Largest number of ranks whose shares are listed one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +54,7 @@ class Division:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps that a step is expected to need: empty ones are skipped."""
+        """Micro-steps that a step is expected to need, without the empty ones, which are skipped."""
         if self.packs is None:
             return self.batch.accumulation
         if self.own_steps:
@@ -64,7 +63,7 @@ class Division:
 
     @property
     def own_steps(self) -> tuple[int, ...]:
-        """Micro-steps that each rank is expected to make, where they are not the same; else empty."""
+        """Micro-steps that each rank is expected to make where they differ; otherwise empty."""
         if self.packs is None or not self.batch.own_steps:
             return self.batch.own_steps
         return tuple(
@@ -74,12 +73,12 @@ class Division:
 
     @property
     def rows(self) -> int:
-        """What a step has of what a micro-batch counts: rows, or packs."""
+        """Rows per step, or packs where micro-batches count packs."""
         return self.batch.global_batch if self.packs is None else max(1, round(self.packs.mean))
 
     @property
     def shares(self) -> list[int]:
-        """The most rows (or packs) that each rank gets of a step."""
+        """Largest number of rows (or packs) of each rank in a step."""
         if self.batch.own_steps:
             return list(spans(self.rows, self.batch.slots))
         return rank_rows(self.rows, self.batch.micro_batches)
@@ -87,21 +86,21 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """The rows of a step, as far as they are known."""
+    """What is known of the rows of a step."""
 
     row_tokens: float
     """Tokens of an average row."""
     longest: float
     label_share: float
-    """Share of tokens that a loss is computed for."""
+    """Share of tokens that have labels."""
     inside: float = 0.0
-    """With packing, where the above are of packs: tokens of the row that the average token is in."""
+    """With packing, where the fields above describe packs: tokens of the row that the average token is in."""
 
     def padded_tokens(self, micro: float) -> float:
         """Return the tokens of each of `micro` rows, padded to the longest of them.
 
-        The longest of m rows that are spread evenly around the mean is (m - 1) / (m + 1) of the way to the longest of
-        all.
+        The longest of m rows spread evenly around the mean is (m - 1) / (m + 1) of the way from the mean to the
+        longest row of all.
         """
         return self.row_tokens + max(0.0, self.longest - self.row_tokens) * max(0.0, micro - 1) / (micro + 1)
 
@@ -109,11 +108,11 @@ class Data:
 def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: dict[str, str]) -> Division:
     """Return micro-batch, accumulation, packing, layout and loss chunks. Raise `UserError`.
 
-    `fitting`: the rows that each rank's memory holds.
+    `fitting` is the number of rows that each rank's memory holds.
     """
     config, launch, train = request.config, request.launch, request.config.train
-    # What fits under packing are packs; and before the data are known, rows of the greatest length must not refuse what
-    # was typed.
+    # Under packing, packs must fit, not rows; and before the data are known, the assumption that all rows have the
+    # greatest length must not refuse a typed value.
     if train.packing == "on" or (launch.early and train.grad_accum != "auto"):
         fitting = (MOST_ROWS,) * len(fitting)
     plain = choose_batch(train, fitting, MOST_TOGETHER[setup.device], request.unit)
@@ -130,7 +129,8 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: di
     setup = replace(setup, accumulates=batch.accumulation > 1)
 
     def fits(larger: Setup) -> bool:
-        recovers = launch.halvings or launch.force_checkpointing  # memory ran out: the plan had promised too much
+        # After memory ran out, the plan's own figures have proven too low to allow anything larger.
+        recovers = launch.halvings or launch.force_checkpointing
         return not recovers and request.fits(larger, tuple(max(1, rows) for rows in batch.micro_batches))
 
     chunks = choices.settle_chunks(config, request.shape, setup, max(batch.micro_batches), fits, reasons)
@@ -141,7 +141,7 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: di
 
 
 def rows_data(request: Request, division: Division) -> Data:
-    """Return what the average row (with packing: pack) is like; memory is planned for the worst instead."""
+    """Return the average row (with packing: pack); memory is planned for the worst one instead."""
     split, packs, longest = request.train_split, division.packs, division.setup.row_tokens
     if not split or not split.rows or not split.tokens:
         return Data(row_tokens=longest, longest=longest, label_share=1.0)
@@ -168,15 +168,17 @@ def _padding(request: Request, division: Division, batch: Batch) -> float:
 
 
 def _with_layout(request: Request, setup: Setup, batch: Batch, reasons: dict[str, str]) -> Setup:
-    """Return the setup with the layout of its rows: in one line where that is exact and fits, and needs no mask over
-    all of them or saves much padding.
+    """Return the setup with the layout of its rows.
+
+    Rows are flattened where that is exact and fits, unless it needs a mask over all rows and saves little padding.
     """
     if setup.pack_tokens:
         return setup
     padded, rows = replace(setup, layout=choices.padded_layout(request)), max(batch.micro_batches)
     flattened = replace(setup, layout="flattened")
     why = choices.why_padded(request, setup, rows, setup.row_tokens)
-    if not why and rows > 1 and setup.attn_implementation not in BY_LENGTHS:  # under a mask over all rows
+    needs_mask = rows > 1 and setup.attn_implementation not in BY_LENGTHS
+    if not why and needs_mask:
         padding = _padding(request, Division(setup=setup, batch=batch), batch)
         if not request.fits(flattened, batch.micro_batches) and request.fits(padded, batch.micro_batches):
             why = f"the mask of {rows * setup.row_tokens} flattened tokens would not fit"
@@ -190,9 +192,7 @@ def _with_layout(request: Request, setup: Setup, batch: Batch, reasons: dict[str
 
 
 def pack_if_typed(request: Request, setup: Setup) -> Setup:
-    """Return the setup with packs for `train.packing: on`, so that everything is planned for them. Raise
-    `UserError`.
-    """
+    """Return the setup with packs for `train.packing: on`, so that all decisions are for packs. Raise `UserError`."""
     config = request.config
     if config.train.packing != "on":
         return setup
@@ -202,15 +202,16 @@ def pack_if_typed(request: Request, setup: Setup) -> Setup:
 
 
 def _packed(config: Config, setup: Setup, packs: Packs | None) -> Setup:
-    """Return the setup whose row is the longest pack that there can be, with as many labels as any has."""
+    """Return the setup whose row is the longest possible pack, with the largest share of labels of any."""
     limit = config.model.max_seq_len
     longest, share = (packs.longest, packs.label_share) if packs else (limit, 1.0)
     return replace(setup, pack_tokens=limit, layout="flattened", row_tokens=longest, label_share=share)
 
 
 def choose_packing(request: Request, setup: Setup, plain: Batch, reasons: dict[str, str]) -> Division:
-    """Return how rows become micro-batches, and say why. Raise `UserError`. `setup` is packed already where
-    `train.packing` is `on`.
+    """Return how rows become micro-batches, with the reasons. Raise `UserError`.
+
+    `setup` is packed already where `train.packing` is `on`.
     """
     config, wish = request.config, request.config.train.packing
 
@@ -218,7 +219,8 @@ def choose_packing(request: Request, setup: Setup, plain: Batch, reasons: dict[s
         reasons.update(plain.reasons | ({"packing": f"packing off: {why}"} if why else {}))
         return Division(setup=setup, batch=plain)
 
-    if wish == "off" or (wish == "auto" and plain.accumulation == 1):  # nothing to save: one micro-step holds all rows
+    # Where one micro-step holds all rows, packing saves nothing.
+    if wish == "off" or (wish == "auto" and plain.accumulation == 1):
         return off()
     packs = packs_of(request, plain.global_batch)
     if wish == "auto":
@@ -236,11 +238,11 @@ def choose_packing(request: Request, setup: Setup, plain: Batch, reasons: dict[s
     fitting = request.largest(packed)
     micros = _micro_batches(request, Division(setup=packed, batch=plain, packs=packs), fitting)
     if any(micro > most for micro, most in zip(micros, fitting, strict=True)):
-        held = f"{'only ' + str(min(fitting)) if min(fitting) else 'not one'} pack of {packed.row_tokens} tokens"
+        capacity = f"{'only ' + str(min(fitting)) if min(fitting) else 'not one'} pack of {packed.row_tokens} tokens"
         if wish == "auto":
-            return off(f"{held} would fit")
+            return off(f"{capacity} would fit")
         raise UserError(
-            f"`train.packing` is `on`, but {held} of the {max(micros)} in a micro-batch would fit",
+            f"`train.packing` is `on`, but {capacity} of the {max(micros)} in a micro-batch would fit",
             hint="a smaller `model.max_seq_len`, TRAIN_GRADIENT_CHECKPOINTING=true, or TRAIN_PACKING=off",
         )
     bound, slots = packs.bound if packs else plain.global_batch, sum(micros)
@@ -269,17 +271,17 @@ def choose_packing(request: Request, setup: Setup, plain: Batch, reasons: dict[s
 
 
 def _unpackable(request: Request, setup: Setup, longest: int) -> str:
-    """Return why rows cannot be packed, if they cannot: a pack is several rows in one line, as two of half its
-    length.
-    """
+    """Return why rows cannot be packed; empty where they can."""
+    # A pack is several flattened rows, such as two of half its length.
     return choices.why_padded(request, setup, 2, -(-longest // 2))
 
 
 def _micro_batches(request: Request, packed: Division, fitting: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the packs per micro-step that each rank should have."""
+    """Return the packs per micro-step of each rank."""
     train, world, packs = request.config.train, len(fitting), packed.packs
     per_step = max(packs.counts) if packs else packed.batch.global_batch
-    if train.grad_accum != "auto":  # it holds at any number of packs that a step may have
+    # A typed accumulation must hold for any number of packs that a step may have.
+    if train.grad_accum != "auto":
         return (math.ceil((packs.bound if packs else per_step) / (train.grad_accum * world)),) * world
     if train.batch_size != "auto":
         return (min(train.batch_size, math.ceil(per_step / world)),) * world
@@ -288,7 +290,7 @@ def _micro_batches(request: Request, packed: Division, fitting: tuple[int, ...])
 
 
 def _most_packs(packed: Division) -> int:
-    """Return the packs that have as many tokens as the largest micro-batch of rows, 1 at least."""
+    """Return the number of packs with as many tokens as the largest micro-batch of rows, at least 1."""
     setup, packs = packed.setup, packed.packs
     mean = packs.step_tokens / packs.rows if packs else setup.row_tokens
     most = max(1, int(MOST_TOGETHER[setup.device] * mean) // setup.row_tokens)
@@ -301,14 +303,14 @@ def _most_packs(packed: Division) -> int:
 
 
 def _with_shares(request: Request, division: Division, reasons: dict[str, str]) -> Division:
-    """Return the division with shares by speed and memory where ranks are unlike and nobody typed shares."""
+    """Return the division with shares by speed and memory where ranks are unlike and the batch is `auto`."""
     setup, devices = division.setup, request.data_devices
-    same, known = setup.strategy != "ddp", all(device.peak_flops for device in devices)
+    same, speeds_known = setup.strategy != "ddp", all(device.peak_flops for device in devices)
     most = (
         max(_most_packs(division), *division.batch.micro_batches) if setup.pack_tokens else MOST_TOGETHER[setup.device]
     )
     costs = [
-        Cost(row_seconds=1 / ((known and device.peak_flops) or device.memory_bytes), most_rows=min(most, rows))
+        Cost(row_seconds=1 / ((speeds_known and device.peak_flops) or device.memory_bytes), most_rows=min(most, rows))
         for device, rows in zip(devices, request.largest(setup), strict=True)
     ]
     if not request.divides or len(set(costs)) < 2 or not all(cost.most_rows for cost in costs):
@@ -318,18 +320,20 @@ def _with_shares(request: Request, division: Division, reasons: dict[str, str]) 
     counts, even = (", ".join(map(str, spans(division.rows, each))) for each in (shares, equal))
     reasons.pop("micro-batch", None)
     reasons.pop("accumulation", None)
-    told = f"{counts if len(costs) <= NAMED else 'rows'} of {plural(division.rows, 'pack' if setup.pack_tokens else 'row')} a step"
+    unit = "pack" if setup.pack_tokens else "row"
+    division_text = f"{counts if len(costs) <= NAMED else 'rows'} of {plural(division.rows, unit)} a step"
     if shares == equal:
         off = ", as `launch.balance: off` says" if request.config.launch.balance == "off" else ""
-        reasons["shares"] = f"equal shares{off}: {told}, in micro-batches by memory"
+        reasons["shares"] = f"equal shares{off}: {division_text}, in micro-batches by memory"
     else:
         gain = step_seconds(division.rows, equal, costs) / step_seconds(division.rows, shares, costs)
-        by = "the catalogue's speeds" if known else "memory, since the speed of these cards is not known,"
+        by = "the catalogue's speeds" if speeds_known else "memory, since the speed of these cards is not known,"
         reasons["shares"] = (
-            f"shares by speed and memory: {told} instead of {even}, by {by} {gain:.2f} times as fast, until training has"
-            " measured it (`launch.balance: off` gives equal shares)"
+            f"shares by speed and memory: {division_text} instead of {even}, by {by} {gain:.2f} times as fast, until"
+            " training has measured it (`launch.balance: off` gives equal shares)"
         )
-    if setup.pack_tokens:  # the fullest step must have room
+    if setup.pack_tokens:
+        # The step with most packs must have room.
         bound = division.packs.bound if division.packs else division.batch.global_batch
         times = max(1.0, bound / sum(micro * steps for micro, steps in shares))
         shares = tuple((micro, math.ceil(steps * times)) for micro, steps in shares)

@@ -1,16 +1,16 @@
-"""Which rows an epoch has, in which order (every row once, or sources mixed by weights), and how they are packed; the
-same on every world size.
+"""The rows of an epoch, their order (every row once, or sources mixed by weights) and their packs, independent of the
+world size.
 
-An epoch of a mixture. Source s has R rows, T tokens and weight w; its size is T (`data.mix_by: tokens`) or R (`rows`).
+An epoch of a mixture: source s has R rows, T tokens and weight w; its size is T (`data.mix_by: tokens`) or R (`rows`).
 An epoch of size E takes E * w / sum(w) of each source. `data.exhausted: repeat` chooses the E at which the last source
-has been seen once, so smaller ones (for their weight) begin again; `stop` the E at which the first source runs dry, so
-none is seen twice. In rows: the source that decides gives exactly R, the others E * w / sum(w) divided by their tokens
-per row, rounded, 1 at least.
+has been seen once, so that sources that are small for their weight restart; `stop` chooses the E at which the first
+source is exhausted, so that no row is seen twice. In rows, the source that decides contributes exactly R, the others
+E * w / sum(w) divided by their tokens per row, rounded, at least 1.
 
-Each source is an endless sequence of permutations of its rows, made from seed, source and pass; epoch e takes its next
-rows. So a source that gives half of its rows per epoch has given all after two, and none twice before each was given
-once. Within an epoch the next row comes from the source that has given least for its weight, so every prefix is near
-the weights, by a row.
+Each source is an endless sequence of permutations of its rows, seeded by seed, source and pass, from which every epoch
+takes the next rows. A source that contributes half of its rows per epoch has therefore contributed all of them after
+two, and no row twice before each came once. Within an epoch the next row comes from the source that has contributed
+least for its weight, so every prefix matches the weights to within a row.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from sft_play.runs.prepared import PreparedSplit, SourceFacts, row_integers
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    """Return an epoch's order of all rows."""
+    """Return the shuffled order of all rows in an epoch."""
     order = list(range(rows))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 MANY_TIMES = 10
-"""Repetitions of a row in an epoch from which on they are warned of."""
+"""Repetitions of a row within an epoch that cause a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +49,27 @@ class Mixture:
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
-    """Of each source."""
+    """Rows of each source."""
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
-    """Shares, which add up to 1."""
+    """Shares of the sources, which add up to 1."""
     by: Literal["tokens", "rows"]
     exhausted: Literal["repeat", "stop"]
 
     @cached_property
     def epoch_rows(self) -> tuple[int, ...]:
-        """Rows that each source gives to an epoch."""
+        """Rows that each source contributes to an epoch."""
         sizes = self.tokens if self.by == "tokens" else self.rows
         shares = [
             (size / share, index) for index, (size, share) in enumerate(zip(sizes, self.weights, strict=True)) if share
         ]
         epoch, decides = max(shares) if self.exhausted == "repeat" else min(shares)
-        found = []
+        counts = []
         for index, (rows, size, share) in enumerate(zip(self.rows, sizes, self.weights, strict=True)):
-            wanted = max(1, round(epoch * share * rows / size)) if share else 0
-            wanted = min(wanted, rows) if self.exhausted == "stop" else wanted
-            found.append(rows if index == decides else wanted)
-        return tuple(found)
+            count = max(1, round(epoch * share * rows / size)) if share else 0
+            count = min(count, rows) if self.exhausted == "stop" else count
+            counts.append(rows if index == decides else count)
+        return tuple(counts)
 
     def order(self, source_of_row: Sequence[int], lengths: Sequence[int], seed: int, epoch: int) -> list[int]:
         """Return the row indices of an epoch."""
@@ -77,20 +77,22 @@ class Mixture:
         for row, source in enumerate(source_of_row):
             members[source].append(row)
         streams = [self._stream(members[s], count, seed, epoch, s) for s, count in enumerate(self.epoch_rows)]
-        # (what the source has given for its weight, source): the least comes next.
+        # (contribution relative to the weight, source): the smallest comes next.
         heap = [(0.0, s) for s, count in enumerate(self.epoch_rows) if count]
         order: list[int] = []
         while heap:
-            given, source = heapq.heappop(heap)
+            progress, source = heapq.heappop(heap)
             row = next(streams[source], -1)
             if row < 0:
                 continue
             order.append(row)
-            heapq.heappush(heap, (given + (lengths[row] if self.by == "tokens" else 1) / self.weights[source], source))
+            heapq.heappush(
+                heap, (progress + (lengths[row] if self.by == "tokens" else 1) / self.weights[source], source)
+            )
         return order
 
     def _stream(self, members: list[int], count: int, seed: int, epoch: int, source: int) -> Iterator[int]:
-        """Yield the rows that epoch `epoch` takes of a source's endless sequence of permutations."""
+        """Yield the rows that an epoch takes from a source's endless sequence of permutations."""
         at, end = epoch * count, (epoch + 1) * count
         while at < end:
             turn, start = divmod(at, len(members))
@@ -106,30 +108,33 @@ class Mixture:
         return tuple(rows / max(1, whole) for rows, whole in zip(self.epoch_rows, self.rows, strict=True))
 
     def describe(self) -> list[str]:
-        """Return an epoch of each source in words."""
-        given = [
+        """Return lines that describe each source's part of an epoch, and warnings."""
+        tokens_by_source = [
             rows * size / max(1, whole)
             for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)
         ]
-        found = []
-        for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, given, strict=True):
-            share = tokens / max(1.0, sum(given)) if self.by == "tokens" else rows / max(1, sum(self.epoch_rows))
-            found.append(
+        lines = []
+        for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, tokens_by_source, strict=True):
+            share = (
+                tokens / max(1.0, sum(tokens_by_source)) if self.by == "tokens" else rows / max(1, sum(self.epoch_rows))
+            )
+            lines.append(
                 f"{name}: {rows:,} rows an epoch ({rows / max(1, whole):.3g} x its {whole:,}), about {tokens:,.0f}"
                 f" tokens, {share:.1%} of the {self.by}"
             )
-        found += [
+        lines += [
             f"warning: every row of {name} comes {times:.0f} times an epoch and may be learnt by heart: lower its"
             " weight, or set `data.exhausted: stop`"
             for name, times in zip(self.names, self.repeats, strict=True)
             if times >= MANY_TIMES
         ]
-        return found
+        return lines
 
 
 def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
-    """Return how the sources are mixed, `None` where they have no weights. Raise `DataError` for an empty source with a
-    weight.
+    """Return the mixture of the sources, or `None` where they have no weights.
+
+    Raise `DataError` for an empty source with a weight, and where all weights are 0.
     """
     weights = [source.weight for source in sources]
     if not weights or any(weight is None for weight in weights):
@@ -156,26 +161,24 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """The rows of every epoch, from seed and epoch alone."""
+    """The order of the rows in every epoch, determined by seed and epoch alone."""
 
     rows: int
-    """Rows an epoch takes, those that come again counted again."""
+    """Rows of an epoch, counting repetitions."""
     seed: int
     mixture: Mixture | None = None
     source_of_row: Sequence[int] = ()
     lengths: Sequence[int] = ()
 
     def __call__(self, epoch: int) -> list[int]:
-        """Return row indices."""
+        """Return the row indices of an epoch."""
         if self.mixture is None:
             return permutation(self.rows, self.seed, epoch)
         return self.mixture.order(self.source_of_row, self.lengths, self.seed, epoch)
 
 
 def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
-    """Return the order of a prepared split. Raise `DataError` for a mixture whose rows do not say where they are
-    from.
-    """
+    """Return the row order of a prepared split. Raise `DataError` for a mixture whose rows lack their source."""
     mixture = mixture_of(data, split.sources)
     if mixture is None:
         return RowOrder(rows=split.rows, seed=seed)
@@ -190,9 +193,7 @@ def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
 
 
 def label_share(split: PreparedSplit | None) -> float:
-    """Return labels beside tokens of a micro-batch that is worse than any: its rows are the longest, and have most
-    labels.
-    """
+    """Return an upper bound of a micro-batch's share of label tokens: rows as long, and with as many labels, as any."""
     return min(1.0, (split.most_labels or split.longest) / split.longest) if split and split.longest else 1.0
 
 
@@ -203,7 +204,7 @@ def row_tokens(request: Request) -> int:
 
 
 def step_count(request: Request, global_batch: int, reasons: dict[str, str]) -> tuple[int | None, int | None]:
-    """Return optimizer steps in all and of an epoch, `None` where they are not known yet."""
+    """Return the optimizer steps in total and per epoch, `None` where they are not known yet."""
     config, split = request.config, request.train_split
     mixture = mixture_of(config.data, split.sources) if split else None
     rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
@@ -226,18 +227,18 @@ def step_count(request: Request, global_batch: int, reasons: dict[str, str]) -> 
 
 
 MOST_ROWS = 50_000
-"""Rows of the first epoch that are packed to see what packing gives; more change nothing that counts."""
+"""Rows of the first epoch that are packed to estimate the gain; more would not change the estimate noticeably."""
 
 
 def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Return packs of indices into `lengths`, none with more than `limit` tokens: best-fit decreasing (Johnson 1973).
 
-    The longest row comes first, each into the fullest pack that has room for it; equal ones in their order. O(n log n).
-    Never more packs than rows, and never twice the fewest there can be. Raise `ValueError` for a row that is longer
-    than `limit`.
+    From the longest row on, each goes into the fullest pack that has room for it; equal rows keep their order.
+    O(n log n). There are never more packs than rows, and always fewer than twice the minimum. Raise `ValueError` for a
+    row longer than `limit`.
     """
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, pack), ascending
+    rooms: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         if length > limit:
@@ -255,50 +256,48 @@ def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def most_packs(rows: int, tokens: int, limit: int) -> int:
-    """Return the most packs that best fit makes of `rows` rows with `tokens` tokens: any two together overflow a
-    pack.
-    """
+    """Return the most packs that best fit makes of `rows` rows with `tokens` tokens: any two packs overflow one."""
     return max(1, min(rows, ceil(2 * tokens / limit) - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packs:
-    """What packing makes of the data: the first epoch's steps, packed."""
+    """The packed steps of the first epoch."""
 
     limit: int
     """Tokens that a pack may have: `model.max_seq_len`."""
     counts: tuple[int, ...]
-    """Packs of each whole step (of the only one where there is none)."""
+    """Packs of each complete step, or of the only step where it is incomplete."""
     rows: int
     """Rows of a step."""
     step_tokens: float
     """Mean tokens of a step."""
     longest: int
-    """Tokens of the longest pack that there can be."""
+    """Tokens of the longest possible pack."""
     bound: int
-    """No step of any epoch has more packs."""
+    """Upper bound of the packs per step in any epoch."""
     label_share: float
-    """No pack has a larger share of label tokens."""
+    """Upper bound of a pack's share of label tokens."""
     row_tokens: float
     """Tokens of the row that the average token is in."""
 
     @property
     def mean(self) -> float:
-        """Packs of a step."""
+        """Mean number of packs per step."""
         return fmean(self.counts)
 
     @property
     def efficiency(self) -> float:
-        """Share of the packs' room that holds tokens."""
+        """Share of the packs' capacity that holds tokens."""
         return self.step_tokens / (self.mean * self.limit)
 
     def micro_steps(self, slots: int) -> float:
-        """Return the mean micro-steps of a step when all ranks together hold `slots` packs at a time."""
+        """Return the mean micro-steps per step when all ranks together take `slots` packs at a time."""
         return fmean(-(-count // slots) for count in self.counts)
 
 
 def packs_of(request: Request, global_batch: int) -> Packs | None:
-    """Return what packing makes of the prepared rows; `None` where their lengths are not known."""
+    """Return the packs of the prepared rows, or `None` where the lengths of the rows are not known."""
     config, split = request.config, request.train_split
     if split is None or not split.rows:
         return None
@@ -309,7 +308,8 @@ def packs_of(request: Request, global_batch: int) -> Packs | None:
 
 @lru_cache(maxsize=32)
 def _packs(split: PreparedSplit, by: Any, exhausted: Any, seed: int, limit: int, global_batch: int) -> Packs | None:
-    order = row_order(DataConfig(mix_by=by, exhausted=exhausted), split, seed)  # a whole configuration has no hash
+    # The cache needs hashable arguments, which a complete configuration is not.
+    order = row_order(DataConfig(mix_by=by, exhausted=exhausted), split, seed)
     lengths = row_integers(split, "lengths.i32")
     if lengths is None or max(lengths) > limit:
         return None
@@ -317,7 +317,7 @@ def _packs(split: PreparedSplit, by: Any, exhausted: Any, seed: int, limit: int,
     sizes = [lengths[row] for row in rows]
     starts = range(0, max(1, len(rows) - global_batch + 1), global_batch)
     steps = [sizes[start : start + global_batch] for start in starts]
-    # With weights a small source may come twice in a step, so its longest row too.
+    # With weights a small source, and so its longest row, may come several times in a step.
     largest = [max(lengths)] * global_batch if order.mixture else sorted(lengths, reverse=True)[:global_batch]
     labels = row_integers(split, "labels.i32")
     share = (

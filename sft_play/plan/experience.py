@@ -1,7 +1,7 @@
-"""What complete runs teach the forecast: the speed that each made, beside what arithmetic alone had expected of it.
+"""Facts of complete runs that improve the forecast: the speed of each, and what arithmetic alone had predicted.
 
-Workers write it into `training_metrics.json`; a plan takes it from the run in `runs/` that is most like it: same
-devices, mode and precision, and a model of half to twice the work for each token.
+Workers write them to `training_metrics.json`; a plan uses the most similar run in `runs/`: the same devices, mode and
+precision, and a model with half to twice the work per token.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from sft_play.runs.gate import all_runs, read_facts
 
 Speed = Annotated[float, Range(above=0, maximum=1e30)]
 ALIKE = 2.0
-"""Models of which one takes so many times the operations of the other for each token are still alike."""
+"""Largest ratio of operations per token between models that count as similar."""
 LEAST_STEPS = 5
-"""What a run must have made."""
+"""Steps that a run must have made."""
 NEWEST = 200
-"""Run folders that are looked at, at most."""
+"""Largest number of run folders that are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What is trained on what, as far as speeds compare by it."""
+    """The facts about model and hardware by which speeds are compared."""
 
     devices: tuple[str, ...]
-    """`same_name` of each kind."""
+    """`same_name` of each kind of device."""
     world_size: Positive
     strategy: str
     mode: str
     precision: str
     offload: bool
     flops_per_token: Speed
-    """What each token must cost, recomputation and attention's own products left out."""
+    """Operations that a token requires, without recomputation and attention's own products."""
     guess: Speed
     """Tokens per second by arithmetic alone."""
 
@@ -49,17 +49,17 @@ class PastRun:
     name: str
     work: Work
     steady_tokens_per_second: Speed
-    """At the median of its steps."""
+    """Speed at the median of its steps."""
 
 
 def same_name(device: str) -> str:
-    """Return what is alike in the names of one device: `NVIDIA H200` by its driver, `H200` in the catalogue."""
+    """Return a common name for a device: the driver's `NVIDIA H200` and the catalogue's `H200` are the same."""
     card = find_card(device)
     return card[0] if card else " ".join(device.lower().split())
 
 
 def most_like(runs: Sequence[PastRun], work: Work, *, same_world: bool) -> PastRun | None:
-    """Return the run that is most like this work, the newest of equals; `None` where none is like it."""
+    """Return the run most similar to this work, the newest of equals; `None` without a similar one."""
 
     def distance(run: PastRun) -> tuple[bool, bool, float]:
         there = run.work
@@ -75,7 +75,7 @@ def most_like(runs: Sequence[PastRun], work: Work, *, same_world: bool) -> PastR
 
 
 def past_runs() -> tuple[PastRun, ...]:
-    """Return what the complete runs in `runs/` tell, the newest first; what cannot be read is left out."""
+    """Return the complete runs in `runs/`, the newest first; unreadable ones are skipped."""
     return tuple(run for run in map(_past_run, all_runs()[:NEWEST]) if run)
 
 
@@ -87,5 +87,5 @@ def _past_run(run: RunFolder) -> PastRun | None:
         return record_of(
             {"name": run.name, **{key: facts[key] for key in ("work", "steady_tokens_per_second")}}, PastRun
         )
-    except (KeyError, ValueError):  # another version's, or damaged
+    except (KeyError, ValueError):  # written by another version, or damaged
         return None

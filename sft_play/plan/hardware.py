@@ -1,5 +1,5 @@
-"""Devices as the plan sees them: this machine's CPU, what `HARDWARE=2x24GB` describes, and the catalogue of GPUs with
-its sources.
+"""Devices of a plan: this machine's CPU, those that `HARDWARE=2x24GB` describes, and the catalogue of GPUs with its
+sources.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sft_play.text import figure
 GIB = 2**30
 GB = 10**9
 USABLE = 0.98
-"""Share of a card's nominal gigabytes (which are GiB on cards) that programs see; ECC and driver keep the rest."""
+"""Share of a card's nominal gigabytes (in fact GiB) that programs can use; ECC and driver keep the rest."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
-"""Share of the free memory that is planned for."""
+"""Share of the free memory that a plan uses."""
 FULL = 0.05
 """A GPU with a smaller share of its memory free is full: CUDA and a model's first layer already need more."""
 ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB
-"""Of a machine whose GPUs alone are described."""
+"""Assumed for a machine of which only the GPUs are described."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One GPU, or the CPU of a machine."""
+    """A GPU, or the CPU of a machine."""
 
     name: str
     memory_bytes: int
@@ -45,14 +45,13 @@ class Device:
     bandwidth: float | None = None
     """Bytes per second of device memory."""
     power_watts: float | None = None
-    """The limit that the driver enforces, or the card's by its data sheet; `None` when unknown (always so for a CPU).
-    """
+    """Power limit that the driver enforces, or that of the data sheet; `None` when unknown, as for every CPU."""
     number: int | None = None
-    """The driver's number, as `CUDA_VISIBLE_DEVICES` takes it; `None` for the CPU and for what is described."""
+    """The driver's number, as in `CUDA_VISIBLE_DEVICES`; `None` for a CPU and for described devices."""
     mig_uuid: str | None = None
-    """Of a MIG slice, as `CUDA_VISIBLE_DEVICES` takes it."""
+    """UUID of a MIG slice, as in `CUDA_VISIBLE_DEVICES`."""
     expandable_segments: bool = True
-    """Whether torch's allocator can grow its blocks in place there. Under WSL2 the first allocation would fail
+    """Whether torch's allocator can grow its blocks in place; under WSL2 the first allocation would fail
     (pytorch#192330).
     """
 
@@ -64,7 +63,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What a run may use on this machine."""
+    """The devices and memory that a run may use on this machine."""
 
     kind: Literal["cpu", "cuda"]
     devices: tuple[Device, ...]
@@ -72,21 +71,21 @@ class Hardware:
     cpu_threads: int
     ram_bytes: int
     described: bool = False
-    """Whether the user described it, rather than this machine being looked at."""
+    """Whether the user described it, instead of detection on this machine."""
     network_bytes_per_second: float | None = None
-    """Between machines, or between cards without a faster link; `None` when nothing is known."""
+    """Speed between machines, or between cards without a faster link; `None` when it is not known."""
     ram_known: bool = True
-    """Whether `ram_bytes` was looked up or stated, rather than assumed."""
+    """Whether `ram_bytes` was read or stated, not assumed."""
     nodes: int = 1
-    """Machines like this one that a description names; `NUM_NODES` wins."""
+    """Machines like this one in a description; `NUM_NODES` takes precedence."""
     listed: int = 0
-    """Entries of a description that `+` joins, such as 2 of `12GB+8GB`; 0 where nothing was written so."""
+    """Entries of a description that `+` joins, such as 2 of `12GB+8GB`; 0 without a description."""
     driver: str | None = None
-    """Version of NVIDIA's driver; `None` where none was looked at."""
+    """Version of NVIDIA's driver; `None` where it was not read."""
     driver_cuda: str | None = None
-    """The newest CUDA that it supports, such as `13.0`."""
+    """The newest CUDA that the driver supports, such as `13.0`."""
     unused: str = ""
-    """Why a GPU of this machine does nothing."""
+    """Why a GPU of this machine is not used; empty where there is none."""
 
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
@@ -97,8 +96,9 @@ NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return described hardware: `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first) or `cpu`. Raise
-    `HardwareError`.
+    """Return the hardware of a description such as `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first) or `cpu`.
+
+    Raise `HardwareError`.
     """
     body, at, network = text.partition("@")
     speed = network_speed(network, f"HARDWARE={text}") if at else None
@@ -130,9 +130,8 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
 
 
 def _devices(part: str, text: str) -> list[Device]:
-    match = PART.fullmatch(
-        re.sub(r"^(\d{1,2}) +(?=[A-WYZa-wyz])(?!Gi?B?$)", r"\1x", part)
-    )  # `2 RTX 3090`, but neither `2 x A100` nor `24 GB`
+    # `2 RTX 3090` becomes `2xRTX 3090`, but neither `2 x A100` nor `24 GB` changes.
+    match = PART.fullmatch(re.sub(r"^(\d{1,2}) +(?=[A-WYZa-wyz])(?!Gi?B?$)", r"\1x", part))
     count = int(match.group(1) or match.group(3) or 1) if match and not (match.group(1) and match.group(3)) else 0
     name = re.sub(r"([- ]\d+)G$", r"\1GB", match.group(2).strip()) if match else ""
     if not 1 <= count <= 4096:
@@ -142,15 +141,14 @@ def _devices(part: str, text: str) -> list[Device]:
         if size < GIB:
             raise _nonsense(part, text)
         return [Device(name=f"{memory.group(1)} GB GPU", memory_bytes=size, free_bytes=size, bf16=True)] * count
-    found = find_card(name)
-    if found is None:
+    row = find_card(name)
+    if row is None:
         raise _nonsense(part, text)
-    device = device_of(*found)
+    device = device_of(*row)
     if written := re.search(r"(\d+)\s*Gi?B$", name, re.IGNORECASE):
         size = int(int(written.group(1)) * GIB * USABLE)
-        if (
-            abs(size - device.memory_bytes) > 0.1 * device.memory_bytes
-        ):  # another version of the card: `3080 12GB`, `4090 48GB`
+        # Another version of the card: `3080 12GB`, `4090 48GB`.
+        if abs(size - device.memory_bytes) > 0.1 * device.memory_bytes:
             device = replace(device, name=f"{device.name} {written.group(1)}GB", memory_bytes=size, free_bytes=size)
     return [device] * count
 
@@ -183,20 +181,20 @@ def _nonsense(part: str, text: str) -> HardwareError:
 
 
 FLOP_PER_CLOCK = 512
-"""bf16 operations a clock and multiprocessor of a GeForce card, with fp32 accumulation."""
+"""bf16 operations per clock and multiprocessor of a GeForce card, with fp32 accumulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A row of the catalogue: nominal figures, for a forecast before anything is measured; laptop parts apart."""
+    """A row of the catalogue: nominal figures for a forecast before anything is measured; laptop parts are separate."""
 
     memory_gib: float
-    """What programs see, in GiB."""
+    """Memory that programs can use, in GiB."""
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
     confirmed: bool = True
-    """Whether a published page was found that agrees; `False`: unconfirmed, written from memory or inferred."""
+    """Whether a published page confirms the figures; otherwise they were recalled or inferred."""
 
 
 def _geforce(
@@ -207,7 +205,7 @@ def _geforce(
     capability: tuple[int, int],
     confirmed: bool = True,
 ) -> Card:
-    """Return a card whose speed follows from the rule of its family."""
+    """Return a GeForce card, whose speed follows from multiprocessors and clock."""
     return Card(
         memory_gib,
         round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1),
@@ -220,22 +218,22 @@ def _geforce(
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
 
 FP32_SHARES = {(7, 0): 1 / 8, (7, 5): 1 / 8, (8, 0): 1 / 16, (9, 0): 1 / 15, (9, 4): 1 / 8, (10, 0): 1 / 28}
-"""Compute capability -> fp32 speed outside of tensor cores as a share of bf16's (fp16's), by NVIDIA's data sheets: T4
-8.1 of 65, V100 15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of 1307, B200 80 of 2250. Others: half on
-GeForce cards, a quarter on L4, L40S, A10 and RTX A6000.
+"""Compute capability -> fp32 speed without tensor cores as a share of that of bf16 (or fp16), from NVIDIA's data
+sheets: T4 8.1 of 65, V100 15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of 1307, B200 80 of 2250. Others:
+half on GeForce cards, a quarter on L4, L40S, A10 and RTX A6000.
 """
 
 
 def fp32_share(name: str, capability: tuple[int, int] | None) -> float:
-    """Return the speed of fp32 matrix products as a share of bf16's. TF32, which torch leaves off, would be faster."""
+    """Return the speed of fp32 matrix products as a share of bf16's; TF32, which torch does not enable, is faster."""
     return FP32_SHARES.get(capability or (0, 0)) or (
         1 / 4 if re.search(r"\b(L4\b|L40S|A10|A40|RTX ?A6000|RTX ?6000)", name) else 1 / 2
     )
 
 
 NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
-"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a 50 series pair may hang.
-`RTX 4000` is none.
+"""Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a pair of the 50 series may
+hang. `RTX 4000` is not a consumer card.
 """
 
 CATALOGUE: Mapping[str, Card] = {
@@ -251,19 +249,20 @@ CATALOGUE: Mapping[str, Card] = {
     "RTX4080Super": _geforce(15.6, 80, 2.55, 736, ADA, False), "RTX4090": _geforce(23.6, 128, 2.52, 1008, ADA),
     "RTX5070": _geforce(11.8, 48, 2.51, 672, BLACKWELL), "RTX5070Ti": _geforce(15.6, 70, 2.452, 896, BLACKWELL),
     "RTX5080": _geforce(15.6, 84, 2.617, 960, BLACKWELL), "RTX5090": _geforce(31.4, 170, 2.407, 1792, BLACKWELL),
-    # GeForce, laptops: at the highest power that a maker may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
+    # GeForce, laptops: at the highest power that a manufacturer may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
     "RTX4060Laptop": _geforce(7.8, 24, 2.37, 256, ADA), "RTX4070Laptop": _geforce(7.8, 36, 2.175, 256, ADA),
     "RTX4080Laptop": _geforce(11.8, 58, 2.28, 432, ADA), "RTX4090Laptop": _geforce(15.6, 76, 2.04, 576, ADA, False),
-    # NVIDIA's 992 AI TOPS / 16, a rule that desktop cards obey; a boost clock near 2.2 GHz gives 52.
+    # NVIDIA's 992 AI TOPS / 16, a rule that holds for desktop cards; a boost clock near 2.2 GHz gives 52.
     "RTX5070TiLaptop": Card(11.8, 62.0, 672, BLACKWELL, False),
-    # Workstations and servers, by NVIDIA's data sheets, dense (V100 16 GB and T4: fp16, they have no bf16; A100, H100
-    # and H200: SXM; GH200 96 GB; B200 180 GB), and by AMD's as Bekman's ml-engineering quotes it (matrix products reach
-    # 668 TFLOP/s there).
+    # Workstations and servers, dense, from NVIDIA's data sheets (V100 16 GB and T4: fp16, since they lack bf16; A100,
+    # H100 and H200: SXM; GH200 96 GB; B200 180 GB), and from AMD's as quoted in Bekman's ml-engineering (matrix
+    # products reach 668 TFLOP/s there).
     "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, False),
     "V100": Card(15.8, 125.0, 900, (7, 0)),
     "T4": Card(14.7, 65.0, 320, (7, 5)),
     "L4": Card(22.2, 121.0, 300, ADA), "L40": Card(44.4, 181.0, 864, ADA, False), "L40S": Card(44.4, 362.0, 864, ADA),
-    "A10": Card(22.2, 125.0, 600, AMPERE), "A10G": Card(22.2, 70.0, 600, AMPERE, False), "A40": Card(44.4, 149.7, 696, AMPERE),
+    "A10": Card(22.2, 125.0, 600, AMPERE), "A10G": Card(22.2, 70.0, 600, AMPERE, False),
+    "A40": Card(44.4, 149.7, 696, AMPERE),
     "A100-40GB": Card(39.4, 312.0, 1555, (8, 0)), "A100": Card(79.2, 312.0, 2039, (8, 0)),
     "H20": Card(95.0, 148.0, 4000, (9, 0)), "H100": Card(79.1, 989.0, 3350, (9, 0)),
     "H100PCIe": Card(79.1, 756.0, 2000, (9, 0)), "H100NVL": Card(93.1, 835.0, 3900, (9, 0)),
@@ -274,14 +273,11 @@ CATALOGUE: Mapping[str, Card] = {
 }  # fmt: skip
 
 OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
-"""What makes a longer name another card: L40 is no L4, but `H100 80GB` is an H100."""
+"""Suffixes that make a longer name another card: L40 is not an L4, but `H100 80GB` is an H100."""
 
 
 def find_card(name: str) -> tuple[str, Card] | None:
-    """Return the catalogue row of a GPU's name as people or drivers write it, or `None`.
-
-    Only speed is looked up by name: memory comes from the driver wherever there is one.
-    """
+    """Return the catalogue row of a GPU's name as people or drivers write it, or `None`."""
     full = re.sub(r"nvidia|amd|instinct|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
     if re.match(r"\d|a6000", full):  # `4090`, `3090 Ti`
         full = f"rtx{full}"
@@ -300,36 +296,36 @@ def find_card(name: str) -> tuple[str, Card] | None:
 
 
 def did_you_mean(name: str) -> str | None:
-    """Return the name that is most alike, or `None` when none is."""
-    known = {_plain(key): key for key in CATALOGUE}
-    near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.6)
-    return known[near[0]] if near else None
+    """Return the most similar name in the catalogue, or `None` without a similar one."""
+    names = {_plain(key): key for key in CATALOGUE}
+    near = difflib.get_close_matches(_plain(name), names, n=1, cutoff=0.6)
+    return names[near[0]] if near else None
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s\-_]", "", name.lower())
 
 
-# Power limits of cards, and the energy of a run at them. Pure.
+# Power limits of cards, and the energy of a run at these limits.
 
 
 BOARD_WATTS: Mapping[str, float] = {
     # NVIDIA's data sheets: thermal design power, or "max power consumption", of the part that the catalogue names.
-    "T4": 70, "V100": 300, "L4": 72, "L40": 300, "L40S": 350, "A10": 150, "A40": 300, "RTXA6000": 300, "RTX6000Ada": 300,
-    "A100-40GB": 400, "A100": 400, "H100": 700, "H200": 700, "B200": 1000,
+    "T4": 70, "V100": 300, "L4": 72, "L40": 300, "L40S": 350, "A10": 150, "A40": 300, "RTXA6000": 300,
+    "RTX6000Ada": 300, "A100-40GB": 400, "A100": 400, "H100": 700, "H200": 700, "B200": 1000,
     # NVIDIA's product pages: total graphics power of the founders' edition or reference card.
     "RTX3060": 170, "RTX3070": 220, "RTX3070Ti": 290, "RTX3080": 320, "RTX3090": 350, "RTX3090Ti": 450,
     "RTX4060": 115, "RTX4060Ti": 160, "RTX4060Ti-16GB": 165, "RTX4070": 200, "RTX4070Super": 220, "RTX4070Ti": 285,
-    "RTX4070TiSuper": 285, "RTX4080": 320, "RTX4080Super": 320, "RTX4090": 450, "RTX5070": 250, "RTX5070Ti": 300, "RTX5080": 360,
-    "RTX5090": 575,
+    "RTX4070TiSuper": 285, "RTX4080": 320, "RTX4080Super": 320, "RTX4090": 450, "RTX5070": 250, "RTX5070Ti": 300,
+    "RTX5080": 360, "RTX5090": 575,
 }  # fmt: skip
-"""Card of the catalogue -> watts. Parts with a range of limits (laptops, NVL and GH parts) are left out."""
+"""Card of the catalogue -> watts, without parts that have a range of limits (laptops, NVL and GH parts)."""
 
 
 def energy_kwh(devices: tuple[Device, ...], seconds: float | None) -> float | None:
-    """Return what GPUs draw in `seconds` at their limits: an upper bound, the machine around them left out.
+    """Return the energy of GPUs at their power limits, an upper bound without the rest of the machine.
 
-    `None` when the time, or the limit of any device, is not known.
+    `None` when the time or any device's limit is not known.
     """
     watts = [device.power_watts for device in devices]
     if seconds is None or any(limit is None for limit in watts):
@@ -338,14 +334,14 @@ def energy_kwh(devices: tuple[Device, ...], seconds: float | None) -> float | No
 
 
 def cpu_only() -> Hardware:
-    """Return this machine as if it had no GPU."""
+    """Return this machine without its GPUs."""
     total, free = ram_bytes()
     device = Device(name=processor(), memory_bytes=total, free_bytes=free, bf16=fast_bf16(), peak_flops=None)
     return Hardware(kind="cpu", devices=(device,), cpu_threads=cpu_threads(), ram_bytes=total)
 
 
 def cpu_threads() -> int:
-    """Return the processors that this process may use, cgroup quotas respected."""
+    """Return the processors that this process may use, within cgroup quotas."""
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -357,7 +353,7 @@ def cpu_threads() -> int:
 
 
 def ram_bytes() -> tuple[int, int]:
-    """Return (memory, memory that is available now), limits of this process's cgroups (v2) respected."""
+    """Return (total, available) memory within the limits of this process's cgroups (v2)."""
     try:  # without psutil: `make doctor` runs where no package is installed
         lines = Path("/proc/meminfo").read_text().splitlines()
         facts = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
@@ -368,7 +364,7 @@ def ram_bytes() -> tuple[int, int]:
         memory = psutil.virtual_memory()
         total, free = int(memory.total), int(memory.available)
     for group in _cgroups():
-        with contextlib.suppress(OSError, ValueError):  # `max` is no limit
+        with contextlib.suppress(OSError, ValueError):  # `max` means no limit
             limit = int((group / "memory.max").read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             # The kernel drops pages of files before it runs out.
@@ -398,8 +394,6 @@ def fast_bf16() -> bool:
 
 def rate_in_words(bytes_per_second: float) -> str:
     """Return a speed as `118 MB/s` or `11.8 GB/s`."""
-    return (
-        f"{figure(bytes_per_second / 1e9)} GB/s"
-        if bytes_per_second >= 1e9
-        else f"{figure(bytes_per_second / 1e6)} MB/s"
-    )
+    if bytes_per_second >= 1e9:
+        return f"{figure(bytes_per_second / 1e9)} GB/s"
+    return f"{figure(bytes_per_second / 1e6)} MB/s"

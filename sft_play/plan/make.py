@@ -1,6 +1,4 @@
-"""The plan as a pure function of what is asked for: every decision in the order in which it is made, each with its
-reason.
-"""
+"""The plan as a pure function of a request: every decision in the order in which it is made, each with its reason."""
 
 from __future__ import annotations
 
@@ -53,11 +51,11 @@ ROUTER_LOSS = (
     " micro-batches"
 )
 LONGEST_ROW = 2**22
-"""Where the search for the longest row ends, for models that know no limit of positions."""
+"""Where the search for the longest row ends, for models without a limit of positions."""
 
 
 def make_plan(request: Request) -> Plan:
-    """Return every decision about a run with its reason. Raise `UserError` or `HardwareError` for what cannot be."""
+    """Return every decision about a run with its reason. Raise `UserError` or `HardwareError` for an impossible one."""
     request = with_machines(request)
     try:
         plan = _decide(request)
@@ -67,19 +65,19 @@ def make_plan(request: Request) -> Plan:
     tightest = least_room(plan.ranks)
     if tightest.peak_bytes <= tightest.capacity_bytes:
         return plan
-    found = remedies.remedies(request, _decide, plan, tightest.micro_batch, tightest.peak_bytes)
-    return replace(plan, remedies=(*map(str, found), *plan.remedies))
+    ways = remedies.remedies(request, _decide, plan, tightest.micro_batch, tightest.peak_bytes)
+    return replace(plan, remedies=(*map(str, ways), *plan.remedies))
 
 
 def _decide(request: Request) -> Plan:
-    """Return the plan without the remedies of what does not fit. Raise as `make_plan`.
+    """Return the plan without remedies for what does not fit. Raise like `make_plan`.
 
-    Callees that get `reasons` append what they decided, and why.
+    Functions that receive `reasons` append what they decide, and why.
     """
     config, hardware, shape, launch = request.config, request.hardware, request.shape, request.launch
     kind, reasons, warnings = hardware.kind, dict[str, str](), list[str]()
 
-    # Who computes.
+    # Where ranks run, and by which strategy.
     check_length(config.model, shape.max_positions)
     check_targets(config, shape)
     reasons |= network.check_slices(request) | describe_machines(request)
@@ -87,12 +85,12 @@ def _decide(request: Request) -> Plan:
     strategy = strategies.choose_strategy(request, reasons)
     backend = choices.choose_backend(config, kind, len(ranks.devices), reasons)
 
-    # What is computed how.
+    # How they compute.
     setup = _first_setup(request, strategy, reasons)
     rate = choices.choose_learning_rate(config, reasons)
     setup = choices.with_chunks(config, shape, pack_if_typed(request, setup))
 
-    # What of it fits: recomputation, then another strategy.
+    # What fits: recomputation first, then another strategy.
     setup, rows_that_fit = _choose_recomputation(request, setup, reasons)
     settled = strategies.settle(request, setup, rows_that_fit, _decide, reasons)
     if isinstance(settled, Plan):
@@ -100,7 +98,7 @@ def _decide(request: Request) -> Plan:
     setup, rows_that_fit = settled[0], network.fill_stages(request, *settled)
     _check_loading(request, setup)
 
-    # How much at a time: micro-batches, micro-steps, packs; and what memory that takes.
+    # How much at a time: micro-batches, micro-steps and packs, with the memory that they take.
     division = divide(request, setup, rows_that_fit, reasons)
     batch, setup = division.batch, division.setup
     rate = choices.scale_learning_rate(config, rate, batch.global_batch, reasons)
@@ -139,20 +137,41 @@ def _decide(request: Request) -> Plan:
             f" {setup.optim} does"
         )
     return Plan(
-        **asdict(setup), num_nodes=launch.num_nodes, node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (), backend=cast(Any, backend),
-        ranks=rank_plans, source="formula", kernels=kernels, nf4_experts=nf4_experts(config, shape, setup.strategy),
-        global_batch_size=batch.global_batch, most_rows=min(rows_that_fit), longest_row=_longest_row(request, setup, rank_plans),
-        eval_batch_size=halve(eval_rows, launch.halvings), learning_rate=rate, warmup_steps=choices.warmup(config, steps), steps=steps,
-        steps_per_epoch=per_epoch, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu, speed_basis=speed.basis,
-        seconds_per_step=seconds, total_seconds=total, epoch_seconds=seconds * per_epoch if seconds and per_epoch else None,
-        energy_kwh=energy_kwh(ranks.devices, total), communication_share=speed.communication_share,
-        communication_seconds=speed.communication_seconds, work=speed.work, exchanges=network.exchanges(request, setup, speed.computing_seconds),
-        reasons=reasons, remedies=tuple(host_remedies), notices=tuple(warnings),
-    )  # fmt: skip
+        **asdict(setup),
+        num_nodes=launch.num_nodes,
+        node_ranks=ranks.nodes if len(set(ranks.nodes)) > 1 else (),
+        backend=cast(Any, backend),
+        ranks=rank_plans,
+        source="formula",
+        kernels=kernels,
+        nf4_experts=nf4_experts(config, shape, setup.strategy),
+        global_batch_size=batch.global_batch,
+        most_rows=min(rows_that_fit),
+        longest_row=_longest_row(request, setup, rank_plans),
+        eval_batch_size=halve(eval_rows, launch.halvings),
+        learning_rate=rate,
+        warmup_steps=choices.warmup(config, steps),
+        steps=steps,
+        steps_per_epoch=per_epoch,
+        tokens_per_second=speed.tokens_per_second,
+        mfu=speed.mfu,
+        speed_basis=speed.basis,
+        seconds_per_step=seconds,
+        total_seconds=total,
+        epoch_seconds=seconds * per_epoch if seconds and per_epoch else None,
+        energy_kwh=energy_kwh(ranks.devices, total),
+        communication_share=speed.communication_share,
+        communication_seconds=speed.communication_seconds,
+        work=speed.work,
+        exchanges=network.exchanges(request, setup, speed.computing_seconds),
+        reasons=reasons,
+        remedies=tuple(host_remedies),
+        notices=tuple(warnings),
+    )
 
 
 def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) -> Setup:
-    """Return types, attention and optimizer, rows padded and nothing recomputed."""
+    """Return the setup with types, attention and optimizer; rows are padded and nothing is recomputed."""
     config, hardware, devices = request.config, request.hardware, request.ranks.devices
     precision = choices.choose_precision(request, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, hardware.kind, precision, reasons)
@@ -181,28 +200,29 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
 
 
 def _choose_recomputation(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[Setup, tuple[int, ...]]:
-    """Turn recomputation on when asked for, or when the wanted rows do not fit without it. Return the rows that fit,
-    too.
-    """
-    asked, wanted = request.config.train.gradient_checkpointing, request.wanted_rows
+    """Return the setup, with recomputation if configured or needed for the required rows, and the rows that fit."""
+    asked, rows = request.config.train.gradient_checkpointing, request.required_rows
     plain, saving = request.largest(setup), replace(setup, gradient_checkpointing=True)
-    if asked == "auto" and request.launch.force_checkpointing and min(plain) >= wanted:
+    if asked == "auto" and request.launch.force_checkpointing and min(plain) >= rows:
         reasons["recomputation"] = "gradient checkpointing on: memory ran out without it"
-        return saving, plain  # what it saves is not for a larger micro-batch
-    if asked is True or (asked == "auto" and min(plain) < wanted):
-        why = "as configured" if asked is True else f"{plural(wanted, 'row')} per device would not fit without it"
+        # What recomputation saves must not go into a larger micro-batch.
+        return saving, plain
+    if asked is True or (asked == "auto" and min(plain) < rows):
+        why = "as configured" if asked is True else f"{plural(rows, 'row')} per device would not fit without it"
         reasons["recomputation"] = f"gradient checkpointing on: {why}"
         return saving, request.largest(saving)
     if asked == "auto":
-        more = "a third more time" if request.config.tuning.mode == "full" else "half as much time again"
-        reasons["recomputation"] = f"gradient checkpointing off: activations fit, and recomputing them takes {more}"
+        extra_time = "a third more time" if request.config.tuning.mode == "full" else "half as much time again"
+        reasons["recomputation"] = (
+            f"gradient checkpointing off: activations fit, and recomputing them takes {extra_time}"
+        )
     return setup, plain
 
 
 def _rank_plans(request: Request, division: Division) -> tuple[RankPlan, ...]:
     """Return what each rank does and needs."""
     largest = request.largest(division.setup)
-    found = []
+    plans = []
     for rank in range(len(request.ranks.devices)):
         group = rank // request.group_size
         (micro, steps), room = (
@@ -211,7 +231,7 @@ def _rank_plans(request: Request, division: Division) -> tuple[RankPlan, ...]:
         )
         parts = request.parts(request.on(division.setup, rank), max(1, micro))
         peak, most = sum(parts.values()), max(1, min(MOST_ROWS, largest[group]))
-        found.append(
+        plans.append(
             RankPlan(
                 rank=rank,
                 device="cpu" if request.hardware.kind == "cpu" else f"cuda:{request.ranks.places[rank]}",
@@ -224,40 +244,39 @@ def _rank_plans(request: Request, division: Division) -> tuple[RankPlan, ...]:
                 most_rows=max(micro, halve(most, request.launch.halvings)),
             )
         )
-    return tuple(found)
+    return tuple(plans)
 
 
 def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) -> int:
-    """Return the tokens of the longest rows that the planned micro-batches allow on every rank."""
+    """Return the tokens of the longest rows with which the planned micro-batches fit every rank."""
     most = min(request.shape.max_positions, LONGEST_ROW)
     cases = [setup]
     if setup.layout == "flattened" and not setup.pack_tokens:
-        cases.append(
-            replace(setup, layout=choices.padded_layout(request))
-        )  # what flattened rows turn into where their mask would not fit
+        # Flattened rows are padded where their mask would not fit.
+        cases.append(replace(setup, layout=choices.padded_layout(request)))
     kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
     return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
 
 
 def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tuple[RankPlan, ...]) -> dict[str, str]:
-    """Return what is held where and how, and which rank may run short."""
-    config, shape, kind, found = request.config, request.shape, request.hardware.kind, dict[str, str]()
+    """Return notes on how memory is used, and on a rank that may run short."""
+    config, shape, kind, notes = request.config, request.shape, request.hardware.kind, dict[str, str]()
     if setup.strategy == "fsdp2" and micro_steps > 1:
-        held = 4 * trainable_parameters(config, shape) / GIB
-        found["gradients"] = (
-            f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {held:.1f} GiB of them"
-            " in fp32 until the last"
+        gradient_gib = 4 * trainable_parameters(config, shape) / GIB
+        notes["gradients"] = (
+            f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {gradient_gib:.1f} GiB"
+            " of them in fp32 until the last"
         )
     tightest = least_room(ranks)
     if tightest.peak_bytes > tightest.capacity_bytes:
-        found["room"] = (
+        notes["room"] = (
             f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of"
             f" {tightest.capacity_bytes / GIB:.1f} GiB"
         )
-    found |= describe_adapters(config, shape)
+    notes |= describe_adapters(config, shape)
     if config.tuning.mode == "qlora" and shape.expert_parameters and not shape.quantized_bits:
         plain, packed = (shape.expert_parameters * size / GIB for size in (setup.weight_bytes, NF4_BYTES))
-        found["experts"] = (
+        notes["experts"] = (
             "experts: nf4 like linear layers, and expanded a layer at a time"
             if nf4_experts(config, shape, setup.strategy)
             else (
@@ -265,18 +284,16 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
                 " ZeRO-3, adapters on experts and unsloth leave them as they are"
             )
         )
-    found["memory"] = (
+    notes["memory"] = (
         f"memory: {HEADROOM[kind]:.0%} of what is free is planned for, {1 - HEADROOM[kind]:.0%} stay as the margin"
     )
-    return found | ({"allocator": EXPANDABLE if setup.expandable_segments else NATIVE} if kind == "cuda" else {})
+    return notes | ({"allocator": EXPANDABLE if setup.expandable_segments else NATIVE} if kind == "cuda" else {})
 
 
 def _on_the_host(
     request: Request, setup: Setup, micro_batch: int, reasons: dict[str, str], warnings: list[str]
 ) -> list[str]:
-    """Say what DeepSpeed or Unsloth keeps in the machine's memory, and return what to do when that is too small for
-    it.
-    """
+    """Report what DeepSpeed or Unsloth keeps in host memory, and return remedies when that memory is too small."""
     hardware, processes = request.hardware, request.ranks.local
     of_unsloth = unsloth_host_bytes(request.config, request.shape, setup, micro_batch)
     need = processes * (host_bytes(request.config, request.shape, setup) + of_unsloth)
@@ -293,36 +310,36 @@ def _on_the_host(
 
 
 GAIN = 1.02
-"""What is not faster than this is as fast."""
+"""Speed-ups below this factor count as none."""
 MOST_TRIED = 8
-"""Numbers of cards or machines that are planned for to see whether fewer are faster, at most."""
+"""Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
 
 def _faster_with_fewer(request: Request, plan: Plan) -> list[str]:
-    """Return a note where fewer cards or machines would make the same step sooner than all, by the same forecast."""
-    found: list[tuple[float, str]] = []
+    """Return a note where the forecast says that fewer cards or machines make the same step sooner than all."""
+    speeds: list[tuple[float, str]] = []
     tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices)) if plan.seconds_per_step else []
     for words, fewer in tried[:MOST_TRIED]:
         other = try_plan(request, fewer, _decide)
         if isinstance(other, Plan) and not other.remedies and other.global_batch_size == plan.global_batch_size:
-            found.append((other.seconds_per_step or math.inf, words))
-    best, words = min(found, default=(math.inf, ""))
+            speeds.append((other.seconds_per_step or math.inf, words))
+    best, words = min(speeds, default=(math.inf, ""))
     if not plan.seconds_per_step or plan.seconds_per_step <= GAIN * best:
         return []
     return [f"FASTER {words}: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
 
 
 def _fewer(request: Request) -> list[tuple[str, Request]]:
-    """Return each kind of machine (of a single one: card) without which, and on which alone, could be trained.
+    """Return requests with one machine (or, on a single machine, one card) removed, and with it alone.
 
-    Of like cards in one machine only one alone is looked at.
+    Like units count once, and of like cards in one machine only a single card is considered.
     """
     ranks, hardware, cpu = request.ranks, request.hardware, request.hardware.kind == "cpu"
     several, network = len(ranks.nodes) > 1, request.hardware.network_bytes_per_second
     groups = list(map(ranks.ranks_of, range(len(ranks.nodes)))) if several else [(rank,) for rank in range(ranks.local)]
     units = [tuple(ranks.devices[rank] for rank in group) for group in groups]
-    found: list[tuple[str, Request]] = []
+    requests: list[tuple[str, Request]] = []
     for place, unit in enumerate(units):
         if len(units) < 2 or (cpu and not several) or unit in units[:place]:
             continue
@@ -332,7 +349,7 @@ def _fewer(request: Request) -> list[tuple[str, Request]]:
         ways = [(f"on {name} alone", [unit])]
         ways += [(f"without {name}", others)] if apart and len(others) > 1 else []
         for words, staying in ways:
-            devices = tuple(device for those in staying for device in those)
+            devices = tuple(device for unit_devices in staying for device in unit_devices)
             nodes = len(staying) if several else 1
             launch = replace(
                 request.launch,
@@ -354,12 +371,12 @@ def _fewer(request: Request) -> list[tuple[str, Request]]:
                     network_bytes_per_second=network if len(staying) > 1 else None,
                 ),
             )
-            found.append((words, fewer if len(devices) > 1 else fewer.with_keys(ALONE)))
-    return found
+            requests.append((words, fewer if len(devices) > 1 else fewer.with_keys(ALONE)))
+    return requests
 
 
 def _check_loading(request: Request, setup: Setup) -> None:
-    """Raise `HardwareError` where the processes of this machine need more of its memory to load than it has."""
+    """Raise `HardwareError` where loading in this machine's processes needs more memory than the machine has."""
     config, hardware, processes = request.config, request.hardware, request.ranks.local
     need = loading_host_bytes(config, request.shape, setup, processes)
     if hardware.ram_known and need > hardware.ram_bytes:
@@ -374,11 +391,13 @@ def _check_loading(request: Request, setup: Setup) -> None:
 def ways_out(
     config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan
 ) -> tuple[Remedy, ...]:
-    """Return what would need less than a rank of this plan, where memory ran out although it should have fitted; by
-    formula.
+    """Return what would need less memory than a rank of this plan, which ran out although it should have fitted.
+
+    Sizes come from the formulas.
     """
     devices = devices_of(plan)
-    here = devices[0][:1] if plan.device == "cpu" else devices[0]  # its processes share it
+    # Processes on a CPU share its memory.
+    here = devices[0][:1] if plan.device == "cpu" else devices[0]
     free = sum(device.free_bytes for device in here)
     hardware = Hardware(
         kind=plan.device, devices=here, cpu_threads=len(devices[0]), ram_bytes=free, ram_known=False, described=True

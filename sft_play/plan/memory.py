@@ -1,8 +1,8 @@
-"""Memory of one rank by closed formulas, in the parts that people ask about. Pure.
+"""Memory of one rank by closed formulas, divided into named parts. Pure.
 
 Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real
-models to 0.1 % (docs/planning.md has the table); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari
-et al. 2019, arXiv 1910.02054, and the sources of the pinned DeepSpeed).
+models to 0.1 % (table in docs/planning.md); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et
+al. 2019, arXiv 1910.02054, and the sources of the pinned DeepSpeed).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sft_play.plan.shape import BY_LENGTHS, ModelShape, fuses_adapters, quantise
 
 MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Packed halves, 8-bit scales of 64, and their fp32 scales of 256."""
+"""Packed half bytes, an 8-bit scale per 64 weights, and an fp32 scale per 256 of those."""
 INT8_BYTES = 1.0
 CUDA_BUILD = any("nvidia" in text for torch in distributions(name="torch") for text in torch.requires or ())
 CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB + CUDA_BUILD * 320 * MIB}
@@ -26,39 +26,38 @@ CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB + CUDA_BUILD * 320 * MIB}
 imports, 800 MiB with a CUDA build of torch, measured).
 """
 NCCL_BYTES = 300 * MIB
-"""Its buffers on each GPU of several (0.1 to 0.5 GiB were seen elsewhere; unverified here); behind a switch more
-(`request.SWITCHED_BYTES`).
+"""NCCL's buffers on each of several GPUs (0.1 to 0.5 GiB were seen elsewhere; unverified here); an NVLink switch adds
+`request.SWITCHED_BYTES`.
 """
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
-"""cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass has its own."""
+"""cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass runs in a separate one."""
 FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22}
-"""Share of what comes and goes within a step that an allocator loses. On a CPU glibc's heap keeps the gaps that it
-cannot fill: 0.33 to 0.48 were measured with a mask over all rows, 0.0 to 0.28 with attention row by row
-(docs/memory.md). `native` is CUDA's without expandable segments: 0.117 beside 0.074 with them in a trace of the
-quickstart (`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`).
+"""Share of a step's temporary memory that an allocator loses. On a CPU glibc's heap keeps gaps that it cannot fill:
+0.33 to 0.48 were measured with a mask over all rows, 0.0 to 0.28 with attention row by row (docs/memory.md). `native`
+is CUDA's allocator without expandable segments: 0.117, compared with 0.074 with them, in a trace of the quickstart
+(`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`).
 """
 MAPPED_FRAGMENTATION = 0.05
-"""With recomputation on a CPU the heap would lose several times what is in use (docs/planning.md), so tensors are
-mapped one by one.
+"""The same share where tensors are mapped one by one: with recomputation on a CPU the heap would lose several times
+what is in use (docs/planning.md).
 """
 OPTIMIZER_BYTES = {
-    "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
-    "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0, "adafactor": 0.1, "sgd": 0.0,
-    "paged_adamw_32bit": 8.0, "ademamix": 12.0, "paged_ademamix_32bit": 12.0, "adagrad": 4.0,
-    "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
+    "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03,
+    "ademamix_8bit": 3.05, "paged_ademamix_8bit": 3.05,
+    "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0,
+    "adafactor": 0.1, "sgd": 0.0, "paged_adamw_32bit": 8.0, "ademamix": 12.0, "paged_ademamix_32bit": 12.0,
+    "adagrad": 4.0, "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
     "grokadamw": 12.0, "schedule_free_sgd": 4.0,
 }  # fmt: skip
-"""State per trained weight (bitsandbytes holds its 32-bit moments in fp32 whatever the weights are; AdEMAMix has
-three); everything else is taken for Adam: two moments in the type of the weights.
+"""Bytes of state per trained weight. bitsandbytes holds its 32-bit moments in fp32 whatever the type of the weights,
+and AdEMAMix has three. Other optimizers are counted as Adam: two moments in the type of the weights.
 """
 ADAM_MOMENTS = 2
 AVERAGED_AT_A_TIME = 2**24
-"""Numbers that local steps average by one message, at most, where a parameter is not larger: 64 MiB."""
+"""Largest number of values that local steps average in one message, unless a parameter is larger: 64 MiB."""
 MICRO_STEP = ("activations", "recompute", "logits")
 FIRST_RETURNING = 2 / 3
-"""Of the gradients that a layer's backward pass holds at a time, those that exist before it lets go of what it saved
-(traced).
-"""
+"""Share of a layer's gradients in the backward pass that exist before the layer releases its activations (traced)."""
 
 
 def trainable_parameters(config: Config, shape: ModelShape) -> int:
@@ -69,8 +68,9 @@ def trainable_parameters(config: Config, shape: ModelShape) -> int:
 
 
 def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-    """Return the bytes of every part on one rank at the worst moment of a step; of a pipeline, on the stage that is
-    meant, or needs most.
+    """Return the bytes of every part on one rank at the peak of a step.
+
+    In a pipeline the rank is on `setup.stage`, or on the stage that needs most.
     """
     if setup.stages and setup.stage is None:
         each = (
@@ -81,20 +81,20 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
 
 
 def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
-    """Return the bytes of every part on one rank at each moment where a peak can stand (`plan.remedies.MOMENTS`)."""
+    """Return the bytes of every part on one rank at each moment that can be the peak (`plan.remedies.MOMENTS`)."""
     shape, passing = shape.take_slice(setup.tensor_parallel), 1
     if setup.stages:
         shape, setup, passing = stage_of(shape, setup)
     states, tokens = states_bytes(config, shape, setup), -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
     moving = _moving(config, shape, setup, tokens)
     if setup.stages:
-        # Hidden states that came, and that wait to be sent.
+        # Hidden states that were received, and that wait to be sent.
         states["buffers"] += 2.0 * (passing + 1) * tokens * shape.hidden_size * setup.width
         moving = {moment: parts | {"activations": parts["activations"] * passing} for moment, parts in moving.items()}
     if _bits(config, shape):
         expanded = _expanded_bytes(config, shape, setup)
         moving = {moment: parts | {"dequantised": expanded} for moment, parts in moving.items()}
-    # What a step of the optimizer needs for itself exists when activations do not.
+    # Temporaries of the optimizer's step exist only when activations do not.
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
     mapped = setup.device == "cpu" and setup.gradient_checkpointing
@@ -122,9 +122,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
 
 
 def stage_of(shape: ModelShape, setup: Setup) -> tuple[ModelShape, Setup, int]:
-    """Return shape and setup of a stage, and how many micro-batches it has begun at most: one for each stage that
-    follows, and its own.
-    """
+    """Return shape and setup of a stage, and its most micro-batches in flight: its own and one for each later stage."""
     assert setup.stage is not None
     last = len(setup.stages) - 1
     stage = shape.take_stage(setup.stages[setup.stage], embeds=setup.stage == 0, predicts=setup.stage == last)
@@ -133,56 +131,57 @@ def stage_of(shape: ModelShape, setup: Setup) -> tuple[ModelShape, Setup, int]:
 
 
 def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dict[str, dict[str, float]]:
-    """Return what comes and goes within a micro-step, at each moment where it can be most."""
+    """Return the temporary memory of a micro-step at each moment where it can be largest."""
     saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
     returning = _returning_bytes(config, shape, setup) * tokens
     labels = tokens * setup.slice_label_share
     logits = logit_bytes(config, shape, setup, labels)
-    if config.tuning.backend == "unsloth":  # its forward ignores which positions are asked for (`model/load.py`)
+    if config.tuning.backend == "unsloth":
+        # Its forward pass ignores which positions need logits (`model/load.py`).
         logits += setup.width * tokens * shape.vocab_size
-    # Weights cast for a multiplication are kept until the backward pass has read them.
+    # Weights cast for a multiplication stay until the backward pass has read them.
     head = 2.0 * shape.vocab_size * shape.hidden_size if setup.autocast else 0.0
     layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
     if not setup.gradient_checkpointing:
-        held = {
+        base = {
             "activations": saved * shape.layers,
             "recompute": 0.0,
             "logits": 0.0,
             "casts": head + layer * shape.layers,
         }
         return {
-            "backward head": held | {"logits": logits},
-            "backward last": held | {"workspace": returning * FIRST_RETURNING},
+            "backward head": base | {"logits": logits},
+            "backward last": base | {"workspace": returning * FIRST_RETURNING},
         }
     residual = 4 if setup.autocast else setup.width
-    kept = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
-    held = {"activations": kept * shape.layers * tokens, "recompute": 0.0, "logits": 0.0, "casts": layer}
-    # Of weights that train autocast itself keeps the casts until the forward pass ends, those of recomputed layers too.
+    saved_inputs = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
+    base = {"activations": saved_inputs * shape.layers * tokens, "recompute": 0.0, "logits": 0.0, "casts": layer}
+    # Autocast keeps the casts of trained weights until the forward pass ends, those of recomputed layers too.
     casts = layer * (shape.layers if config.tuning.mode == "full" else 1)
     inner = setup.width * (3 if shape.gated else 2) * shape.ffn_size * max(1, shape.experts_per_token)
     running = (inner + 2 * residual * shape.hidden_size) * tokens
     moments = {
-        "forward last": held | {"activations": held["activations"] + running, "casts": casts},
-        # The logits are gone when the first layer is computed again; its gradients come beside what it saved.
-        "backward last": held | {"recompute": saved + returning},
+        "forward last": base | {"activations": base["activations"] + running, "casts": casts},
+        # The logits are freed before the first layer is recomputed; its gradients are added to its activations.
+        "backward last": base | {"recompute": saved + returning},
     }
     if logits < labels * shape.vocab_size * LOGIT_BYTES:
-        # In chunks the loss is computed inside the forward pass, beside what the last norm keeps.
+        # In chunks the loss is computed during the forward pass, while the last norm keeps its input.
         normed = 3 * residual * shape.hidden_size * tokens if config.tuning.mode == "full" else 0
-        ends = {"activations": held["activations"] + normed, "logits": logits, "casts": head + casts}
-        return moments | {"forward head": held | ends}
-    return moments | {"backward head": held | {"logits": logits, "casts": head}}
+        ends = {"activations": base["activations"] + normed, "logits": logits, "casts": head + casts}
+        return moments | {"forward head": base | ends}
+    return moments | {"backward head": base | {"logits": logits, "casts": head}}
 
 
 def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """Weights, gradients, optimizer and buffers, after sharding."""
+    """Return the bytes of weights, gradients, optimizer states and buffers on one rank, after sharding."""
     trained, full = trainable_parameters(config, shape), config.tuning.mode == "full"
     shards = setup.world_size // setup.tensor_parallel
     width = trained_bytes(config, setup)
     vision = float(shape.vision_parameters * setup.weight_bytes)
     frozen, quant_state = (vision, 0.0) if full else frozen_bytes(config, shape, setup)
     weights, gradients = float(trained * width), float(trained * gradient_bytes(config, setup))
-    # DeepSpeed steps fp32 master weights and moments, whatever the weights are.
+    # DeepSpeed updates fp32 master weights and moments, whatever the type of the weights.
     step_width = 4 if setup.zero else width
     each = OPTIMIZER_BYTES.get(setup.optim, ADAM_MOMENTS * step_width)
     optimizer = trained * (
@@ -200,8 +199,8 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         gradients /= shards
     if setup.strategy in ("zero3", "fsdp2"):
         weights /= shards
-        # FSDP2 shards no integers, as which a base that comes quantised is stored, and no quantisation state, which is
-        # no parameter.
+        # FSDP2 shards neither the integers of a base that was quantised beforehand nor quantisation states, which are
+        # not parameters.
         frozen /= 1 if setup.strategy == "fsdp2" and shape.quantized_bits else shards
     if setup.zero and setup.device == "cuda":
         if setup.offload_optimizer:
@@ -221,8 +220,8 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
 def trained_bytes(config: Config, setup: Setup) -> int:
     """Return the bytes of a trained weight.
 
-    Adapters are fp32, but bf16 over a base quantised into bf16 (see `model/load.py`), not with Unsloth. DeepSpeed casts
-    what trains to the computation's type, and accelerate's FSDP2 makes it fp32.
+    Adapters are fp32, except that over a quantised base that computes in bf16 they are bf16 (`model/load.py`), though
+    not with Unsloth. DeepSpeed casts trained weights to the computation's type, and accelerate's FSDP2 makes them fp32.
     """
     if setup.precision != "fp32" and (setup.zero or setup.strategy == "fsdp2"):
         return 2 if setup.zero else 4
@@ -233,38 +232,36 @@ def trained_bytes(config: Config, setup: Setup) -> int:
 
 
 def gradient_bytes(config: Config, setup: Setup) -> int:
-    """Return the bytes of a trained weight's gradient as ranks reduce it and micro-steps add it up
-    (`launch/deepspeed.py`).
-    """
+    """Return the bytes of a trained weight's gradient as it is accumulated and reduced (`launch/deepspeed.py`)."""
     return 4 if setup.zero and setup.precision == "bf16" else trained_bytes(config, setup)
 
 
 def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights: float) -> float:
-    """What a strategy copies into to send. `weights` is the size of the base as it is held, before it is sharded."""
+    """Return the bytes of a strategy's communication buffers; `weights` is the size of the base before sharding."""
     if setup.strategy in ("single", "ddp"):
-        return 0.0  # DDP's buckets are where the gradients themselves are
-    # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each.
-    bucket = min(shape.hidden_size**2, trained) * (
-        2 * setup.width + (4 if setup.precision == "bf16" else 0)
-    )  # reduced in fp32
+        return 0.0  # gradients are views into DDP's buckets
+    # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each. bf16
+    # gradients are reduced in fp32.
+    bucket_width = 2 * setup.width + (4 if setup.precision == "bf16" else 0)
+    bucket = min(shape.hidden_size**2, trained) * bucket_width
     if setup.strategy in ("zero1", "zero2"):
         return float(bucket)
     per_layer = weights * (shape.largest_layer_parameters / max(1, shape.parameters)) * gathered_share(setup)
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * setup.width
     if setup.strategy == "zero3":
         return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
-    # FSDP2 holds this layer and the next one whole, embedding and head from the first layer to the last, and reduces in
-    # fp32.
+    # FSDP2 holds the current and the next layer unsharded, embedding and head from the first layer to the last, and
+    # reduces in fp32.
     return 2 * per_layer + ends + 4.0 * (shape.largest_layer_parameters if full else trained / shape.layers)
 
 
 def gathered_share(setup: Setup) -> float:
-    """Return the bytes that FSDP2 gathers of a byte it holds: fp32 weights travel in the computation's type."""
+    """Return the bytes that FSDP2 gathers per byte of weights: fp32 weights travel in the computation's type."""
     return setup.width / setup.weight_bytes if setup.strategy == "fsdp2" and setup.weights_dtype == "float32" else 1.0
 
 
 def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:
-    """Whether this model has fused experts and they are quantised."""
+    """Whether this model has fused experts that QLoRA quantises."""
     return shape.expert_parameters > 0 and not shape.quantized_bits and quantises_experts(config.tuning, strategy)
 
 
@@ -274,32 +271,32 @@ def quantised_parameters(config: Config, shape: ModelShape, strategy: str) -> in
 
 
 def _expanded_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of quantised weights in the computation's type that exist at a time, with fp32 scales of one.
+    """Return the bytes of dequantised weights that exist at a time, with the fp32 scales of a linear one.
 
-    Both passes expand one linear weight at a time; experts a layer's, which autograd keeps for the backward pass.
+    Both passes expand one linear weight at a time, but all experts of a layer, which autograd keeps for the backward
+    pass.
     """
-    linear = max((one.inputs * one.outputs for one in shape.matrices if one.quantised), default=0) * (
-        setup.width + 4 / 64
-    )
+    largest = max((matrix.inputs * matrix.outputs for matrix in shape.matrices if matrix.quantised), default=0)
+    linear = largest * (setup.width + 4 / 64)
     if not nf4_experts(config, shape, setup.strategy):
         return linear
-    held = sum(
-        one.parameters // (max(1, one.count // max(1, shape.experts)) if setup.gradient_checkpointing else 1)
-        for one in shape.matrices
-        if one.kind == "experts"
+    expert_weights = sum(
+        matrix.parameters // (max(1, matrix.count // max(1, shape.experts)) if setup.gradient_checkpointing else 1)
+        for matrix in shape.matrices
+        if matrix.kind == "experts"
     )
-    return max(linear, held * setup.weight_bytes)
+    return max(linear, expert_weights * setup.weight_bytes)
 
 
 def frozen_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
-    """Return bytes of the frozen base and of its quantisation state."""
+    """Return the bytes of the frozen base and of its quantisation state."""
     bits, weight = _bits(config, shape), setup.weight_bytes
     if not bits:
         return float(shape.parameters * weight), 0.0
     quantised = quantised_parameters(config, shape, setup.strategy)
     rest = float((shape.parameters - quantised) * weight)
     if bits == 8:
-        scales = 4 * sum(one.count * one.outputs for one in shape.matrices if one.quantised)
+        scales = 4 * sum(matrix.count * matrix.outputs for matrix in shape.matrices if matrix.quantised)
         return rest + quantised * INT8_BYTES, float(scales)
     return rest + quantised * 0.5, quantised * (NF4_BYTES - 0.5)
 
@@ -319,14 +316,14 @@ def _by_row(setup: Setup) -> bool:
 def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Return the bytes that one layer keeps per token for its backward pass.
 
-    Norms compute in fp32 and keep their input so; attention keeps q, k, v, its output and fp32 sums; the feed-forward
-    part gate, activation and up. A linear layer's input is kept only for a weight that trains.
+    Norms compute in fp32 and keep their input in it; attention keeps q, k, v, its output and fp32 sums; the
+    feed-forward part keeps gate, activation and up. A linear layer's input is kept only for a weight that trains.
     """
     h, w = shape.hidden_size, setup.width
     ffn = shape.ffn_size * max(1, shape.experts_per_token)
     attention, kv = shape.heads * shape.head_dim, math.lcm(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
     norms = shape.norms_per_layer * 4 * h + (4 * (attention + kv) if shape.qk_norm else 0)
-    outputs = 3 if _by_row(setup) else 2  # row by row: all rows' outputs in one more
+    outputs = 3 if _by_row(setup) else 2  # row by row, the outputs of all rows are collected in one more tensor
     heads = w * (outputs * attention + 2 * kv) + 4 * shape.heads + 8
     inner = (3 if shape.gated else 2) * w * ffn
     if config.tuning.mode == "full":
@@ -338,9 +335,9 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
 
 
 def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes per token of the gradients that a layer's backward pass holds at a time.
+    """Return the bytes per token of the gradients that exist at a time in a layer's backward pass.
 
-    The most are three as wide as the feed-forward part; two where layer and adapter are one function, and two in fp32
+    At most three are as wide as the feed-forward part; two where layer and adapter are one function, and two in fp32
     where PEFT casts (traced).
     """
     ffn, width = shape.ffn_size * max(1, shape.experts_per_token), setup.width
@@ -351,12 +348,14 @@ def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Inputs that adapters keep: shared ones in the computation's type; where fp32 ones are cast for each
-    multiplication, a copy each.
+    """Return the bytes per token of the inputs that a layer's adapters keep.
+
+    Adapters share inputs in the computation's type; where inputs are cast to fp32 for each multiplication, each
+    adapter keeps a copy.
     """
     settings, w = config.tuning.lora, setup.width
     maps = shape.linear_maps()
-    names = [one.typed for one in shape.adapter_targets(settings.target_modules) if one.typed in maps]
+    names = [target.typed for target in shape.adapter_targets(settings.target_modules) if target.typed in maps]
     per_target = sum(maps[name][0] for name in names)
     ranks = settings.r * w * len(names)
     masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0
@@ -365,14 +364,13 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     if setup.precision == "fp32" and trained_bytes(config, setup) != w:
         return 4 * per_target + ranks + masks
     shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
-    read = {
-        shared.get(name, name): maps[name][0] for name in names if name != "o_proj"
-    }  # o_proj reads what attention keeps
+    # `o_proj` reads what attention keeps.
+    read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}
     return w * sum(read.values()) + ranks + masks
 
 
 def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes per token and layer of what bitsandbytes' int8 layers read and recomputation cannot let go of.
+    """Return the bytes per token and layer of inputs that bitsandbytes' int8 layers keep despite recomputation.
 
     Its autograd function keeps the input as an attribute, which checkpointing's hooks do not see (bitsandbytes 0.50,
     traced).
@@ -385,11 +383,11 @@ def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
-    """Return what telling rows apart keeps, per token and layer.
+    """Return the bytes per token and layer that keeping rows apart costs.
 
-    Eager attention keeps scores. SDPA keeps the mask in the computation's type, and with a mask transformers repeats
-    grouped keys and values for every head: for rows in one line, under padding, or in windows. Attention by lengths
-    needs neither.
+    Eager attention keeps scores. SDPA keeps a mask in the computation's type for flattened rows, under padding or with
+    windows, and with a mask transformers repeats grouped keys and values for every head. Attention by lengths needs
+    neither.
     """
     length = tokens if setup.layout == "flattened" else setup.row_tokens
     if setup.attn_implementation == "eager":
@@ -402,66 +400,63 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Temporaries of the optimizer's step: `foreach` on a GPU makes one more copy of all weights; fused kernels
-    none.
-    """
-    if (
-        setup.device != "cuda" or setup.optim != "adamw_torch" or (setup.zero and setup.offload_optimizer)
-    ):  # then on the host
+    """Return the bytes of the optimizer step's temporaries: on a GPU, `foreach` makes one more copy of all weights."""
+    on_host = setup.device != "cuda" or (setup.zero and setup.offload_optimizer)
+    if on_host or setup.optim != "adamw_torch":
         return 0.0
     shards = setup.world_size // setup.tensor_parallel if setup.strategy not in ("single", "ddp") else 1
     return trainable_parameters(config, shape) * 4 / shards
 
 
 def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -> float:
-    """Return the bytes on one rank with `trained` weights that train, of `width` bytes each."""
+    """Return the bytes that local steps or compression take on a rank with `trained` weights of `width` bytes each."""
     launch = config.launch
     if setup.strategy != "ddp" or setup.world_size == 1:
         return 0.0
     if launch.local_steps > 1:
-        return 8.0 * trained + 8.0 * min(
-            trained, AVERAGED_AT_A_TIME
-        )  # anchor and momentum in fp32; differences on their way
+        # Anchor and momentum in fp32, and differences in transit.
+        return 8.0 * trained + 8.0 * min(trained, AVERAGED_AT_A_TIME)
     return 2.0 * trained if launch.compression != "none" and width > 2 else 0.0
 
 
 LOGIT_BYTES = 12
-"""Of a label position and word at the worst moment of the backward pass: fp32 log-softmax, its gradient and that of the
-logits.
+"""Bytes per label position and vocabulary entry at the peak of the backward pass: fp32 log-softmax, its gradient and
+that of the logits.
 """
 
 
 def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) -> float:
-    """Return the bytes of the logits of `labels` positions, with what chunks need beside, at the worst moment.
+    """Return the peak bytes of the logits of `labels` positions, including what chunks need in addition.
 
-    In chunks (`model/kernels.py`) only the logits of one chunk exist; for that, the gradient of all positions' hidden
-    states is held from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more
-    than the whole, the whole counts.
+    In chunks (`model/kernels.py`) only the logits of one chunk exist; in return, the gradient of all positions' hidden
+    states is kept from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more
+    than all logits at once, the latter count.
     """
     whole = labels * shape.vocab_size * LOGIT_BYTES
     if not setup.loss_chunk or labels <= setup.loss_chunk:
         return whole
     hidden = 4 if setup.autocast else setup.width
-    each = 8 if setup.width == 4 else 10  # the logit, its logarithm and, where that is narrower, an fp32 copy
+    each = 8 if setup.width == 4 else 10  # the logit, its logarithm and, where the logit is narrower, an fp32 copy
     logits = setup.loss_chunk * shape.vocab_size * each
     head = shape.vocab_size * shape.hidden_size * (4 + hidden) if config.tuning.mode == "full" else 0
     return min(whole, logits + labels * shape.hidden_size * hidden + head)
 
 
 def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
-    """Return what DeepSpeed keeps in the machine's memory for one rank instead of on its GPU."""
+    """Return the bytes that DeepSpeed keeps in host memory for one rank instead of on its GPU."""
     if not (setup.offload_optimizer or setup.offload_parameters) or not setup.zero or setup.device != "cuda":
         return 0
     whole = states_bytes(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
-    left = states_bytes(config, shape, setup)
-    return int(sum(whole.values()) - sum(left.values()))
+    on_device = states_bytes(config, shape, setup)
+    return int(sum(whole.values()) - sum(on_device.values()))
 
 
 def unsloth_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
-    """Return what Unsloth moves to the machine's memory for one rank: the inputs of recomputed layers, each in a pinned
-    block of a power of two (unsloth_zoo 2026.10.9, `gradient_checkpointing.py`; unverified on a GPU).
+    """Return the bytes that Unsloth moves to host memory for one rank: the inputs of recomputed layers.
 
-    `_moving` counts them on the GPU all the same: a margin for Unsloth's two buffers there and what else it holds.
+    Each is in a pinned block whose size is a power of two (unsloth_zoo 2026.10.9, `gradient_checkpointing.py`;
+    unverified on a GPU). `_moving` counts them on the GPU as well, as a margin for Unsloth's two buffers and other
+    memory there.
     """
     if config.tuning.backend != "unsloth" or setup.device != "cuda" or not setup.gradient_checkpointing:
         return 0
@@ -470,11 +465,11 @@ def unsloth_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_ba
 
 
 def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:
-    """Return the bytes of a machine's memory that its processes take while they load, beside files that are mapped.
+    """Return the bytes of host memory that a machine's processes take while loading, without memory-mapped files.
 
-    Under FSDP2 each process makes what trains fp32 there, or quantises a base there, before it is shared out. Frozen
-    weights in the type of their file stay in the file's pages (2 of 237 MiB, measured with /proc/self/smaps_rollup);
-    other strategies read onto the card.
+    Under FSDP2 each process converts trained weights to fp32 in host memory, or quantises a base there, before
+    sharding. Frozen weights in the type of their file stay in the file's pages (2 of 237 MiB, measured with
+    /proc/self/smaps_rollup); other strategies read onto the card.
     """
     if setup.device != "cuda" or setup.strategy != "fsdp2" or shape.quantized_bits or config.tuning.mode == "lora":
         return 0

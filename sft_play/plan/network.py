@@ -1,11 +1,11 @@
-"""What ranks send each other in a step, over which links and for how long; which ways to share a step a network does
-not carry; and what ranks that train the same rows together (slices of lines or layers, stages of the model) can cut,
-and where. Pure.
+"""What ranks send each other in a step, over which links and for how long; what a slow network rules out; and how ranks
+divide the same rows (slices of sequences or layers, stages of the model). Pure.
 
-An all-reduce around a ring takes 2(N-1)/N x bytes / bandwidth: of 33.6 MB (8.4 million fp32 adapter weights) on 3 ranks
-at 1 Gbit/s 0.38 s, of 1.6 GB 18 s. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: of a frozen bf16
-7B model 153 s a micro-step. Around each layer's attention two all-to-alls change slices with all heads into whole lines
-with a share of the heads, and back (Ulysses, arXiv 2309.14509); the backward pass sends as much again.
+A ring all-reduce takes 2(N-1)/N x bytes / bandwidth: on 3 ranks at 1 Gbit/s, 0.38 s for 33.6 MB (8.4 million fp32
+adapter weights) and 18 s for 1.6 GB. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: 153 s per
+micro-step for a frozen bf16 7B model. Around each layer's attention two all-to-alls change slices with all heads into
+complete sequences with a share of the heads, and back (Ulysses, arXiv 2309.14509); the backward pass sends as much
+again.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from sft_play.plan.shape import (
 from sft_play.text import figure, plural
 
 SLOW_NETWORK = 10e9
-"""Bytes per second below which weights are not shared out unasked: PCIe carries more, Ethernet mostly less."""
+"""Bytes per second below which `auto` does not shard weights: PCIe carries more, Ethernet usually less."""
 EXAMPLE_NETWORK = 117.5e6
-"""What 1 Gbit/s carries, for the arithmetic where a network's speed is not known."""
+"""Payload of 1 Gbit/s in bytes per second, for the arithmetic where a network's speed is not known."""
 EXAMPLE_LOCAL_STEPS = 16
-"""What the table shows where `launch.local_steps` is 1."""
+"""Local steps that the table shows where `launch.local_steps` is 1."""
 MOST_WAITING = 1.0
-"""Seconds of a micro-step beyond which waiting for weights over a slow network is refused."""
+"""Longest wait for weights per micro-step, in seconds, that is accepted over a slow network."""
 NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
 """Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
 NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 1.5e9
-"""Between processes of one CPU over gloo (1.2 to 1.5 GB/s on a server)."""
+"""Speed between processes of one CPU over gloo (1.2 to 1.5 GB/s on a server)."""
 GATHERING = ("zero3", "fsdp2")
 """Strategies that send weights in every micro-step."""
 REDUCING = ("zero2", *GATHERING)
-"""Strategies that reduce gradients in every micro-step, since no rank holds all of them until the next one."""
+"""Strategies that reduce gradients in every micro-step, since no rank keeps all of them."""
 KEY = "launch.sequence_parallel"
 TENSOR_KEY = "launch.tensor_parallel"
 FILLS = 4
-"""Micro-batches for each stage where the data allow it: then at most a fifth of a step is spent on filling and emptying
-the pipeline.
+"""Micro-batches per stage where the data allow it, so that filling and draining the pipeline takes at most a fifth of a
+step.
 """
 
 
@@ -75,9 +75,7 @@ def gather_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) ->
 
 
 def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes: int = 1) -> float | None:
-    """Return the speed of the slowest link between ranks; `None` where machines meet over a network of unknown
-    speed.
-    """
+    """Return the speed of the slowest link between ranks; `None` for machines on a network of unknown speed."""
     if hardware.network_bytes_per_second:
         return hardware.network_bytes_per_second
     if nodes > 1:
@@ -88,15 +86,14 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
 
 
 def have_nvlink(devices: tuple[Device, ...]) -> bool:
-    """Whether all of a machine's cards are of chips that are sold with NVLink."""
+    """Whether all of a machine's cards have chips that are sold with NVLink."""
     return all(device.compute_capability in NVLINK_CHIPS for device in devices)
 
 
 def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of gradients that a rank has to share in a step, as `launch.compression` and
-    `launch.local_steps` leave them.
+    """Return the bytes of gradients that a rank shares per step, after `launch.compression` and `launch.local_steps`.
 
-    With local steps the trained weights travel instead, once in so many steps.
+    With local steps the trained weights travel instead, once per `launch.local_steps` steps.
     """
     launch, width = config.launch, trained_bytes(config, setup)
     if setup.strategy != "ddp":
@@ -107,25 +104,23 @@ def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def local_bytes(config: Config, shape: ModelShape, steps: int) -> float:
-    """Return the bytes of an average of the trained weights (fp32, or as `launch.compression` narrows them), once in
-    `steps` steps.
-    """
+    """Return the bytes per step of averaging the trained weights (fp32, or compressed) once in `steps` steps."""
     width = 2 if config.launch.compression in ("fp16", "bf16") else 4
     return trainable_parameters(config, shape) * width / steps
 
 
 def compressed_bytes(config: Config, shape: ModelShape, width: int, compression: str) -> float:
-    """Return the bytes of all trained weights' gradients, of `width` bytes each, as a DDP hook sends them."""
+    """Return the bytes in which a DDP hook sends all gradients, each of `width` bytes before compression."""
     parameters = trainable_parameters(config, shape)
     return float(parameters * (min(2, width) if compression in ("fp16", "bf16") else width))
 
 
 def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: float) -> float:
-    """Return the time of an optimizer step's communication over a link of so many bytes a second.
+    """Return the time of an optimizer step's communication over a link of `link` bytes per second.
 
-    Replicas reduce gradients once per optimizer step (once in `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2 reduce
-    and scatter them in every micro-step; ZeRO-3 and FSDP2 gather weights at every pass of each, ZeRO-1 and 2 gather
-    what the update made of them.
+    Replicas reduce gradients once per optimizer step (or per `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2
+    reduce-scatter them in every micro-step; ZeRO-3 and FSDP2 also gather weights in every pass, ZeRO-1 and ZeRO-2 after
+    the update.
     """
     config, shape, ranks = request.config, request.shape, setup.world_size // setup.copies
     gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
@@ -139,7 +134,7 @@ def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: fl
 
 
 def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, link: float) -> float:
-    """Return the time in which a micro-step's weights arrive under ZeRO-3 and FSDP2; 0 elsewhere."""
+    """Return the time to gather a micro-step's weights under ZeRO-3 and FSDP2; 0 for other strategies."""
     if setup.strategy not in GATHERING:
         return 0.0
     return gather_seconds(gathering_passes(setup) * sent_weights(config, shape, setup), ranks, link)
@@ -153,24 +148,18 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def gathering_passes(setup: Setup) -> int:
-    """Return how often a micro-step needs the shared-out weights: forward, backward, and forward again where that is
-    recomputed.
-    """
+    """Return how often a micro-step gathers sharded weights: forward, backward, and forward again if recomputed."""
     return 3 if setup.gradient_checkpointing else 2
 
 
 def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -> tuple[Mapping[str, Any], ...]:
-    """Return what each way to share gradients under DDP would cost over a network whose speed was given.
+    """Return the cost of each way to share gradients under DDP over a network of known speed; empty otherwise.
 
-    `choice`: what to type; `bytes` and `seconds` of an optimizer step, on the slowest link; `share` of a step, unless
-    computation hides it (`None` where the devices' speed is not known).
+    Fields are `choice` (what to type), `chosen`, `bytes` and `seconds` per optimizer step on the slowest link, and
+    `share` of a step unless computation hides it (`None` where the devices' speed is not known).
     """
-    config, shape, ranks, link = (
-        request.config,
-        request.shape,
-        setup.world_size,
-        request.hardware.network_bytes_per_second,
-    )
+    config, shape, ranks = request.config, request.shape, setup.world_size
+    link = request.hardware.network_bytes_per_second
     if setup.strategy != "ddp" or ranks < 2 or not link or setup.copies > 1:
         return ()
     launch, width = config.launch, trained_bytes(config, setup)
@@ -201,7 +190,7 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
 
 
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the table of `exchanges`."""
+    """Return the lines of the table of `exchanges`."""
     timed = any(row["share"] is not None for row in rows)
     lines = [
         f"  {'to share a step, without latency':<34}{'MB':>10}{'s a step':>10}" + (f"{'of it':>8}" if timed else "")
@@ -216,11 +205,10 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
-    """Return which keys of slow networks have no effect with one process. Raise `UserError` for those that fp16 rules
-    out.
+    """Return notes on keys for slow networks that have no effect with one process.
 
-    With local steps each rank would scale its loss by itself.
-    `config.rules` says the same of a typed `train.fp16` before any hardware is looked at.
+    Raise `UserError` for local steps in fp16, where each rank would scale its loss separately; `config.rules` refuses
+    them for a typed `train.fp16` before any hardware is detected.
     """
     launch = config.launch
     if setup.world_size == 1:
@@ -238,12 +226,12 @@ def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
 
 
 def may_quantise(config: Config) -> bool:
-    """Whether `TUNING_MODE=qlora` would change something, and be taken: random weights are trained whole."""
+    """Whether `TUNING_MODE=qlora` would have an effect and be accepted: all weights of a random model are trained."""
     return config.tuning.mode != "qlora" and config.model.init != "random"
 
 
 def slow_network(request: Request) -> str | None:
-    """Return the network between ranks in words when weights should not travel over it, else `None`."""
+    """Return the network between ranks in words if weights should not travel over it, otherwise `None`."""
     speed = request.hardware.network_bytes_per_second
     if len(request.ranks.devices) == 1 or (speed is None and request.launch.num_nodes == 1):
         return None
@@ -253,7 +241,7 @@ def slow_network(request: Request) -> str | None:
 
 
 def gathering_arithmetic(request: Request, setup: Setup) -> str:
-    """Return what sharded weights cost in every micro-step."""
+    """Return in words how long every micro-step waits for sharded weights, with the arithmetic."""
     stated, world = request.hardware.network_bytes_per_second, setup.world_size
     speed = stated or EXAMPLE_NETWORK
     weights = sent_weights(request.config, request.shape, setup)
@@ -265,11 +253,12 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
 
 
 def check_gathering(request: Request, setup: Setup) -> None:
-    """Raise `UserError` for weights that would travel over a stated slow network for longer than `MOST_WAITING` in each
-    micro-step. `launch.slow_network: allow` lets it pass.
+    """Raise `UserError` if weights would travel over a stated slow network for more than `MOST_WAITING` per micro-step.
+
+    `launch.slow_network: allow` permits it.
     """
     config, speed = request.config, request.hardware.network_bytes_per_second
-    slow = speed is not None and slow_network(request)  # a fast one hides behind computing what it takes
+    slow = speed is not None and slow_network(request)  # computation hides the traffic of a fast network
     if setup.strategy not in GATHERING or not speed or not slow or config.launch.slow_network == "allow":
         return
     if gathering_seconds(config, request.shape, setup, setup.world_size, speed) <= MOST_WAITING:
@@ -284,20 +273,21 @@ def check_gathering(request: Request, setup: Setup) -> None:
     )
 
 
-# Ranks that train the same rows together, each with slices of their lines or layers, or a stage of the model.
+# Ranks that train the same rows together, each with a slice of the sequences or layers, or a stage of the model.
 
 
 def check_slices(request: Request) -> dict[str, str]:
-    """Return what groups of ranks do. Raise `UserError` for a model or ranks that cannot be grouped so, `HardwareError`
-    for unlike devices.
+    """Return notes on how ranks divide the work of a group.
+
+    Raise `UserError` for a model or a number of ranks that does not allow it, `HardwareError` for unlike devices.
     """
     shape, size, world, launch = request.shape, request.group_size, len(request.ranks.devices), request.config.launch
     if size == 1 or request.stages > 1:
         return {}
     key = KEY if launch.sequence_parallel > 1 else TENSOR_KEY
     variable = key.upper().replace(".", "_")
-    given = f"`{key}` is {size}"
-    # Queries are repeated over keys and values, of which a slice of the layers needs its own; a slice of a line sends
+    setting = f"`{key}` is {size}"
+    # Several queries share keys and values; a slice of the layers needs separate ones, a slice of a sequence sends
     # copies.
     heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
     what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
@@ -316,12 +306,14 @@ def check_slices(request: Request) -> dict[str, str]:
         ),
         (
             key == KEY and shape.moving_rope,
-            ", but this model's rotary angles depend on the longest position of a line, and each rank sees only its slice's",
+            ", but this model's rotary angles depend on the longest position of a line, and each rank sees only its"
+            " slice's",
             f"{variable}=1, or another model",
         ),
         (
             key == TENSOR_KEY and shape.model_type not in TENSOR_PARALLEL_MODEL_TYPES,
-            f", but the layers of `{shape.model_type}` are not among those that can be shared out; see docs/parallelism.md",
+            f", but the layers of `{shape.model_type}` are not among those that can be shared out; see"
+            " docs/parallelism.md",
             f"{variable}=1; `make train-fsdp` shares out the weights of any model",
         ),
         (
@@ -332,15 +324,16 @@ def check_slices(request: Request) -> dict[str, str]:
     )
     for refused, why, hint in refusals:
         if refused:
-            raise UserError(given + why, hint=hint)
+            raise UserError(setting + why, hint=hint)
     if len(names := dict.fromkeys(device.name for device in request.ranks.devices)) > 1:
         raise HardwareError(
-            f"{given}, but equal slices would wait for the slowest of {', '.join(names)}", hint="use cards of one kind"
+            f"{setting}, but equal slices would wait for the slowest of {', '.join(names)}",
+            hint="use cards of one kind",
         )
     network = slow_network(request)
     if _apart(request) and network and launch.slow_network != "allow":
         raise UserError(
-            f"{given}, but that joins ranks of several machines over {network}, which send each other every layer's"
+            f"{setting}, but that joins ranks of several machines over {network}, which send each other every layer's"
             " states",
             hint=f"a number that divides the ranks of each machine ({', '.join(map(str, request.ranks.nodes))})",
         )
@@ -351,8 +344,9 @@ def check_slices(request: Request) -> dict[str, str]:
 
 
 def attention_for_slices(request: Request, why: str | None) -> str:
-    """Return the attention that computes slices. Raise `UserError` where the family has others, or `why` says that it
-    cannot run.
+    """Return the attention that computes slices of sequences.
+
+    Raise `UserError` where the family does not support it, or with `why` it cannot run.
     """
     family = request.shape.model_type
     if family not in SLICED_MODEL_TYPES:
@@ -363,16 +357,15 @@ def attention_for_slices(request: Request, why: str | None) -> str:
 
 
 def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
-    """Return what a rank sends in a step of `tokens` of its group.
+    """Return the bytes that a rank sends in a step in which its group trains `tokens` tokens.
 
-    Of lines: queries, keys, values and attention's output, keys repeated for each. Of layers: two all-reduces of the
-    hidden states in each pass, which send 2 (N - 1) / N times their size.
+    Slices of sequences send queries, keys, values and attention's output, with keys and values repeated for each rank.
+    Slices of layers take two all-reduces of the hidden states in each pass, which send 2 (N - 1) / N times their size.
     """
     shape, size = request.shape, request.group_size
     if setup.stages:
-        both = (
-            shape.tied and request.config.tuning.mode == "full"
-        )  # of what first and last stage hold, the gradient is summed
+        # First and last stage hold the same matrix and sum its gradient.
+        both = shape.tied and request.config.tuning.mode == "full"
         table = shape.vocab_size * shape.hidden_size * trained_bytes(request.config, setup) if both else 0
         return 2 * tokens * shape.hidden_size * setup.width + table
     if setup.tensor_parallel > 1:
@@ -382,7 +375,7 @@ def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
 
 
 def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
-    """Return the seconds of what slices send in a step; 0 without them, or over a network of unknown speed."""
+    """Return the time of the traffic of slices in a step; 0 without slices, or over a network of unknown speed."""
     hardware, apart = request.hardware, _apart(request)
     near = hardware if apart else replace(hardware, network_bytes_per_second=None)
     link = link_bytes_per_second(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1)
@@ -390,7 +383,7 @@ def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
 
 
 def describe_traffic(request: Request, setup: Setup, tokens: float) -> dict[str, str]:
-    """Return in words what slices send in a step."""
+    """Return a note on the traffic of slices or stages in a step."""
     if request.group_size == 1:
         return {}
     sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens)
@@ -406,9 +399,7 @@ def _passes(request: Request, setup: Setup) -> int:
 
 
 def _apart(request: Request) -> bool:
-    """Whether a network lies between the ranks of a group: of several machines, or of one that is described so
-    (`8GB+8GB@1Gbit`).
-    """
+    """Whether a network connects the ranks of a group: between machines, or as described by `8GB+8GB@1Gbit`."""
     nodes = request.ranks.nodes
     joined = len(nodes) == 1 and request.hardware.network_bytes_per_second is not None
     return joined or any(ranks % request.group_size for ranks in nodes)
@@ -417,8 +408,8 @@ def _apart(request: Request) -> bool:
 def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[int, ...]:
     """Return the layers of each stage; empty without a pipeline. Raise `UserError` for what cannot be staged.
 
-    A stage takes layers by its device's speed, as far as its memory holds them with one row; the head counts as layers
-    of as many weights.
+    A stage gets layers in proportion to its device's speed, as far as its memory holds them with one row; the head
+    counts as layers with as many weights.
     """
     if request.config.launch.strategy != "pipeline":
         return ()
@@ -456,7 +447,7 @@ def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[
     )
     layers = [1] * stages
     while sum(layers) < shape.layers:
-        # Where memory holds no more they are dealt out all the same: the plan then says what is lacking.
+        # Where memory holds no more, the remaining layers are assigned anyway, and the plan reports what is lacking.
         open_to = [stage for stage in range(stages) if layers[stage] < most[stage]] or list(range(stages))
         loads = {stage: (layers[stage] + 1 + (head if stage == stages - 1 else 0)) / speeds[stage] for stage in open_to}
         layers[min(loads, key=lambda stage: loads[stage])] += 1
@@ -465,34 +456,32 @@ def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[
 
 
 def _head(shape: ModelShape) -> float:
-    """Return the layers that compute as much as the head."""
+    """Return the number of layers that compute as much as the head."""
     return shape.vocab_size * shape.hidden_size / max(1, shape.layer_linear_parameters)
 
 
 def stage_shares(shape: ModelShape, stages: Sequence[int]) -> list[float]:
-    """Return each stage's share of a pass."""
+    """Return each stage's share of the computation of a pass."""
     whole = shape.layers + _head(shape)
     return [(layers + (_head(shape) if stage == len(stages) - 1 else 0)) / whole for stage, layers in enumerate(stages)]
 
 
 def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int:
-    """Return how many layers a stage holds with one row, recomputed if need be."""
+    """Return how many layers a stage holds with one row, with recomputation where it is not switched off."""
     config, room = request.config, request.rank_room[stage]
     least = replace(setup, gradient_checkpointing=config.train.gradient_checkpointing is not False, stage=stage)
 
     def need(layers: int) -> int:
-        return request.need(replace(least, stages=tuple(layers if one == stage else 1 for one in range(stages))), 1)
+        return request.need(replace(least, stages=tuple(layers if other == stage else 1 for other in range(stages))), 1)
 
     return max(1, bisect_right(range(1, request.shape.layers + 1), room, key=need))
 
 
 def fill_stages(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the rows of a micro-batch at most, one at least: of a pipeline so few that a step has micro-batches to
-    keep all stages busy.
-    """
+    """Return the largest micro-batches, at least 1; in a pipeline, small enough to keep all stages busy in a step."""
     fitting = tuple(max(1, rows) for rows in fitting)
     if not setup.stages or not request.divides:
         return fitting
     rows = global_rows(request.config.train, setup.data_world) / setup.data_world
-    wanted = max(1, math.floor(rows / (FILLS * len(setup.stages))))
-    return tuple(min(most, wanted) for most in fitting)
+    rows_to_fill = max(1, math.floor(rows / (FILLS * len(setup.stages))))
+    return tuple(min(most, rows_to_fill) for most in fitting)

@@ -35,7 +35,7 @@ class RankPlan:
     micro_batch: int
     """Rows per micro-step; packs where rows are packed."""
     accumulation: int
-    """Micro-steps per optimizer step; with packing the most there can be, and empty ones are skipped."""
+    """Micro-steps per optimizer step; with packing an upper bound, since empty ones are skipped."""
     memory_bytes: Mapping[str, int]
     """Parts: frozen, quant_state, adapters, gradients, optimizer, buffers, activations, recompute, logits, context, ...
     """
@@ -46,7 +46,7 @@ class RankPlan:
 
     @property
     def worst_rows(self) -> int:
-        """Rows that memory is planned for: of a rank that gets none too, which runs one empty micro-step."""
+        """Rows that memory is planned for; at least 1, since a rank without rows runs one empty micro-step."""
         return max(1, self.micro_batch)
 
 
@@ -54,28 +54,28 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def least_room(ranks: Sequence[RankPlan]) -> RankPlan:
-    """Return the rank that has least room left, in bytes."""
+    """Return the rank with the fewest spare bytes."""
     return max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
 
 
 def tightest(ranks: Sequence[RankPlan]) -> RankPlan:
-    """Return the rank whose peak comes nearest to what it may use."""
+    """Return the rank whose peak is the largest share of its capacity."""
     return max(ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What is computed how: what the memory of a rank depends on, beside configuration and shape."""
+    """How a run computes: what the memory of a rank depends on, next to configuration and shape."""
 
     device: Literal["cpu", "cuda"]
     strategy: Strategy
     world_size: int
     precision: Precision
-    """Computation: autocast type, or fp32."""
+    """Type of the computation: the autocast type, or fp32."""
     weights_dtype: str
-    """Type in which frozen weights are held: `float32`, `bfloat16`, `float16`."""
+    """Type of the frozen weights: `float32`, `bfloat16`, `float16`."""
     optim: str
-    """Optimizer that really runs, after any substitution."""
+    """Optimizer that runs, after any substitution."""
     gradient_checkpointing: bool
     layout: Layout
     """How the rows of a micro-batch become a tensor."""
@@ -83,31 +83,31 @@ class Setup:
     label_share: float = 1.0
     """Share of the tokens of the worst micro-batch that a loss is computed for: logits exist only there."""
     row_tokens: int = 0
-    """Tokens of its rows: the longest one of the data, or `model.max_seq_len`."""
+    """Tokens of the rows of that micro-batch: the longest row of the data, or `model.max_seq_len`."""
     accumulates: bool = True
-    """Whether gradients of an earlier micro-step are held while a later one runs."""
+    """Whether the gradients of earlier micro-steps stay in memory while later ones run."""
     loss_chunk: int = 0
-    """Label positions for which head and loss are computed at a time; 0 for all at once."""
+    """Label positions per chunk of head and loss; 0 computes all at once."""
     offload_optimizer: bool = False
-    """Whether DeepSpeed keeps optimizer states and gradients in the machine's memory."""
+    """Whether DeepSpeed keeps optimizer states and gradients in host memory."""
     offload_parameters: bool = False
-    """Whether ZeRO-3 keeps the weights there too."""
+    """Whether ZeRO-3 keeps the weights in host memory too."""
     pack_tokens: int = 0
-    """The most tokens of the sequences that rows are packed into, which micro-batches then count; 0 without packing."""
+    """Largest number of tokens in a pack, the unit that micro-batches then count; 0 without packing."""
     expandable_segments: bool = True
     """Whether torch's allocator grows its blocks in place on the GPUs; not under WSL2."""
     sequence_parallel: int = 1
-    """Neighbouring ranks that hold slices of the same lines, and so have one micro-batch between them."""
+    """Neighbouring ranks that hold slices of the same sequences and therefore share one micro-batch."""
     tensor_parallel: int = 1
-    """Neighbouring ranks that hold slices of the same layers, and so compute the same rows."""
+    """Neighbouring ranks that hold slices of the same layers and therefore compute the same rows."""
     stages: tuple[int, ...] = ()
-    """Layers of each stage of a pipeline, whose ranks are neighbours; empty without one."""
+    """Layers of each pipeline stage, whose ranks are neighbours; empty without a pipeline."""
     stage: int | None = None
-    """Which stage is meant; `None` for the one that needs most."""
+    """Index of the stage that this setup describes; `None` for the one that needs most memory."""
 
     @property
     def copies(self) -> int:
-        """Ranks that compute all tokens of the same rows, with other weights each."""
+        """Ranks that compute all tokens of the same rows, each with different weights."""
         return self.tensor_parallel * max(1, len(self.stages))
 
     @property
@@ -117,22 +117,20 @@ class Setup:
 
     @property
     def data_world(self) -> int:
-        """Groups of ranks that have rows of their own."""
+        """Number of rank groups that train different rows."""
         return self.world_size // self.group_size
 
     @property
     def slice_label_share(self) -> float:
-        """Share of the tokens of a slice that a loss is computed for, at most: all labels of a line may lie in one."""
+        """Largest share of a slice's tokens that have labels: all labels of a sequence may be in one slice."""
         return min(1.0, self.label_share * self.sequence_parallel)
 
     @property
     def autocast(self) -> bool:
-        """Whether fp32 weights are multiplied in a narrower type. DeepSpeed casts the weights, FSDP2 what it gathers of
-        them.
-        """
-        return (
-            self.precision != "fp32" and self.weights_dtype == "float32" and not self.zero and self.strategy != "fsdp2"
-        )
+        """Whether autocast multiplies fp32 weights in a narrower type."""
+        # DeepSpeed casts the weights themselves, FSDP2 those that it gathers.
+        casts_weights = self.zero or self.strategy == "fsdp2"
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not casts_weights
 
     @property
     def zero(self) -> bool:
@@ -141,12 +139,12 @@ class Setup:
 
     @property
     def width(self) -> int:
-        """Bytes of what a matrix multiplication reads."""
+        """Bytes of an operand of a matrix multiplication."""
         return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight of the base."""
+        """Bytes of a base weight."""
         return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
 
 
@@ -165,7 +163,7 @@ class Plan(Setup):
     steps_per_epoch: int | None
     warmup_steps: int | None
     eval_batch_size: int
-    """Prompts generated for together, and rows of a loss batch, per device."""
+    """Prompts per batch of generation, and rows per batch of the loss, per device."""
     tokens_per_second: float | None
     """Forecast over all ranks."""
     communication_share: float | None
@@ -175,45 +173,41 @@ class Plan(Setup):
     communication_seconds: float | None = None
     """Of a step, unless computation hides it."""
     mfu: float | None = None
-    """Forecast share of the devices' peak that goes into what every token must cost (recomputation left out)."""
+    """Forecast share of the devices' peak spent on the arithmetic that tokens require, without recomputation."""
     speed_basis: str | None = None
-    """What the forecast rests on: a run that was measured, or a guess with its arithmetic."""
+    """Source of the forecast: a measured run, or an estimate with its arithmetic."""
     work: Work | None = None
-    """What later forecasts compare this run by, and what arithmetic alone expects of it."""
+    """What later forecasts compare this run by, with what arithmetic alone predicts for it."""
     energy_kwh: float | None = None
-    """At most, of the GPUs at their power limits, for all steps; `None` where a limit is not known."""
+    """Upper bound for all steps, from the GPUs' power limits; `None` where a limit is not known."""
     cost: float | None = None
-    """Of all steps, in the currency of `PRICE_PER_HOUR`; `None` when no price was given."""
+    """Cost of all steps, in the currency of `PRICE_PER_HOUR`; `None` without a price."""
     nf4_experts: bool = False
     """Whether fused experts are quantised too, as nf4."""
     node_ranks: tuple[int, ...] = ()
-    """Ranks of each node; empty where all have the same number."""
+    """Number of ranks of each node; empty where all nodes have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()
-    """What each way to share gradients costs over the given network (`plan.network.exchanges`); empty where none was
-    given.
-    """
+    """Cost of each way to share gradients over the network (`plan.network.exchanges`); empty without a network."""
     kernels: Literal["off", "liger"] = "off"
-    """Whose kernels compute norms, rotary embeddings and SwiGLU: transformers' own, or Liger's."""
+    """Kernels for norms, rotary embeddings and SwiGLU: those of transformers (`off`), or Liger's."""
     most_rows: int = 0
     """Rows of the largest micro-batch that fits the tightest rank."""
     longest_row: int = 0
-    """Tokens of the longest rows of which the planned micro-batch fits it, the model's context at most."""
+    """Tokens of the longest rows with which the planned micro-batch fits, at most the model's context."""
     peak_at: str | None = None
-    """Where in a step the peak stands, in words."""
+    """Where in a step the peak is, in words."""
     peak_remedy: str | None = None
-    """Its largest part that can shrink, what would do that, and by how much the whole peak falls; `None` where nothing
-    would.
-    """
+    """The peak's largest part that can shrink, what shrinks it, and how far the peak falls; `None` if nothing does."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
-    """What was changed because memory ran out, oldest first (`launch.recovery.facts`)."""
+    """Changes made because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: Mapping[str, str]
-    """Kind of a choice, such as `strategy` -> why it is as it is, in the order in which choices were made."""
+    """Kind of a choice, such as `strategy` -> its reason, in the order of the choices."""
     remedies: tuple[str, ...]
     notices: tuple[str, ...] = ()
     """Reasons that may surprise, shown with every plan."""
 
     def layers_of(self, rank: int) -> tuple[int, int]:
-        """Return first layer and end of a rank's stage."""
+        """Return the half-open range of layers in a rank's stage."""
         stage = rank % len(self.stages)
         return sum(self.stages[:stage]), sum(self.stages[: stage + 1])
 
@@ -232,7 +226,7 @@ class Plan(Setup):
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """Read a run's plan. Raise `CheckpointError` for a file that is none."""
+        """Read a run's plan. Raise `CheckpointError` for a file that is not a valid plan."""
         try:
             value = read_json(path, follow=False)
             if (key := misfit(value, Plan)) is not None:
@@ -245,39 +239,37 @@ class Plan(Setup):
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
-        lists = {name: tuple(one) for name, one in value.items() if isinstance(one, list)}
+        lists = {name: tuple(items) for name, items in value.items() if isinstance(items, list)}
         work = value["work"] and record_of(value["work"], Work)
         return Plan(**{**value, **lists, "work": work, "ranks": tuple(RankPlan(**rank) for rank in value["ranks"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """The launch as the user typed it; what is `None` is for the plan to decide."""
+    """The launch as the user typed it; `None` leaves a choice to the plan."""
 
     command_strategy: Literal["single", "ddp", "zero", "fsdp2", "auto"] = "single"
-    """What the command stands for: `make train` is `single`, `make train-distributed` is `auto`."""
+    """Strategy that the command implies: `make train` is `single`, `make train-distributed` is `auto`."""
     num_gpus: int | None = None
     """Processes on this machine."""
     num_nodes: int = 1
     node_rank: int = 0
     node_devices: tuple[tuple[Device, ...], ...] = ()
-    """The devices of every node's ranks, in the order of the nodes; empty when nodes have not met: then each has those
-    of this one.
-    """
+    """Devices of every node's ranks, in node order; empty before nodes have met, when all are assumed to be alike."""
     zero_stage: int | None = None
     """Stage of a user's own DeepSpeed JSON."""
     offload_optimizer: bool = False
-    """Whether that JSON keeps optimizer states and gradients in the machine's memory."""
+    """Whether that JSON keeps optimizer states and gradients in host memory."""
     offload_parameters: bool = False
-    """Whether that JSON keeps the weights there too (stage 3)."""
+    """Whether that JSON keeps the weights in host memory too (stage 3)."""
     early: bool = False
-    """Whether the data are still to be prepared: then only what no data could change is refused for lack of memory."""
+    """Whether the data are not prepared yet: then lack of memory is refused only where no data could change it."""
     halvings: int = 0
     """How often the micro-batch was halved because memory ran out."""
     force_checkpointing: bool = False
-    """Whether activations are recomputed because memory ran out at a micro-batch of 1; a typed `false` still counts."""
+    """Whether to recompute activations because memory ran out at a micro-batch of 1; a typed `false` outranks it."""
     unpack: bool = False
-    """Whether rows stay unpacked because memory ran out with one pack; a typed `on` still counts."""
+    """Whether to leave rows unpacked because memory ran out with one pack; a typed `on` outranks it."""
 
 
 COMMANDS: Mapping[str, str] = {
@@ -287,20 +279,20 @@ COMMANDS: Mapping[str, str] = {
     "fsdp2": "train-fsdp",
     "zero": "train-deepspeed",
 }
-"""What a command stands for -> its name."""
+"""Strategy that a command implies -> the command's name."""
 
 
 def command_of(strategy: str) -> str:
-    """Return the command that trains by a strategy, such as `train-distributed`."""
+    """Return the command that trains with a strategy, such as `train-distributed`."""
     return COMMANDS.get("zero" if strategy.startswith("zero") else strategy, "train")
 
 
 def setup_of(plan: Plan) -> Setup:
-    """Return what the memory of a plan's ranks depends on."""
-    return Setup(**{one.name: getattr(plan, one.name) for one in fields(Setup)})
+    """Return the part of a plan that the memory of its ranks depends on."""
+    return Setup(**{field.name: getattr(plan, field.name) for field in fields(Setup)})
 
 
-# The stamp of a run, from what is known before it starts.
+# The stamp of a run.
 
 
 def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
@@ -331,7 +323,8 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
         versions=versions(),
         mixture=_mixture(config, prepared),
         recoveries=tuple(plan.recoveries),
-        optimizer=plan.optim.removesuffix("_fused").removeprefix("paged_"),  # neither changes its states
+        # Fused kernels and paging change no optimizer state.
+        optimizer=plan.optim.removesuffix("_fused").removeprefix("paged_"),
         template=next((split.template for split in splits.values() if split), None),
         plan={name: getattr(plan, name) for name in PLANNED} | {"batches": describe_batches(plan.ranks)},
         settings=fixed_settings(config),
@@ -371,13 +364,13 @@ PLANNED = (
     "offload_optimizer",
     "offload_parameters",
 )
-"""Facts of a plan that a repeated run must come to again."""
+"""Facts of a plan that a repetition of the run must reproduce."""
 
 
 def describe_batches(ranks: Sequence[RankPlan]) -> list[str]:
-    """Return how a batch is divided: ranks x micro-batch x accumulation, for each that differs."""
-    found = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
-    return [f"{count} x {micro} x {steps}" for (micro, steps), count in found.items()]
+    """Return the distinct divisions of a batch as ranks x micro-batch x accumulation."""
+    counts = Counter((rank.micro_batch, rank.accumulation) for rank in ranks)
+    return [f"{count} x {micro} x {steps}" for (micro, steps), count in counts.items()]
 
 
 def _mixture(config: Config, prepared: Prepared) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """How many ranks there are, on which devices of which machine. Pure.
 
-Nodes that have met (`launch/rendezvous.py`) plan from the same list of all their devices, and all train by node 0's
-plan; without it each takes the others to be like itself.
+Nodes that have met (`launch/machines.py`) plan from the same list of all devices, and all train by node 0's plan;
+before that, each assumes the others to be like itself.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """Where a run's ranks are."""
+    """The devices and machines of a run's ranks."""
 
     devices: tuple[Device, ...]
     places: tuple[int, ...]
     """Index of each rank's device on its machine."""
     nodes: tuple[int, ...]
-    """Ranks of each machine."""
-    own: int
-    """Which machine this is."""
+    """Number of ranks of each machine."""
+    this_node: int
+    """Index of this machine."""
 
     @property
     def local(self) -> int:
-        """Ranks of this machine."""
-        return self.nodes[self.own]
+        """Number of ranks of this machine."""
+        return self.nodes[self.this_node]
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a machine."""
@@ -40,21 +40,21 @@ class RankLayout:
     def name_of(self, node: int) -> str:
         """Return the devices of a machine in words."""
         names = [self.devices[rank].name for rank in self.ranks_of(node)]
-        return (
-            names[0] if len(names) == 1 else f"{len(names)} x {names[0]}" if len(set(names)) == 1 else " + ".join(names)
-        )
+        if len(set(names)) > 1:
+            return " + ".join(names)
+        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
-    """Whether `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3` describes as many cards as machines: then each has one of them.
+    """Whether `HARDWARE` describes one card for each machine, as in `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3`.
 
-    Like cards too, where each is written by itself (`8GB+8GB`): `2x8GB` are two cards in each machine.
+    Like cards count too where each is listed (`8GB+8GB`), whereas `2x8GB` means two cards in each machine.
     """
-    apart = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
-    named = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
+    networked = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
+    listed = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
     return (
-        apart
-        and named
+        networked
+        and listed
         and len(hardware.devices) == launch.num_nodes
         and launch.num_gpus in (None, 1)
         and not launch.node_devices
@@ -62,17 +62,17 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
 
 
 def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each node's ranks as a plan had them, with the memory that was free then.
+    """Return the devices of each node's ranks at the time of a plan, with the memory that was free then.
 
-    What is known of a card by its name is there too; processes on a CPU share its memory.
+    Cards that the catalogue knows by name have its figures; processes on a CPU share its memory.
     """
-    found, first = [], 0
+    nodes, first = [], 0
     for count in plan.ranks_by_node:
         ranks = plan.ranks[first : first + count]
         share = count if plan.device == "cpu" else 1
-        found.append(tuple(_as_planned(rank, plan, share) for rank in ranks))
+        nodes.append(tuple(_as_planned(rank, plan, share) for rank in ranks))
         first += count
-    return tuple(found)
+    return tuple(nodes)
 
 
 def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
@@ -84,7 +84,7 @@ def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
 
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
-    """Return the ranks of all machines. Raise `HardwareError` for devices that are not there, or full."""
+    """Return the ranks of all machines. Raise `HardwareError` for devices that are absent or full."""
     single, nodes = launch.command_strategy == "single", launch.num_nodes
     if launch.node_devices and not single:
         assert len(launch.node_devices) == nodes, (len(launch.node_devices), nodes)
@@ -97,7 +97,7 @@ def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
         devices=tuple(device for _, devices in machines for device in devices),
         places=tuple(place for places, _ in machines for place in places),
         nodes=tuple(len(devices) for _, devices in machines),
-        own=min(launch.node_rank, nodes - 1),
+        this_node=min(launch.node_rank, nodes - 1),
     )
 
 
@@ -123,7 +123,7 @@ def devices_for(
 ) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
-    Raise `HardwareError` when there are not enough, or when other programs fill one that would be used.
+    Raise `HardwareError` when there are too few, or when other programs fill one that would be used.
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:
@@ -144,7 +144,7 @@ def devices_for(
             hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
         )
     if wants_one:
-        # The one with the most free memory, in steps of a GiB; among equals, the fastest.
+        # The card with the most free memory, rounded to a GiB; among equals, the fastest.
         best = max(hardware.devices, key=lambda device: (device.free_bytes // GIB, device.peak_flops or 0.0))
         _refuse_full(hardware, (best,))
         return (hardware.devices.index(best),), (best,)
@@ -154,7 +154,7 @@ def devices_for(
 
 
 def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
-    """Raise `HardwareError` for a GPU that other programs fill, with the way to leave it out."""
+    """Raise `HardwareError` for a GPU that other programs fill, with the way to skip it."""
     full = [index for index, device in enumerate(chosen) if device.full]
     if not full:
         return
@@ -176,14 +176,12 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
 
 
 def visible_variable(hardware: Hardware, indices: list[int]) -> str:
-    """Return the `CUDA_VISIBLE_DEVICES` that shows these of the devices, by the driver's numbers."""
+    """Return the `CUDA_VISIBLE_DEVICES` that selects these devices, by the driver's numbers."""
     return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
 
 
 def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:
-    """Return how `CUDA_VISIBLE_DEVICES` names these of the devices: slices by UUID, cards by number, unknown ones by
-    place.
-    """
+    """Return how `CUDA_VISIBLE_DEVICES` names these devices: slices by UUID, cards by number, unknown ones by index."""
     chosen = [(index, devices[index]) for index in indices]
     return [device.mig_uuid or str(index if device.number is None else device.number) for index, device in chosen]
 
@@ -194,7 +192,7 @@ def group_size(launch: LaunchConfig, world: int) -> int:
 
 
 def stages(launch: LaunchConfig, world: int) -> int:
-    """Return how many of `world` ranks make one pipeline; 1 without one."""
+    """Return how many of `world` ranks form a pipeline; 1 without a pipeline."""
     if launch.strategy != "pipeline":
         return 1
     return world if launch.stages == "auto" else launch.stages

@@ -1,6 +1,4 @@
-"""Ways to need less memory, each planned as if it were typed; and where in a step the peak stands and what it is made
-of. Pure.
-"""
+"""Ways to need less memory, each planned as if it were typed, and a description of the peak within a step. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ MOST_REMEDIES = 6
 
 
 def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> DoesNotFitError:
-    """Return the error with what would make it fit, in the order that this hardware calls for: quantise before sharing
-    out weights.
-    """
+    """Return the error with remedies: first those that fit, and over a slow network, sharing weights last."""
     need, slow = error.need_bytes, slow_network(request)
 
     def order(remedy: Remedy) -> tuple[bool, bool, bool]:
@@ -40,18 +36,18 @@ def with_remedies(request: Request, decide: Decide, error: DoesNotFitError) -> D
         if device.number is not None
         and HEADROOM["cuda"] * device.free_bytes < need <= HEADROOM["cuda"] * device.memory_bytes
     )
-    found = remedies(request, decide, error.setup, error.micro_batch, need)
-    return error.add(tuple(sorted(found, key=order)), notes=in_use)
+    ways = remedies(request, decide, error.setup, error.micro_batch, need)
+    return error.add(tuple(sorted(ways, key=order)), notes=in_use)
 
 
 def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
-    """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then the
-    cheapest in speed.
+    """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then by cost
+    in speed.
     """
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
-        """Return what an override comes to; `None` where it is refused for another reason, needs no less, or more host
-        memory than there is.
+        """Return the effect of an override; `None` where it is refused for another reason, saves nothing, or needs more
+        host memory than the machine has.
         """
         plan = try_plan(request, changed, decide)
         if plan is None:
@@ -71,13 +67,10 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
         if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
             return None
         slower = None
-        alike = (other.strategy, other.copies, other.sequence_parallel) == (
-            setup.strategy,
-            setup.copies,
-            setup.sequence_parallel,
-        )
+        before_and_after = ((case.strategy, case.copies, case.sequence_parallel) for case in (setup, other))
+        alike = len(set(before_and_after)) == 1
         if alike and not other.offload_parameters:
-            device = min(request.hardware.devices, key=lambda one: one.peak_flops or 0.0)
+            device = min(request.hardware.devices, key=lambda card: card.peak_flops or 0.0)
             now = token_cost(request.config, request.shape, setup, each, device)
             slower = token_cost(changed.config, request.shape, other, each, device) / now
         return Remedy(
@@ -89,21 +82,21 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
             host_bytes=host,
         )
 
-    found = []
+    ways = []
     for text, changed in _overrides(request, setup, rows):
         remedy = remedy_of(text, changed)
-        # Recomputation is turned on as well only where it must be.
+        # Turn recomputation on in addition only where it is necessary.
         if request.config.train.gradient_checkpointing is False and not (remedy and remedy.fits):
             saving = {"train.gradient_checkpointing": True}
             if (option := _typed(saving)) not in text:
                 remedy = remedy_of(f"{text} {option}", changed.with_keys(saving)) or remedy
-        found += [remedy] if remedy else []
-    found.sort(key=lambda r: (not r.fits, _price(r), r.need_bytes))
-    return tuple(found[:MOST_REMEDIES])
+        ways += [remedy] if remedy else []
+    ways.sort(key=lambda way: (not way.fits, _price(way), way.need_bytes))
+    return tuple(ways[:MOST_REMEDIES])
 
 
 def remedies_for_loading(request: Request, decide: Decide) -> list[str]:
-    """Return what to type, adapters first, where the machine's memory is too small for all weights; each is planned."""
+    """Return what to type where host memory is too small to load all weights: adapters first, only what would fit."""
     options = list[tuple[str, Request]]()
     if request.config.tuning.mode != "lora":
         options.append(("TUNING_MODE=lora", request.with_keys({"tuning.mode": "lora"})))
@@ -111,39 +104,38 @@ def remedies_for_loading(request: Request, decide: Decide) -> list[str]:
         launch = replace(request.launch, command_strategy="zero", zero_stage=None)
         shards = replace(request, launch=launch).with_keys({"launch.strategy": "zero3"})
         options.append(("make train-deepspeed LAUNCH_STRATEGY=zero3", shards))
-    found = ((text, try_plan(request, changed, decide)) for text, changed in options)
-    return [text for text, plan in found if isinstance(plan, Plan) and not plan.remedies]
+    plans = ((text, try_plan(request, changed, decide)) for text, changed in options)
+    return [text for text, plan in plans if isinstance(plan, Plan) and not plan.remedies]
 
 
 def _typed(keys: Mapping[str, Any]) -> str:
-    """Return what sets these keys on a command line."""
+    """Return the command-line variables that set these keys."""
     values = {key: "true" if value is True else value for key, value in keys.items()}
     return " ".join(f"{key.replace('.', '_').upper()}={value}" for key, value in values.items())
 
 
 def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Request]]:
-    """Return everything that could be changed: what to type, and what it makes of the request."""
+    """Return every change to try: what to type, and the request with it."""
     config, launch, train = request.config, request.launch, request.config.train
     mode, strategy = config.tuning.mode, config.launch.strategy
     whole = replace(launch, halvings=0)
     halved, pinned = launch, dict[str, Any]()
-    if request.divides:  # the micro-batch whose memory is compared
+    if request.divides:
+        # Compare at the same micro-batch; of unequal ranks, the largest one may exceed the share of the others.
         halved, pinned = whole, {"train.batch_size": rows}
         if train.global_batch_size != "auto" and rows > rows_each(train.global_batch_size, setup.data_world):
-            pinned["train.global_batch_size"] = (
-                rows * setup.data_world
-            )  # of unequal ranks the largest micro-batch is not for all
-    found: list[tuple[str, Request]] = []
+            pinned["train.global_batch_size"] = rows * setup.data_world
+    overrides: list[tuple[str, Request]] = []
 
     def add(keys: dict[str, Any], command: str = "", **launched: Any) -> None:
         changed = replace(request, launch=replace(halved, **launched)).with_keys(pinned | keys)
-        found.append((f"{command} {_typed(keys)}".strip(), changed))
+        overrides.append((f"{command} {_typed(keys)}".strip(), changed))
 
     if rows > 1:
         typed = train.batch_size != "auto", train.grad_accum != "auto"
         auto = {(True, False): "TRAIN_BATCH_SIZE=auto", (False, True): "TRAIN_GRAD_ACCUM=auto"}.get(typed)
         fewer = {"train.batch_size": 1, "train.grad_accum": "auto"} if auto else {"train.batch_size": rows // 2}
-        found.append((auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
+        overrides.append((auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
     if not setup.gradient_checkpointing:
         add({"train.gradient_checkpointing": True})
     if setup.row_tokens > SHORTEST_ROW:
@@ -171,23 +163,22 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         ]
         for keys in ways:
             add(keys, "make train-distributed", command_strategy="auto")
-    return found
+    return overrides
 
 
 def _price(remedy: Remedy) -> float:
-    """Return what orders remedies whose price arithmetic does not give: sharding costs some communication, offloading
-    much.
-    """
+    """Return the relative time per token, estimated where arithmetic cannot predict it."""
     if remedy.slower is not None:
         return max(1.0, remedy.slower)
-    if "train-distributed" in remedy.override:  # slices and stages are for what nothing simpler makes fit
+    # Slices and stages come after anything simpler; sharding costs some communication, offloading much.
+    if "train-distributed" in remedy.override:
         return 2.0
     return 4.0 if "offload" in remedy.override else 1.3
 
 
 WORTH_SAYING = GIB // 50
 CHANGEABLE = {"update": ("optimizer", "gradients", "workspace"), "": ("activations", "recompute", "logits", "casts")}
-"""Parts of which one is named as what the peak is made of: at the update, and at any other moment."""
+"""Parts that can be named as the largest of a peak: at the update, and at any other moment."""
 NAMES = {
     "recompute": "the layer that is computed again",
     "casts": "the cast weights",
@@ -196,10 +187,9 @@ NAMES = {
 
 
 def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
-    """Return the plan with its peak in words, what it is mostly made of, and what would lower it, with the saving by
-    formula.
+    """Return the plan with its peak in words, its largest part, and what would lower it, with the saving by formula.
 
-    `moment` and `operation`: as a trace found them; else the formula's worst moment.
+    `moment` and `operation` come from a trace; without them the peak of the formula counts.
     """
     rank = tightest(plan.ranks)
     setup = replace(plan, stage=rank.rank % len(plan.stages) if plan.stages else None)
@@ -223,25 +213,25 @@ def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", o
 
 
 def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: str) -> list[tuple[str, Setup, int]]:
-    """Return (words, setup, rows) of what makes a part smaller, what costs least first."""
-    found: list[tuple[str, Setup, int]] = []
+    """Return (words, setup, rows) of each change that makes a part smaller, the cheapest first."""
+    changes: list[tuple[str, Setup, int]] = []
     bf16_on_gpu = (
         setup.device == "cuda" and setup.precision == "bf16" and config.tuning.mode == "full" and not setup.zero
     )
     if part in ("optimizer", "gradients", "workspace"):
         if bf16_on_gpu and setup.optim not in OPTIMIZER_BYTES:
-            found.append(("TRAIN_OPTIM=adamw_bnb_8bit", replace(setup, optim="adamw_bnb_8bit"), rows))
-        return found
+            changes.append(("TRAIN_OPTIM=adamw_bnb_8bit", replace(setup, optim="adamw_bnb_8bit"), rows))
+        return changes
     if part == "logits" and not setup.loss_chunk:
-        found.append(("chunks of the loss", with_chunks(config, shape, setup), rows))
+        changes.append(("chunks of the loss", with_chunks(config, shape, setup), rows))
     if part == "casts" and bf16_on_gpu:
-        found.append(("MODEL_DTYPE=bfloat16", replace(setup, weights_dtype="bfloat16"), rows))
+        changes.append(("MODEL_DTYPE=bfloat16", replace(setup, weights_dtype="bfloat16"), rows))
     if part in ("activations", "casts") and not setup.gradient_checkpointing:
-        found.append(("TRAIN_GRADIENT_CHECKPOINTING=true", replace(setup, gradient_checkpointing=True), rows))
+        changes.append(("TRAIN_GRADIENT_CHECKPOINTING=true", replace(setup, gradient_checkpointing=True), rows))
     if rows > 1:
-        found.append((f"TRAIN_BATCH_SIZE={rows // 2}", setup, rows // 2))
+        changes.append((f"TRAIN_BATCH_SIZE={rows // 2}", setup, rows // 2))
     shorter = max(SHORTEST_ROW, setup.row_tokens // 2)
-    return [*found, (f"rows of at most {shorter} tokens", replace(setup, row_tokens=shorter), rows)]
+    return [*changes, (f"rows of at most {shorter} tokens", replace(setup, row_tokens=shorter), rows)]
 
 
 MOMENTS = {

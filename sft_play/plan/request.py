@@ -1,5 +1,5 @@
-"""What a plan is asked for: configuration, machines with their devices and network, model, data; and what of it fits
-into a rank's memory. Pure.
+"""The input of a plan (configuration, machines with devices and network, model, data), and what of it fits into a
+rank's memory. Pure.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from sft_play.text import plural
 
 
 def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:
-    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` says otherwise. Raise
-    `HardwareError`.
+    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` names a network.
+
+    Raise `HardwareError`.
     """
     text = config.launch.network
     if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
@@ -39,14 +40,15 @@ def _network_speed(text: str) -> float:
 
 
 Memory = Callable[[Config, ModelShape, Setup, int], dict[str, int]]
-"""(configuration, shape, setup, micro-batch) -> bytes of every part of a rank at its worst moment."""
+"""(configuration, shape, setup, micro-batch) -> bytes of every part of a rank at its peak."""
 DEFAULT_GLOBAL_BATCH = 32
 SHORTEST_ROW = 8
 MOST_ROWS = 2**20
 """Where the search for the largest micro-batch ends."""
 SWITCHED_CHIPS, SWITCHED_RANKS, SWITCHED_BYTES = {(9, 0), (10, 0)}, 4, GIB
-"""Where NCCL reduces inside NVLink's switch (H100, H200 and B200, so many or more on a board) it takes about so much
-more of each card (0.9 to 1.5 GiB in all on eight H100 were seen elsewhere; unverified here).
+"""Compute capabilities whose NVLink switch reduces for NCCL (H100, H200 and B200), ranks on a board from which it does,
+and the additional bytes that this takes on each card (0.9 to 1.5 GiB in all on eight H100 were seen elsewhere;
+unverified here).
 """
 
 
@@ -61,7 +63,7 @@ def global_rows(train: TrainConfig, world: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Everything that a plan is a function of."""
+    """All arguments of the function that makes a plan."""
 
     config: Config
     hardware: Hardware
@@ -73,31 +75,31 @@ class Request:
     runs: tuple[PastRun, ...] = ()
     """Complete runs that teach the forecast, the newest first."""
     memory: Memory = rank_memory
-    """The closed formulas, or those corrected by a trace or a probe."""
+    """The closed formulas, or formulas corrected by a trace or a probe."""
 
     @cached_property
     def ranks(self) -> RankLayout:
-        """Where the ranks are. Raise `HardwareError` for devices that are not there, or full."""
+        """Where the ranks are. Raise `HardwareError` for devices that are absent or full."""
         return ranks_of(self.hardware, self.launch)
 
     @property
     def group_size(self) -> int:
-        """Neighbouring ranks that train the same rows, in slices: rows are divided among such groups."""
+        """Neighbouring ranks that train slices of the same rows; rows are divided among such groups."""
         return group_size(self.config.launch, len(self.ranks.devices))
 
     @property
     def stages(self) -> int:
-        """Ranks of one pipeline; 1 without one."""
+        """Ranks per pipeline; 1 without a pipeline."""
         return stages(self.config.launch, len(self.ranks.devices))
 
     @property
     def data_devices(self) -> tuple[Device, ...]:
-        """One device of each group; those of a group are alike (`plan.sequence_parallel`)."""
+        """One device of each group, since the devices of a group are alike (`plan.network.check_slices`)."""
         return self.ranks.devices[:: self.group_size]
 
     @cached_property
     def room(self) -> tuple[int, ...]:
-        """Bytes that each rank of a group may use, for each group."""
+        """Bytes that every rank of a group may use, for each group."""
         return self._least_of_groups(self.rank_room)
 
     def _least_of_groups(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -108,13 +110,13 @@ class Request:
     @cached_property
     def rank_room(self) -> tuple[int, ...]:
         """Bytes that each rank may use; processes on a CPU share its memory."""
-        share, found = HEADROOM[self.hardware.kind], list[int]()
+        share, room = HEADROOM[self.hardware.kind], list[int]()
         together = [count for count in self.ranks.nodes for _ in range(count)]
         for device, near in zip(self.ranks.devices, together, strict=True):
             switched = near >= SWITCHED_RANKS and device.compute_capability in SWITCHED_CHIPS
             sharing = near if self.hardware.kind == "cpu" else 1
-            found.append(int(device.free_bytes * share / sharing) - (SWITCHED_BYTES if switched else 0))
-        return tuple(found)
+            room.append(int(device.free_bytes * share / sharing) - (SWITCHED_BYTES if switched else 0))
+        return tuple(room)
 
     @property
     def train_split(self) -> PreparedSplit | None:
@@ -122,23 +124,24 @@ class Request:
 
     @property
     def unit(self) -> str:
-        """What has rows of its own."""
+        """Name of what trains separate rows: `group`, `device` or `process`."""
         if self.group_size > 1:
             return "group"
         return "device" if self.hardware.kind == "cuda" else "process"
 
     @property
     def divides(self) -> bool:
-        """Whether micro-batch and accumulation are both for the plan to choose."""
+        """Whether the plan chooses both micro-batch and accumulation."""
         return self.config.train.batch_size == "auto" and self.config.train.grad_accum == "auto"
 
     @property
-    def wanted_rows(self) -> int:
-        """Rows per rank that must fit: the micro-batch that was typed, or that a typed accumulation needs; else one."""
+    def required_rows(self) -> int:
+        """Rows per rank that must fit: the typed micro-batch, or what a typed accumulation requires; otherwise 1."""
         train, world = self.config.train, len(self.data_devices)
         if train.batch_size != "auto":
             return train.batch_size
-        if train.grad_accum == "auto" or train.packing == "on":  # what fits there are packs, not known yet
+        # Under packing, packs must fit, and these are not known yet.
+        if train.grad_accum == "auto" or train.packing == "on":
             return 1
         return math.ceil(global_rows(train, world) / (train.grad_accum * world))
 
@@ -150,8 +153,7 @@ class Request:
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
         def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-            # What was traced is known of the configuration as it stood; beside the setup, memory depends on its tuning
-            # alone.
+            # A trace belongs to the original configuration; apart from the setup, memory depends on its tuning alone.
             return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
 
         prepared = None if "model.max_seq_len" in keys else self.prepared  # rows of another length
@@ -160,60 +162,60 @@ class Request:
         )
 
     def on(self, setup: Setup, rank: int) -> Setup:
-        """Return the setup of a rank: of a pipeline its stage."""
+        """Return the setup of a rank: in a pipeline, that of its stage."""
         return replace(setup, stage=rank % len(setup.stages)) if setup.stages else setup
 
     def parts(self, setup: Setup, micro_batch: int) -> dict[str, int]:
-        """Return the bytes of every part of a rank at its worst moment."""
+        """Return the bytes of every part of a rank at its peak."""
         return self.memory(self.config, self.shape, setup, micro_batch)
 
     def need(self, setup: Setup, micro_batch: int) -> int:
-        """Return the bytes of all parts."""
+        """Return the bytes of all parts together."""
         return sum(self.parts(setup, micro_batch).values())
 
     def fits(self, setup: Setup, micro_batches: tuple[int, ...]) -> bool:
-        """Whether these micro-batches fit, each on its rank."""
+        """Whether each of these micro-batches fits its rank."""
         return all(rows <= most for rows, most in zip(micro_batches, self.largest(setup), strict=True))
 
     def largest(self, setup: Setup) -> tuple[int, ...]:
-        """Return the most rows that fit each rank, or all stages of each pipeline; 0 where not even one does."""
+        """Return the most rows that fit each rank, or all stages of each pipeline; 0 where not even one row fits."""
         if setup.stages:
             each = [self.largest_in(self.on(setup, rank), room) for rank, room in enumerate(self.rank_room)]
             return self._least_of_groups(each)
-        known = {room: self.largest_in(setup, room) for room in set(self.room)}
-        return tuple(known[room] for room in self.room)
+        rows_by_room = {room: self.largest_in(setup, room) for room in set(self.room)}
+        return tuple(rows_by_room[room] for room in self.room)
 
     def largest_in(self, setup: Setup, capacity: int) -> int:
-        """Return the most rows that fit: exactly, by bisection, for memory that grows with them in any way."""
+        """Return the most rows that fit, exactly, by bisection: memory need only grow with the rows."""
         beyond = 1
         while beyond < MOST_ROWS and self.need(setup, beyond) <= capacity:
             beyond *= 2
         return bisect_right(range(1, beyond + 1), capacity, key=lambda rows: self.need(setup, rows))
 
     def longest(self, setup: Setup, micro_batch: int, capacity: int, most: int) -> int:
-        """Return the tokens, at most `most`, of the longest rows of which `micro_batch` fit; 0 when none do."""
+        """Return the tokens, at most `most`, of the longest rows of which `micro_batch` fit; 0 if none do."""
         return bisect_right(
             range(1, most + 1), capacity, key=lambda tokens: self.need(replace(setup, row_tokens=tokens), micro_batch)
         )
 
     def require(self, setup: Setup, fitting: tuple[int, ...]) -> None:
-        """Raise `DoesNotFitError` with the parts when what was asked for, or not even one row, fits.
+        """Raise `DoesNotFitError` with the parts when the required rows do not fit.
 
-        Before the data are known, one row counts as the shortest there can be: its length is not known yet.
+        Before the data are known, a row counts as the shortest possible one: its length is not known yet.
         """
-        rank, wanted, train = fitting.index(min(fitting)), self.wanted_rows, self.config.train
+        rank, rows, train = fitting.index(min(fitting)), self.required_rows, self.config.train
         room, name = self.room[rank], self.data_devices[rank].name
         if self.launch.early:
-            wanted, setup = 1, replace(setup, row_tokens=min(SHORTEST_ROW, setup.row_tokens))
-        if (self.largest_in(setup, room) if self.launch.early else fitting[rank]) >= wanted:
+            rows, setup = 1, replace(setup, row_tokens=min(SHORTEST_ROW, setup.row_tokens))
+        if (self.largest_in(setup, room) if self.launch.early else fitting[rank]) >= rows:
             return
-        parts = self.parts(setup, wanted)
+        parts = self.parts(setup, rows)
         listed = ", ".join(
             f"{n} {size / GIB:.1f}" for n, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20
         )
         what = f"not even one row of {setup.row_tokens} tokens fits"
-        if wanted > 1:
-            what = f"a micro-batch of {wanted} rows of {setup.row_tokens} tokens does not fit"
+        if rows > 1:
+            what = f"a micro-batch of {rows} rows of {setup.row_tokens} tokens does not fit"
             if train.batch_size == "auto" and train.grad_accum != "auto":
                 world = len(fitting)
                 what += f" (`train.grad_accum` {train.grad_accum} needs it: {global_rows(train, world)} global / "
@@ -222,12 +224,13 @@ class Request:
             f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB"
             f" ({listed} GiB)"
         )
-        raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=wanted, parts=parts, capacity_bytes=room)
+        raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=rows, parts=parts, capacity_bytes=room)
 
 
 def with_machines(request: Request) -> Request:
-    """Return the request with the network and the devices of all machines as far as they are known. Raise
-    `HardwareError`.
+    """Return the request with the network and the devices of all machines, as far as they are known.
+
+    Raise `HardwareError`.
     """
     launch = request.launch
     hardware = with_network(request.config, request.hardware, launch)
@@ -237,32 +240,31 @@ def with_machines(request: Request) -> Request:
 
 
 def describe_machines(request: Request) -> dict[str, str]:
-    """Return what is known of this machine and the others, and what of it does not count."""
+    """Return notes on this machine and the others, and on settings that do not count."""
     hardware, launch, ranks, text = request.hardware, request.launch, request.ranks, request.config.launch.network
-    found = {"described": "for hardware as described, not for this machine"} if hardware.described else {}
-    found |= {"unused": hardware.unused} if hardware.unused else {}
+    notes = {"described": "for hardware as described, not for this machine"} if hardware.described else {}
+    notes |= {"unused": hardware.unused} if hardware.unused else {}
     nodes, speed = launch.num_nodes, hardware.network_bytes_per_second
     if nodes > 1 and launch.node_devices:
         named = ", ".join(f"{node}: {ranks.name_of(node)}" for node in range(min(nodes, 8)))
-        more = ", ..." if nodes > 8 else ""
-        found["nodes"] = f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{more})"
+        rest = ", ..." if nodes > 8 else ""
+        notes["nodes"] = f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{rest})"
     elif nodes > 1:
-        found["nodes"] = f"{nodes} nodes, each with the devices of this one"
+        notes["nodes"] = f"{nodes} nodes, each with the devices of this one"
     if text and speed and request.typed("launch.network") and _network_speed(text) != speed:
-        found["launch.network"] = (
+        notes["launch.network"] = (
             f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"
         )
-    return found
+    return notes
 
 
 Decide = Callable[[Request], Plan]
 
 
 def try_plan(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return the changed plan, or how far it is from fitting; `None` where it is refused when it is typed."""
-    if {one.message for one in check_rules(changed.config, {})} - {
-        one.message for one in check_rules(request.config, {})
-    }:
+    """Return the changed plan, or the error with how far it is from fitting; `None` where the rules would refuse it."""
+    before, after = ({conflict.message for conflict in check_rules(case.config, {})} for case in (request, changed))
+    if after - before:
         return None
     try:
         return decide(changed)
@@ -282,9 +284,9 @@ class Remedy:
     saving_bytes: int
     fits: bool
     slower: float | None
-    """Time of a token over what it takes without the remedy, by arithmetic; `None` where that says nothing."""
+    """Time per token relative to that without the remedy, by arithmetic; `None` where arithmetic cannot predict it."""
     host_bytes: int = 0
-    """Of the machine's own memory, for what is offloaded there."""
+    """Host memory for what is offloaded."""
 
     def __str__(self) -> str:
         notes = f"{self.saving_bytes / GIB:.1f} less"
@@ -300,7 +302,7 @@ SMALLER = "use a smaller model, or more memory"
 
 
 class DoesNotFitError(HardwareError):
-    """Not even what was asked for, or one row, fits; carries what `make plan` shows."""
+    """The required rows do not fit; carries what `make plan` shows."""
 
     def __init__(
         self, message: str, *, setup: Setup, micro_batch: int, parts: dict[str, int], capacity_bytes: int
@@ -317,7 +319,7 @@ class DoesNotFitError(HardwareError):
     def add(
         self, remedies: tuple[Remedy, ...] = (), *, notes: tuple[str, ...] = (), after: str = ""
     ) -> DoesNotFitError:
-        """Return this error with ways to need less and notes added, and `after` at the end of its message."""
+        """Return this error with remedies and notes added, and `after` appended to its message."""
         self.message += after
         self.args = (self.message,)
         self.remedies += remedies

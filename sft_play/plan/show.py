@@ -1,4 +1,4 @@
-"""The plan and its forecast as people read them, with what they cost."""
+"""The plan and its forecast as text, with the cost."""
 
 from __future__ import annotations
 
@@ -20,19 +20,30 @@ from sft_play.runs.gate import read_facts
 from sft_play.text import duration, figure, gib, plural
 
 ORDER = (
-    "frozen", "quant_state", "trained", "adapters", "gradients", "optimizer", "buffers", "activations", "recompute", "logits",
-    "casts", "dequantised", "workspace", "context", "fragmentation",
-)  # fmt: skip
+    "frozen",
+    "quant_state",
+    "trained",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "activations",
+    "recompute",
+    "logits",
+    "casts",
+    "dequantised",
+    "workspace",
+    "context",
+    "fragmentation",
+)
 BAR = 40
 MOST_LISTED = 32
 MOST_GROUPS = 8
-"""Of ranks that are not adjacent, before a block of bars."""
+"""Largest number of groups of adjacent ranks in the heading of a block of bars."""
 
 
 def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
-    """Return a summary in five lines; with `why` its reasons, with `details` the memory of every kind of rank as
-    bars.
-    """
+    """Return a summary in five lines, with reasons if `why`, with memory bars of every kind of rank if `details`."""
     first = plan.ranks[0]
     names = Counter(rank.device_name for rank in plan.ranks)
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
@@ -68,7 +79,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
 
 
 def _batch(plan: Plan, micro: str) -> str:
-    """Return how the rows of a step are divided; packs by the most micro-steps there can be."""
+    """Return how the rows of a step are divided; for packs, with the largest number of micro-steps."""
     accumulation = max(rank.accumulation for rank in plan.ranks)
     groups, unit = plan.world_size // plan.group_size, "rank" if plan.group_size == 1 else "group"
     if plan.pack_tokens:
@@ -88,12 +99,12 @@ def _batch(plan: Plan, micro: str) -> str:
 
 def _span(values: Iterable[int]) -> str:
     """Return `4`, or `2 to 4` for values that differ."""
-    found = sorted(set(values))
-    return str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    distinct = sorted(set(values))
+    return str(distinct[0]) if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}"
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """Return a table of what each rank gets of a step, where they do not all get the same."""
+    """Return a table of each rank's part of a step; empty where all parts are equal."""
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"
@@ -121,7 +132,7 @@ def _steps(plan: Plan) -> str:
 
 
 def _room(plan: Plan) -> str:
-    """Return the largest batch and the longest rows that would fit, and where in a step the peak stands."""
+    """Return the largest batch and the longest rows that would fit, and where in a step the peak is."""
     text, micro = f"for packs of up to {plan.longest_row:,} tokens", plan.ranks[0].micro_batch
     if not plan.pack_tokens:
         text = (
@@ -139,7 +150,7 @@ def _parts(rank: RankPlan) -> str:
 
 
 def _bars(plan: Plan) -> list[str]:
-    """Return one block of bars for each kind of rank."""
+    """Return a block of bars for each kind of rank."""
     lines: list[str] = []
     kinds: dict[tuple[str, int, int], list[RankPlan]] = {}
     for rank in plan.ranks:
@@ -152,22 +163,20 @@ def _bars(plan: Plan) -> list[str]:
 
 
 def _who(members: Sequence[int]) -> str:
-    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for rising ranks; of many groups the first, and how many
-    ranks follow.
-    """
+    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for ascending ranks; many groups are cut short."""
     groups: list[list[int]] = []
     for rank in members:
         if groups and rank == groups[-1][-1] + 1:
             groups[-1].append(rank)
         else:
             groups.append([rank])
-    shown = [str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in groups[:MOST_GROUPS]]
+    shown = [str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups[:MOST_GROUPS]]
     rest = sum(map(len, groups[MOST_GROUPS:]))
     return f"rank{'s' if len(members) > 1 else ''} {', '.join(shown)}" + (f" and {rest} more" if rest else "")
 
 
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
-    """Return a bar for each part, `scale` bytes as long as the line allows."""
+    """Return a bar for each part; `scale` bytes have the full length."""
     return [
         f"    {name:<14}{gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
         for name in (*ORDER, "free")
@@ -176,9 +185,7 @@ def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
 
 
 def show_misfit(error: DoesNotFitError) -> str:
-    """Return what a rank would need, part by part, and each way to need less, with its saving and its price in
-    speed.
-    """
+    """Return the memory that a rank would need by part, and each remedy with its saving and its cost in speed."""
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     lines.append(
@@ -188,7 +195,7 @@ def show_misfit(error: DoesNotFitError) -> str:
 
 
 def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
-    """Return the same as plain data."""
+    """Return the content of `show_misfit` as plain data."""
     return {
         "fits": False,
         "error": error.message,
@@ -196,18 +203,18 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
         "peak_bytes": sum(error.parts.values()),
         "capacity_bytes": error.capacity_bytes,
         "micro_batch": error.micro_batch,
-        "remedies": [asdict(r) for r in error.remedies],
+        "remedies": [asdict(remedy) for remedy in error.remedies],
     }
 
 
-# The forecast as people read it: speed, time, communication, energy and money.
+# The forecast as text: speed, time, communication, energy and cost.
 
 
 CARDS = "unknown for these devices until they have trained (`make bench` trains some steps)"
 
 
 def show_speed(plan: Plan) -> list[str]:
-    """Return what a run is expected to take, the most asked first; where nothing is known, how to tell it."""
+    """Return lines about expected speed, time, energy and cost; where they are not known, how to find out."""
     communication = _communication(plan)
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
         return [*_unknown(plan), *communication]
@@ -228,7 +235,7 @@ def show_speed(plan: Plan) -> list[str]:
 
 
 def _communication(plan: Plan) -> list[str]:
-    """Return how much of a step communication takes; nothing where there is none."""
+    """Return a line about communication in a step; empty where there is none."""
     seconds, share = plan.communication_seconds, plan.communication_share
     if seconds is None or share == 0:
         return []
@@ -237,11 +244,11 @@ def _communication(plan: Plan) -> list[str]:
 
 
 def _unknown(plan: Plan) -> list[str]:
-    """Return which of the two is not known, the devices' speed or the network's, and how to tell it."""
+    """Return lines that say whether the speed of the devices or of the network is missing, and how to name it."""
     if plan.offload_optimizer or plan.offload_parameters:
         return ["unknown with offloading: states cross PCIe in every micro-step, and the CPU makes the update; slow"]
-    known = plan.device == "cpu" or all(find_card(rank.device_name) for rank in plan.ranks)
-    lines = [] if known else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
+    cards_known = plan.device == "cpu" or all(find_card(rank.device_name) for rank in plan.ranks)
+    lines = [] if cards_known else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
     if plan.num_nodes > 1 and plan.communication_seconds is None:
         speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
         lines.append("unknown for the network between the nodes")
@@ -252,15 +259,14 @@ def _unknown(plan: Plan) -> list[str]:
 
 
 MOST_CHANGE = 3.0
-"""A share beyond which two figures speak for themselves."""
+"""Relative change beyond which no percentage is shown."""
 
 
 def beside_forecast(run: RunFolder) -> str:
-    """Return lines with speed, time and memory of a finished run beside what its plan had said; none where nothing was
-    kept.
-    """
+    """Return lines that compare speed, time and memory of a finished run with its forecast; empty without metrics."""
     measured = read_facts(run.training_metrics)
-    if not (forecast := measured.get("forecast")):  # not rank 0's machine, or a run of an earlier version
+    # Another machine than rank 0's, and a run of an earlier version, have no forecast.
+    if not (forecast := measured.get("forecast")):
         return ""
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
@@ -282,19 +288,21 @@ def beside_forecast(run: RunFolder) -> str:
 
 
 UNEXPLAINED, SHORT_SECONDS = 0.5, 60
-"""Share of the forecast beyond which a measured speed needs a cause; a run in which start-up (first steps, first saves)
-still counts.
+"""Relative deviation from the forecast that needs an explanation, and the length of a run in which start-up (first
+steps, first saves) still matters.
 """
 
 
 def _cause(seconds: float | None, basis: str | None) -> str:
-    """Return what may have made the speed another than the forecast's, by what is known when the run has ended."""
-    found = ["the forecast was a guess; the next one goes by this run"] if basis and basis.startswith("a guess") else []
+    """Return what may explain the difference between speed and forecast, as far as it is known after the run."""
+    causes = (
+        ["the forecast was a guess; the next one goes by this run"] if basis and basis.startswith("a guess") else []
+    )
     if seconds and seconds < SHORT_SECONDS:
-        found.append("start-up counts in so short a run")
+        causes.append("start-up counts in so short a run")
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
-        found.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(found) or "the next forecast goes by this run")
+        causes.append("other processes use these cores")
+    return "unlike the forecast: " + (", and ".join(causes) or "the next forecast goes by this run")
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:
@@ -305,7 +313,7 @@ def _pair(measured: float, forecast: float | None, write: Any) -> str:
 
 
 def parse_price(text: str) -> float:
-    """Return the price of a machine's hour. Raise `UserError` for anything but a number of 0 or more."""
+    """Return the price of a machine-hour. Raise `UserError` for anything but a number of 0 or more."""
     try:
         price = float(text)
     except ValueError:
@@ -319,21 +327,19 @@ def parse_price(text: str) -> float:
 
 
 def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
-    """Return the plan with what all its steps cost at `price` a machine and hour; where their number is not known, with
-    what 1,000 cost.
-    """
+    """Return the plan with the cost of all steps, or of 1,000 where their number is not known, at `price` per hour."""
     if price is None:
         return plan
     if plan.seconds_per_step is None:
         return replace(plan, notices=(*plan.notices, "cost: unknown, since the speed is"))
-    # Each device is a machine where only a stated network joins those of one node.
+    # Where only a stated network connects the devices of a node, each device is a separate machine.
     apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes
     if plan.total_seconds is None:
         thousand = price * machines * plan.seconds_per_step * 1000 / 3600
-        known = (
+        notice = (
             f"cost: 1,000 steps cost {thousand:.2f} at PRICE_PER_HOUR; how many there are is known once the data are"
             " prepared"
         )
-        return replace(plan, notices=(*plan.notices, known))
+        return replace(plan, notices=(*plan.notices, notice))
     return replace(plan, cost=price * machines * plan.total_seconds / 3600)

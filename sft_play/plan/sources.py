@@ -1,8 +1,8 @@
-"""Where a plan's memory comes from: the closed formulas, a trace of the real step, a probe on the device; each corrects
-the last.
+"""The sources of a plan's memory: closed formulas, a trace of the real step, a probe on the device; each corrects the
+previous one.
 
-The plan itself stays a pure function: it is asked again with what was found, until what it decides is what was looked
-at.
+The plan itself stays a pure function: it is computed again with each observation, until it decides on a case that was
+observed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared, lookup
 
 Source = Literal["formula", "trace", "probe", "known", "auto"]
-"""`known`: a trace where an earlier one is in the cache, else the formula; never starts one. `auto`, for training:
-`known`, and a new trace where the formula comes near the limit; both trace a family that the formulas do not know.
-`probe`: a trace, corrected by what `launch.attempt.probe` measured; measurements of earlier probes correct every plan
-but one by `formula`.
+"""`known` uses a cached trace, otherwise the formula, and never starts a trace. `auto`, for training, also starts one
+where the formula comes near the limit; both trace a family that the formulas do not know. `probe` is a trace, corrected
+by what `launch.attempt.probe` measured; measurements of earlier probes correct every plan except one by `formula`.
 """
 ROUNDS = 5
 UNSETTLED = (
@@ -46,17 +45,17 @@ UNSETTLED = (
     " new one"
 )
 WORTH_A_TRACE = 0.5
-"""Share of the memory above which training looks closer than the formulas do."""
+"""Share of a rank's capacity above which training traces instead of relying on the formulas."""
 
 
 def parse_source(text: str | None, default: Source) -> Source:
-    """Return what `SOURCE` asks for. Raise `UserError`."""
-    known: dict[str | None, Source] = {None: default, "formula": "formula", "trace": "trace", "probe": "probe"}
-    if text not in known:
+    """Return the source that `SOURCE` names. Raise `UserError`."""
+    sources: dict[str | None, Source] = {None: default, "formula": "formula", "trace": "trace", "probe": "probe"}
+    if text not in sources:
         raise UserError(
             f"`SOURCE` is `{text}`; expected `formula`, `trace` or `probe`", hint="omit it for the best that is known"
         )
-    return known[text]
+    return sources[text]
 
 
 UNSLOTH = (
@@ -66,7 +65,7 @@ UNSLOTH = (
 
 
 def plan_by_source(request: Request, source: Source) -> Plan:
-    """Return the plan by the source that was asked for. Raise as `make_plan`, and `UserError` for a probe of stages."""
+    """Return the plan by this source. Raise like `make_plan`, and `UserError` for a probe of pipeline stages."""
     if source == "probe" and request.config.launch.strategy == "pipeline":
         raise UserError("`SOURCE=probe` measures whole models, and `launch.strategy` is `pipeline`", hint="omit SOURCE")
     try:
@@ -89,7 +88,7 @@ def _plan_by(request: Request, source: Source) -> Plan:
     try:
         memory = memory_of(request.config, request.prepared)
     except (DataError, OSError, ValueError):
-        return _by_formula(request)  # the plan itself says what is wrong with the model
+        return _by_formula(request)  # the plan itself reports what is wrong with the model
     memory.traces = source in ("trace", "probe")
     return _by_trace(request, memory)
 
@@ -110,13 +109,13 @@ def _unknown(shape: ModelShape) -> str:
 
 
 def memory_of(config: Config, prepared: Prepared | None) -> TracedMemory:
-    """Return the memory of a model as traces in the cache know it. Raise `DataError`, `OSError` or `ValueError`."""
+    """Return the memory of a model by its cached traces. Raise `DataError`, `OSError` or `ValueError`."""
     architecture = architecture_of(config.model, prepared)
     return TracedMemory(config=config, architecture=architecture, cache_folder=cache_folder() / "traces")
 
 
 def _is_near(request: Request) -> bool:
-    """Whether the formula's peak is so near the limit that its error could matter."""
+    """Whether the formula's peak is near enough to the limit for its error to matter."""
     try:
         plan = make_plan(replace(request, memory=rank_memory))
     except DoesNotFitError:
@@ -139,12 +138,16 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     setup = setup_of(plan)
     if memory.error and not probed:
         return _by_formula(request, f"memory by formula: the trace cannot run this architecture ({memory.error})")
-    seen = [memory.found.get((setup, rank.worst_rows)) for rank in plan.ranks]
-    worst = max((found for found in seen if found), key=lambda found: sum(found.parts.values()), default=None)
+    seen = [memory.observations.get((setup, rank.worst_rows)) for rank in plan.ranks]
+    worst = max(
+        (observation for observation in seen if observation),
+        key=lambda observation: sum(observation.parts.values()),
+        default=None,
+    )
     if worst is None or None in seen:
         plan = with_peak(plan, config, shape)
-        if memory.traces and memory.found:
-            plan = _with_reason(plan, UNSETTLED.format(rounds=ROUNDS, seen=len(memory.found)))
+        if memory.traces and memory.observations:
+            plan = _with_reason(plan, UNSETTLED.format(rounds=ROUNDS, seen=len(memory.observations)))
         return plan
     plan = with_peak(plan, config, shape, worst.moment, worst.operation)
     if probed:
@@ -154,16 +157,16 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
 
 
 def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan, bool]:
-    """Return the plan as probes of it correct it, and whether the last one was probed itself."""
+    """Return the plan corrected by probes, and whether the final plan itself was probed."""
 
     def decided(plan: Plan) -> tuple[Setup, list[int]]:
         return setup_of(plan), [rank.micro_batch for rank in plan.ranks]
 
     for _ in range(ROUNDS):
-        found = load_probe(memory.probe_path(plan))
-        if not found:
+        measurements = load_probe(memory.probe_path(plan))
+        if not measurements:
             return plan, False
-        memory.correct(request.shape, plan, found)
+        memory.correct(request.shape, plan, measurements)
         before, plan = plan, make_plan(request)
         if decided(plan) == decided(before):
             margin = min(1 - rank.peak_bytes / rank.capacity_bytes for rank in plan.ranks)
@@ -178,9 +181,7 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
 
 
 def _traced(setup: Setup) -> str:
-    """Return what of a step was traced, in words: shards are arithmetic, since one process has no others to gather
-    from.
-    """
+    """Return which part of a step was traced, in words; shards are arithmetic, since a single process cannot gather."""
     if not setup.zero and setup.strategy != "fsdp2":
         return "the very step that trains"
     name = "FSDP2" if setup.strategy == "fsdp2" else f"ZeRO-{setup.strategy[-1]}"
@@ -197,23 +198,24 @@ def _with_reason(plan: Plan, reason: str, kind: str = "source") -> Plan:
 LAN = "12GB+8GB+8GB@1Gbit"
 MADE_FOR = {
     "run_bnb": "24GB", "run_unsloth": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100",
-    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": LAN, "home_lan_13b": LAN,
-    "smoke": "8GB+8GB@1Gbit", "from_scratch": "24GB", "run_bnb_qwen3_5": "16GB", "rtx4090_sli_gemma4": "2xRTX4090",
-    "home_lan_smollm3": LAN, "h200_pair_gemma4": "2xH200", "h200_single_gpt_oss": "H200",
+    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": LAN,
+    "home_lan_13b": LAN, "smoke": "8GB+8GB@1Gbit", "from_scratch": "24GB", "run_bnb_qwen3_5": "16GB",
+    "rtx4090_sli_gemma4": "2xRTX4090", "home_lan_smollm3": LAN, "h200_pair_gemma4": "2xH200",
+    "h200_single_gpt_oss": "H200",
 }  # fmt: skip
-"""Preset -> the hardware that it is for, as docs/presets.md has it."""
+"""Preset -> the hardware that it is for, as in docs/presets.md."""
 
 
 def hardware_of(call: Call) -> Hardware:
-    """Return the hardware that `HARDWARE` describes, else this machine's. Raise `HardwareError`."""
+    """Return the hardware that `HARDWARE` describes, or this machine's. Raise `HardwareError`."""
     described = call.options.get("HARDWARE")
     return parse_hardware(described) if described else detect()
 
 
 def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) -> UserError:
-    """Return the refusal of a plan with where the key that it names was written.
+    """Return the refusal of a plan with the place where the named key was written.
 
-    One of too little memory here gets the hardware that the preset is for: the file itself, or one that it extends.
+    A refusal for lack of memory on this machine also names the hardware of the preset that the file is, or extends.
     """
     if error.place and error.place in loaded.origins:
         error.place = loaded.origins[error.place]
@@ -234,9 +236,7 @@ def plan_for(
     prepared: Prepared | None = None,
     source: Source = "known",
 ) -> Plan:
-    """Return the plan with what is known of the data: `prepared`, or what an earlier preparation found. Raise
-    `UserError`.
-    """
+    """Return the plan with the facts of the data: `prepared`, or those of an earlier preparation. Raise `UserError`."""
     config = loaded.config
     asked = Request(
         config=config,
@@ -254,7 +254,7 @@ def plan_for(
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:
-    """Whether a run would be more than one process: several GPUs, or something that was asked for."""
+    """Whether a run would have more than one process, by its hardware or by what was typed."""
     asked = (request.num_gpus or 1) > 1 or request.num_nodes > 1 or loaded.config.launch.strategy != "auto"
     return asked or (hardware.kind == "cuda" and len(hardware.devices) > 1 and request.num_gpus != 1)
 
@@ -265,32 +265,30 @@ MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What a trace says of one micro-batch."""
+    """What a trace observed of one micro-batch."""
 
     parts: Mapping[str, int]
-    """Bytes of every part at the worst moment."""
+    """Bytes of every part at the peak."""
     moment: str
     operation: str
 
 
 @dataclass(kw_only=True, slots=True)
 class TracedMemory:
-    """A rank's memory: exact where it was traced, elsewhere by the formula, scaled by what the nearest trace found of
-    each part.
-    """
+    """A rank's memory: exact where it was traced, otherwise by the formula, scaled by part to the nearest trace."""
 
     config: Config
     architecture: dict[str, Any]
     cache_folder: Path
     traces: bool = False
-    """Whether what is not in the cache is traced."""
-    found: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
+    """Whether to trace cases that are not in the cache."""
+    observations: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
     error: str | None = None
     """Why the architecture could not be traced."""
 
     def __call__(self, config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
         """Return the bytes of every part."""
-        if config is self.config and (exact := self.found.get((setup, micro_batch))):
+        if config is self.config and (exact := self.observations.get((setup, micro_batch))):
             return dict(exact.parts)
         parts = rank_memory(config, shape, setup, micro_batch)
         near = self._nearest(setup, micro_batch) if config is self.config else None
@@ -300,26 +298,24 @@ class TracedMemory:
         return _scale_parts(parts, rank_memory(config, shape, other, rows), observed.parts)
 
     def probe_path(self, plan: Plan) -> Path:
-        """Return where a probe of this plan keeps what it measured: by what runs, on which devices, under which
-        strategy.
-        """
+        """Return the file of a probe's measurements, named by what runs, on which devices, under which strategy."""
         cases = [case_of(self.config, self.architecture, plan, rank.worst_rows).key() for rank in plan.ranks]
         facts = [cases, plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
         return self.cache_folder.parent / "probes" / f"{text_sha256(json.dumps(facts))[:32]}.json"
 
     def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
-        """Take over what a probe of this plan measured."""
+        """Add what a probe of this plan measured to the observations."""
         setup = setup_of(plan)
         for rank, probe in zip(plan.ranks, probes, strict=True):
             key = setup, rank.worst_rows
-            known = self.found.get(key)
-            parts = dict(known.parts) if known else rank_memory(self.config, shape, setup, rank.worst_rows)
-            moment, operation = (known.moment, known.operation) if known else ("", "")
+            observation = self.observations.get(key)
+            parts = dict(observation.parts) if observation else rank_memory(self.config, shape, setup, rank.worst_rows)
+            moment, operation = (observation.moment, observation.operation) if observation else ("", "")
             fixed = correct_parts(parts, probe, rank.capacity_bytes)
-            self.found[key] = Observation(parts=fixed, moment=moment, operation=operation)
+            self.observations[key] = Observation(parts=fixed, moment=moment, operation=operation)
 
     def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
-        """Return the observation with the same setup but for its rows, with most nearly as many tokens."""
+        """Return the observation nearest in tokens whose setup differs only in its rows."""
         tokens = micro_batch * setup.row_tokens
 
         def alike(other: Setup) -> bool:
@@ -328,12 +324,12 @@ class TracedMemory:
             )
             return replace(other, **same) == replace(setup, **same)
 
-        candidates = [(key, value) for key, value in self.found.items() if alike(key[0])]
+        candidates = [(key, value) for key, value in self.observations.items() if alike(key[0])]
         return min(candidates, key=lambda item: abs(item[0][1] * item[0][0].row_tokens - tokens), default=None)
 
     def observe(self, shape: ModelShape, setup: Setup, micro_batches: Sequence[int]) -> bool:
-        """Trace what is not known yet of these micro-batches; return whether anything new came of it."""
-        missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.found]
+        """Trace these micro-batches where they are not known yet; return whether there are new observations."""
+        missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.observations]
         if not missing or self.error:
             return False
         cases = [case_of(self.config, self.architecture, setup, rows) for rows in missing]
@@ -345,25 +341,26 @@ class TracedMemory:
                 self.error = str(answer["error"])
                 return False
             write_json(path, answer)
-        known = [(rows, path) for rows, path in zip(missing, paths, strict=True) if path.is_file()]
-        for rows, path in known:
-            self.found[setup, rows] = assemble(self.config, shape, setup, rows, read_json(path))
-        return bool(known)
+        cached = [(rows, path) for rows, path in zip(missing, paths, strict=True) if path.is_file()]
+        for rows, path in cached:
+            self.observations[setup, rows] = assemble(self.config, shape, setup, rows, read_json(path))
+        return bool(cached)
 
 
 def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
-    """Return what was observed, scaled as the formula grew; what moves as a whole, since the formula's peak may be
-    another moment.
+    """Return the observed parts, scaled as the formula grows.
+
+    Temporary parts are scaled together, since the formula's peak may be at another moment.
     """
-    found = {
+    scaled = {
         name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size
         for name, size in parts.items()
     }
     now, then = (sum(of.get(name, 0) for name in MOVING) for of in (parts, formula))
     seen = {name: observed.get(name, 0) for name in MOVING}
     if not then or not any(seen.values()):
-        return found
-    return {name: size for name, size in found.items() if name not in MOVING} | {
+        return scaled
+    return {name: size for name, size in scaled.items() if name not in MOVING} | {
         name: int(size * now / then) for name, size in seen.items() if size or name in parts
     }
 
@@ -371,9 +368,7 @@ def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed:
 def assemble(
     config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]
 ) -> Observation:
-    """Return a rank's parts at its worst moment: what moves as traced; states as traced, or as the strategy shards
-    them.
-    """
+    """Return a rank's parts at its peak: temporary parts as traced, states as traced or as the strategy shards them."""
     formula = rank_memory(config, shape, setup, micro_batch)
     sharded = setup.strategy not in ("single", "ddp")
     best: Observation | None = None
@@ -398,9 +393,7 @@ def assemble(
 
 
 def _grows_segments(setup: Setup) -> bool:
-    """Whether workers run the allocator that a trace replays, `expandable_segments`: where they can, and unless the
-    user chose otherwise.
-    """
+    """Whether workers run the allocator that a trace replays, `expandable_segments`, where the user did not choose."""
     own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
 
@@ -410,68 +403,68 @@ NOT_ALLOCATED = ("context", "fragmentation")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """What one rank measured."""
+    """The measurements of one rank in a probe."""
 
     rank: int
     micro_batch: int
     allocated_bytes: int
-    """Most that torch had allocated on a GPU; 0 on a CPU, where nothing tells it."""
+    """Peak of torch's allocations on a GPU; 0 on a CPU, where it is not measured."""
     reserved_bytes: int
-    """Most that torch's allocator had reserved on a GPU; 0 on a CPU."""
+    """Peak of what torch's allocator reserved on a GPU; 0 on a CPU."""
     device_bytes: int
-    """Most that the process held: of the GPU, with context and libraries; else resident."""
+    """Peak of the process: on a GPU its device memory, including context and libraries; on a CPU its resident size."""
     seconds_per_step: float
     failed: bool = False
     """Whether memory ran out."""
 
 
-def save_probe(path: Path, found: Sequence[Probed]) -> None:
-    """Keep a measurement of all ranks."""
-    write_json(path, [asdict(one) for one in found])
+def save_probe(path: Path, measurements: Sequence[Probed]) -> None:
+    """Save the measurements of all ranks."""
+    write_json(path, [asdict(measurement) for measurement in measurements])
 
 
 def load_probe(path: Path) -> list[Probed]:
-    """Return a measurement of all ranks, empty where none was made."""
+    """Return the measurements of all ranks; empty where no probe was made."""
     rows: list[dict[str, Any]] = read_json(path) if path.is_file() else []
     return [Probed(**row) for row in rows]
 
 
-def correct_parts(parts: Mapping[str, int], found: Probed, capacity: int) -> dict[str, int]:
-    """Return the parts so that they add up to what was measured.
+def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) -> dict[str, int]:
+    """Return the parts, adjusted to add up to the measurement.
 
-    On a GPU the context is what the process held beyond torch's reserve, fragmentation what was reserved and not
-    allocated, and what is left goes to the activations. On a CPU only the resident size is known: the heap's gaps take
-    the difference. Where memory ran out, the activations are made to exceed what there is.
+    On a GPU the context is what the process used beyond torch's reserve, fragmentation is what was reserved but not
+    allocated, and the activations take the remaining difference. On a CPU only the resident size is known, and the
+    heap's gaps take the difference. Where memory ran out, the activations are raised until the parts exceed `capacity`.
     """
     fixed = dict(parts)
-    if found.failed:
+    if measurement.failed:
         short = capacity + 1 - sum(fixed.values())
         return fixed | {"activations": fixed["activations"] + max(0, short)}
-    if not found.allocated_bytes:
+    if not measurement.allocated_bytes:
         rest = sum(size for name, size in fixed.items() if name != "fragmentation")
-        return fixed | {"fragmentation": max(0, found.device_bytes - rest)}
+        return fixed | {"fragmentation": max(0, measurement.device_bytes - rest)}
     allocated = sum(size for name, size in fixed.items() if name not in NOT_ALLOCATED)
     return fixed | {
-        "activations": max(0, fixed["activations"] + found.allocated_bytes - allocated),
-        "context": max(0, found.device_bytes - found.reserved_bytes),
-        "fragmentation": max(0, found.reserved_bytes - found.allocated_bytes),
+        "activations": max(0, fixed["activations"] + measurement.allocated_bytes - allocated),
+        "context": max(0, measurement.device_bytes - measurement.reserved_bytes),
+        "fragmentation": max(0, measurement.reserved_bytes - measurement.allocated_bytes),
     }
 
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
 TRACE_VERSION = 8
-"""Raised when the trace itself changes, so that older results are not taken for new ones."""
+"""Increase this when the trace changes, so that cached results of the older one are not used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One micro-batch of one rank."""
+    """A micro-batch of a rank, as a trace runs it."""
 
     architecture: dict[str, Any]
     """The model's `config.json`."""
     device: str
-    """`cpu` or `cuda`: what is planned for."""
+    """`cpu` or `cuda`: the device that the plan is for."""
     mode: str
     quantization: str
     """`nf4`, `int8`, or `none`."""
@@ -492,28 +485,28 @@ class Case:
     rows: int
     row_tokens: int
     labels: int
-    """Label positions of the whole micro-batch."""
+    """Label positions of the micro-batch."""
     accumulates: bool
-    """Whether gradients of an earlier micro-step are held while this one runs."""
+    """Whether the gradients of earlier micro-steps stay in memory while this one runs."""
     clips: bool
     """Whether gradients are clipped by their norm."""
     packed: bool = False
-    """Whether each of the `rows` is a pack of several, told apart by a mask."""
+    """Whether each of the `rows` is a pack of several, kept apart by a mask."""
     nf4_experts: bool = False
     """Whether fused experts are quantised too."""
     tensor_parallel: int = 1
-    """Ranks that hold slices of the layers; one of them is traced."""
+    """Number of ranks that hold slices of the layers; one of them is traced."""
 
     def key(self) -> str:
-        """Return a name for the case's result, by everything that it depends on."""
+        """Return the name of the case's cached result: a hash of everything that it depends on."""
         return text_sha256(json.dumps([TRACE_VERSION, versions(), asdict(self)], sort_keys=True))[:32]
 
 
 def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:
     """Return the case of a rank's worst micro-batch.
 
-    Under ZeRO and FSDP2 a whole replica is traced in the type that is computed in, without an optimizer: shards, states
-    and what is gathered are arithmetic.
+    Under ZeRO and FSDP2 a complete replica is traced in the type of the computation, without an optimizer: shards,
+    states and gathered weights are arithmetic.
     """
     tuning, lora = config.tuning, config.tuning.lora
     sharding = setup.zero or setup.strategy == "fsdp2"
@@ -521,7 +514,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
     base = computed if sharding else setup.weights_dtype
     adapter = {2: "bfloat16", 4: "float32"}[trained_bytes(config, setup)] if tuning.mode != "full" else "float32"
     quantized = bool(architecture.get("quantization_config"))
-    # A rank's slice; all tokens of few heads are as much as few of all.
+    # A rank's slice of the sequence: in attention, all tokens of some heads take as much memory as some tokens of all.
     row_tokens = -(-setup.row_tokens // setup.sequence_parallel)
     return Case(
         architecture=architecture,

@@ -1,10 +1,10 @@
-"""How a run is shared out: the strategy of a command, and what `auto` turns to when a replica does not fit.
+"""The strategy of a run: that of its command, and what `auto` turns to when a replica does not fit. Pure.
 
-`auto`: DDP when a replica fits (recomputing activations if it must); else FSDP2 shards; else, where these do not fit or
-the network between ranks is slow, slices of lines or layers within a machine, or a pipeline; else, on one machine, 8-bit
-optimizer states; else ZeRO-3 with everything offloaded, where the machine's memory holds it. Over a slow network weights
-never travel unless someone says so. Machines that have not met change nothing: each plans by itself, from memory of its
-own, and all must come to the same run. A typed `tuning.mode` is never quantised; that is proposed. Pure.
+`auto` tries in this order: DDP, with recomputed activations if necessary; FSDP2 shards; where these do not fit or the
+network between ranks is slow, slices of sequences or layers within a machine, or a pipeline; on one machine, 8-bit
+optimizer states; ZeRO-3 with everything offloaded, where host memory holds it. Weights never travel over a slow network
+unless the user asks for it. Machines that have not met keep their strategy: each plans by itself, from its own memory,
+and all must arrive at the same run. A typed `tuning.mode` is never quantised; quantisation is only proposed.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ from sft_play.plan.request import Decide, DoesNotFitError, Request, try_plan
 from sft_play.runs.adapters import MUTATING, embeddings_of
 
 HOST_SHARE = 0.8
-"""Share of a machine's memory that offloading may take."""
+"""Share of host memory that offloading may take."""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
 
 
 def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
     """Return the strategy of a command. Raise `UserError` where the configuration contradicts it."""
     config, launch = request.config, request.launch
-    wanted, command = config.launch.strategy, launch.command_strategy
+    configured, command = config.launch.strategy, launch.command_strategy
     obeys = {
         "single": not request.typed("launch.strategy"),
-        "ddp": wanted in ("ddp", "pipeline"),
-        "zero": wanted.startswith("zero"),
-        "fsdp2": wanted == "fsdp2",
+        "ddp": configured in ("ddp", "pipeline"),
+        "zero": configured.startswith("zero"),
+        "fsdp2": configured == "fsdp2",
     }
-    if wanted != "auto" and not obeys.get(command, True):
-        theirs = "train-distributed" if wanted in ("ddp", "pipeline") else command_of(wanted)
+    if configured != "auto" and not obeys.get(command, True):
+        matching = "train-distributed" if configured in ("ddp", "pipeline") else command_of(configured)
         here = "`ACCELERATE_CONFIG` asks for `ddp`" if command == "ddp" else f"`make {COMMANDS[command]}` was called"
         raise UserError(
-            f"`launch.strategy` is `{wanted}`, but {here}", hint=f"use make {theirs}, or set `launch.strategy: auto`"
+            f"`launch.strategy` is `{configured}`, but {here}",
+            hint=f"use make {matching}, or set `launch.strategy: auto`",
         )
     if command == "zero" and launch.zero_stage:
         chosen, why = f"zero{launch.zero_stage}", "the DeepSpeed JSON's stage"
     elif command == "zero":
-        chosen, why = ("zero2", "`make train-deepspeed`") if wanted == "auto" else (wanted, "`launch.strategy`")
+        chosen, why = ("zero2", "`make train-deepspeed`") if configured == "auto" else (configured, "`launch.strategy`")
     elif command == "fsdp2":
         chosen, why = "fsdp2", "`make train-fsdp`"
-    elif wanted == "pipeline" and command in ("auto", "ddp"):
+    elif configured == "pipeline" and command in ("auto", "ddp"):
         chosen, why = "ddp", f"a pipeline of {request.stages} stages (`launch.strategy: pipeline`)"
-    elif command == "single" or (len(request.ranks.devices) == 1 and wanted in ("auto", "ddp")):
+    elif command == "single" or (len(request.ranks.devices) == 1 and configured in ("auto", "ddp")):
         chosen, why = "single", "one process"
-    elif wanted == "auto":
+    elif configured == "auto":
         chosen, why = "ddp", "each rank holds a whole replica, and gradients alone are exchanged"
     else:
-        chosen, why = wanted, "`launch.strategy`"
+        chosen, why = configured, "`launch.strategy`"
     reasons["strategy"] = f"strategy {chosen}: {why}"
     if config.tuning.backend == "unsloth" and request.hardware.kind == "cpu":
         reasons["unsloth"] = "unsloth has no kernels for CPUs: transformers and PEFT compute, row by padded row (slow)"
@@ -76,20 +77,12 @@ def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
 
 
 def _check(request: Request, chosen: str) -> None:
-    """Raise `UserError` for what does not go with a strategy, `HardwareError` for what is not installed."""
-    config, hardware, tensor, world = (
-        request.config,
-        request.hardware,
-        request.config.launch.tensor_parallel,
-        len(request.ranks.devices),
-    )
-    # What is installed here says nothing about a machine that is only described; Unsloth has an environment of its own.
-    if (
-        config.tuning.mode == "qlora"
-        and config.tuning.backend == "bnb"
-        and not hardware.described
-        and not has_bitsandbytes()
-    ):
+    """Raise `UserError` for settings that conflict with a strategy, `HardwareError` for a missing package."""
+    config, hardware, world = request.config, request.hardware, len(request.ranks.devices)
+    tensor = config.launch.tensor_parallel
+    quantises = config.tuning.mode == "qlora" and config.tuning.backend == "bnb"  # Unsloth has a separate environment
+    # What is installed here says nothing about a machine that is only described.
+    if quantises and not hardware.described and not has_bitsandbytes():
         raise HardwareError("`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing")
     if conflict := conflict_for(config.tuning, chosen, len(config.data.new_tokens)):
         raise UserError(conflict)
@@ -129,14 +122,13 @@ def _check(request: Request, chosen: str) -> None:
 def settle(
     request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide, reasons: dict[str, str]
 ) -> Plan | tuple[Setup, tuple[int, ...]]:
-    """Return setup and rows per rank when they fit, or the plan of another strategy that `auto` takes because they do
-    not.
+    """Return setup and rows per rank when they fit, or the plan of another strategy that `auto` chooses when not.
 
-    `fitting`: the rows that each rank holds. Raise `DoesNotFitError`.
+    `fitting` is the number of rows that each rank's memory holds. Raise `DoesNotFitError`.
     """
     config, launch = request.config, request.launch
     one_machine = launch.num_nodes == 1 and not slow_network(request)
-    too_large = min(fitting) < request.wanted_rows
+    too_large = min(fitting) < request.required_rows
     may_change = (
         is_automatic(config, launch) and setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1
     )
@@ -146,14 +138,13 @@ def settle(
         sharded = _share_model(request, setup, fitting, decide)
     if isinstance(sharded, Plan):
         return sharded
-    if (
-        one_machine and too_large and config.train.optim == "auto"
-    ):  # nodes plan by themselves: they would train different models
+    # Several nodes plan by themselves, and with different optimizers they would train different models.
+    if one_machine and too_large and config.train.optim == "auto":
         setup, fitting = _small_optimizer(request, setup, fitting, reasons)
     if (
         may_change
         and one_machine
-        and min(fitting) < request.wanted_rows
+        and min(fitting) < request.required_rows
         and (offloaded := _offload(request, setup, fitting, decide))
     ):
         return offloaded
@@ -175,16 +166,14 @@ def settle(
 
 
 def is_automatic(config: Config, launch: LaunchRequest) -> bool:
-    """Whether nobody said how to share out the work."""
+    """Whether the strategy is left to the plan."""
     return launch.command_strategy == "auto" and config.launch.strategy == "auto"
 
 
 def _share_model(
     request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide
 ) -> Plan | DoesNotFitError | None:
-    """Return the plan of the first way that fits to share out the model, or its rows; what FSDP2 lacks where none
-    does.
-    """
+    """Return the plan of the first way to share the model, or its rows, that fits; otherwise FSDP2's error, if any."""
     replica, network = _replica(request, setup, fitting), slow_network(request)
     shards = None if network else _shards(request, decide)
     if isinstance(shards, Plan):
@@ -203,11 +192,10 @@ def _share_model(
 
 
 def _ways(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield how neighbouring ranks could share lines, layers or the model, as if it were typed, what is tried first
-    first.
+    """Yield requests whose neighbouring ranks share sequences, layers or the model, in the order in which to try them.
 
-    Slices of lines send least of those that join all ranks in each layer; slices of layers need NVLink, without which
-    a pipeline, that sends hidden states alone, is better.
+    Of the ways that involve all ranks in each layer, slices of sequences send least. Slices of layers need NVLink;
+    without it a pipeline, which sends only hidden states, is better.
     """
     near, linked = math.gcd(*request.ranks.nodes), have_nvlink(request.ranks.devices)
     sizes = [size for size in range(2, near + 1) if near % size == 0]
@@ -220,7 +208,7 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return a plan under FSDP2, what it lacks, or `None` where it is refused for another reason."""
+    """Return a plan under FSDP2, the error where it does not fit, or `None` where it is refused for another reason."""
     if conflict_for(request.config.tuning, "fsdp2", len(request.config.data.new_tokens)):
         return None
     try:
@@ -232,42 +220,41 @@ def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
 
 
 def _if_quantised(request: Request, setup: Setup) -> str:
-    """Return that quantised weights would fit on each rank, where they would."""
+    """Return a note that quantised weights would fit on each rank; empty where they would not."""
     if setup.device != "cuda" or not may_quantise(request.config):
         return ""
     quantising = request.with_keys({"tuning.mode": "qlora"})
     frozen = "bfloat16" if setup.precision == "bf16" else "float16"
     case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
-    quantised = quantising.need(case, request.wanted_rows)
+    quantised = quantising.need(case, request.required_rows)
     return f" (TUNING_MODE=qlora would fit whole: {quantised / GIB:.1f} GiB)" if quantised <= min(request.room) else ""
 
 
 def _small_optimizer(
     request: Request, setup: Setup, fitting: tuple[int, ...], reasons: dict[str, str]
 ) -> tuple[Setup, tuple[int, ...]]:
-    """Return setup and rows with 8-bit Adam where its states alone are what does not fit."""
+    """Return setup and rows with 8-bit Adam where that makes the run fit."""
     replicas = setup.device == "cuda" and setup.strategy in ("single", "ddp") and setup.optim.startswith("adamw_torch")
     if not replicas or not (request.hardware.described or has_bitsandbytes()):
         return setup, fitting
-    smaller, wanted = replace(setup, optim=SMALL_OPTIMIZER), request.wanted_rows
+    smaller, required = replace(setup, optim=SMALL_OPTIMIZER), request.required_rows
     rows = request.largest(smaller)
-    if min(rows) < wanted:
+    if min(rows) < required:
         return setup, fitting
     room = request.room[fitting.index(min(fitting))]
-    before, after = (request.parts(case, wanted).get("optimizer", 0) / GIB for case in (setup, smaller))
+    before, after = (request.parts(case, required).get("optimizer", 0) / GIB for case in (setup, smaller))
     reasons["optimizer"] = (
-        f"optimizer {SMALL_OPTIMIZER}: with {setup.optim} a rank needs {request.need(setup, wanted) / GIB:.1f} of"
+        f"optimizer {SMALL_OPTIMIZER}: with {setup.optim} a rank needs {request.need(setup, required) / GIB:.1f} of"
         f" {room / GIB:.1f} GiB; 8-bit states take {after:.1f} GiB instead of {before:.1f}"
     )
     return smaller, rows
 
 
 def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: Decide) -> Plan | None:
-    """Return a plan under ZeRO-3 with all states in the machine's memory, where that holds them."""
+    """Return a plan under ZeRO-3 with all states in host memory, where they fit into it."""
     config, hardware = request.config, request.hardware
-    if (
-        setup.device != "cuda" or config.tuning.mode == "qlora" or config.tuning.backend == "unsloth"
-    ):  # quantised: never tried
+    # Offloading a quantised base was never tried.
+    if setup.device != "cuda" or config.tuning.mode == "qlora" or config.tuning.backend == "unsloth":
         return None
     if not hardware.ram_known or not (hardware.described or importlib.util.find_spec("deepspeed")):
         return None
@@ -289,8 +276,9 @@ def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: D
 def _refusal(
     request: Request, error: DoesNotFitError, sharded: DoesNotFitError | None, fitting: tuple[int, ...]
 ) -> DoesNotFitError:
-    """Return the error of what came nearest (`sharded`: what `auto` tried beside replicas), with notes on this
-    hardware.
+    """Return the error of the attempt that came nearest to fitting, with notes on this hardware.
+
+    `sharded` is the error of what `auto` tried instead of replicas.
     """
     hardware, setup, notes = request.hardware, error.setup, []
     whole = [index for index, rows in enumerate(fitting) if rows >= error.micro_batch]
@@ -313,7 +301,7 @@ def _refusal(
 
 
 def _replica(request: Request, setup: Setup, fitting: tuple[int, ...]) -> str:
-    need, room = request.need(setup, request.wanted_rows), request.room[fitting.index(min(fitting))]
+    need, room = request.need(setup, request.required_rows), request.room[fitting.index(min(fitting))]
     return f"a whole replica on each needs {need / GIB:.1f} of {room / GIB:.1f} GiB"
 
 
@@ -328,10 +316,10 @@ def has_bitsandbytes() -> bool:
 
 
 def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> str | None:
-    """Return why this backend or quantisation cannot go with a strategy of the plan, or `None` when it can.
+    """Return why this backend, quantisation or adapter cannot be combined with a strategy, or `None` when it can.
 
-    `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. Reasons were measured with the pinned versions:
-    docs/models.md says how.
+    `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. The reasons were measured with the pinned versions, as
+    docs/models.md describes.
     """
     backend, int8 = tuning.backend, tuning.mode == "qlora" and tuning.quantization == "int8"
     if backend == "unsloth" and strategy not in ("single", "ddp"):

@@ -1,13 +1,12 @@
-"""How fast: seconds of an optimizer step from arithmetic, memory traffic and network. It informs, and decides nothing.
-Pure.
+"""The forecast: seconds of an optimizer step from arithmetic, memory traffic and network. It decides nothing. Pure.
 
-A rank's step = micro-steps x fixed seconds + FLOPs / speed + what the optimizer reads and writes / bandwidth; the
-slowest rank sets the pace, and the exchange comes on top. Speeds are guesses by data sheets; where a complete run on
-such devices with a like model was measured, the whole is scaled by what that run made of its guess (docs/forecast.md).
+A rank's step = micro-steps x fixed seconds + FLOPs / speed + optimizer traffic / bandwidth; the slowest rank sets the
+pace, and communication is added. Speeds are estimates from data sheets; where a complete run on such devices with a
+similar model was measured, the total is scaled by that run's ratio of measurement to estimate (docs/forecast.md).
 
-FLOPs: every linear weight costs a token 2 forward, 2 for the gradient of its input, 2 more when it trains, and 2 again
-when the forward pass is recomputed; the head only at tokens with a label (`training/loss.py`). Attention costs 4 d a
-layer for each pair of tokens forward, 2.5 times that backward.
+FLOPs per token and linear weight: 2 forward, 2 for the gradient of its input, 2 more when it trains, and 2 again when
+the forward pass is recomputed; the head counts only for tokens with a label (`training/loss.py`). Attention with
+dimension d costs 4 d per layer and pair of tokens forward, 2.5 times that backward.
 """
 
 from __future__ import annotations
@@ -29,57 +28,55 @@ from sft_play.text import figure
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
 GPU_LAYER_SECONDS = 6e-4
-"""Time in which Python launches one layer's kernels, both passes: a floor for small micro-steps (inferred, unverified).
+"""Time that Python takes to launch a layer's kernels in both passes: a floor for small micro-steps (inferred,
+unverified).
 """
 CPU_FLOPS_PER_THREAD = 8e10
 """fp32 operations per second and thread of SmolLM2-135M's steps with adapters on two cores of a server (measured on
 2026-11-21).
 """
 CPU_LAYER_SECONDS = 8e-3
-"""What a layer of a micro-step costs on a CPU however few its tokens: reading its weights, every operation's start (the
-same run).
-"""
+"""Fixed cost of a layer per micro-step on a CPU: reading its weights and starting every operation (the same run)."""
 CPU_BANDWIDTH = 2e10
-"""Bytes per second, read and written, that a desktop's memory copies (a server: 33 to 66 GB/s)."""
+"""Bytes read and written per second by a desktop's memory (a server: 33 to 66 GB/s)."""
 OPTIMIZER_TRAFFIC = 40
 """Bytes moved per trained fp32 weight: clipping reads the gradient and scales it (12), AdamW reads four values and
 writes three (28).
 """
 TYPICAL_BALANCE = 60.0
-"""Operations that training does in the time in which memory moves a byte, on cards whose figures are not known (an A100
-54, an RTX 4090 57, an H200 72: 0.35 of the peak over the bandwidth).
+"""Operations per byte of memory traffic that training reaches, for cards whose figures are not known (A100 54, RTX 4090
+57, H200 72: 0.35 of the peak over the bandwidth).
 """
 TYPICAL_FLOPS, TYPICAL_BANDWIDTH, TYPICAL_NETWORK = 1e14, 1e12, 1e9
-"""Of cards and networks whose speed is not known: runs on them compare by it, and no figure is shown.
-"""
+"""Assumed for cards and networks whose speed is not known, to compare runs on them; no such figure is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What is expected; `None` where it is not known. It only informs: nothing is decided by it."""
+    """Expected speed, `None` where it is not known; no decision depends on it."""
 
     tokens_per_second: float | None
-    """Over all ranks."""
+    """Total of all ranks."""
     seconds_per_step: float | None
     communication_seconds: float | None
-    """Of a step."""
+    """Communication per step."""
     mfu: float | None
-    """Model FLOPs utilisation: what every token must cost, recomputation left out, as a share of all devices' peak."""
+    """Model FLOPs utilisation: required arithmetic, without recomputation, as a share of all devices' peak."""
     basis: str | None
-    """What the figure rests on, in words."""
+    """Source of the figures, in words."""
     work: Work
-    """What runs are compared by."""
+    """Facts by which runs are compared."""
 
     @property
     def communication_share(self) -> float | None:
-        """Of a step."""
+        """Share of a step that communication takes."""
         if self.seconds_per_step is None or self.communication_seconds is None:
             return None
         return min(1.0, self.communication_seconds / self.seconds_per_step)
 
     @property
     def computing_seconds(self) -> float | None:
-        """Of a step, without its exchange."""
+        """Seconds per step without communication."""
         if self.seconds_per_step is None or self.communication_seconds is None:
             return None
         return max(0.0, self.seconds_per_step - self.communication_seconds)
@@ -88,9 +85,7 @@ class Forecast:
 def batch_flops(
     config: Config, shape: ModelShape, *, tokens: float, labels: float, pairs: float, recompute: bool
 ) -> float:
-    """Return floating-point operations of a micro-batch: `labels` of its tokens pass the head; `pairs` of tokens
-    attend.
-    """
+    """Return the operations of a micro-batch with `labels` tokens at the head and `pairs` of tokens in attention."""
     passes = (6 if config.tuning.mode == "full" else 4) + (2 if recompute else 0)
     head = shape.vocab_size * shape.hidden_size
     linear = passes * ((shape.active_parameters - head) * tokens + head * labels)
@@ -102,11 +97,12 @@ def batch_flops(
 def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, inside: float) -> float:
     """Return the pairs of tokens whose scores are computed for a micro-batch of rows of these lengths.
 
-    Kernels skip the half above the diagonal when no mask is given: always where attention goes by lengths, else for a
-    single row, for unmasked ones and for padded ones unless they are `ragged`. Rows in one line under a mask are scored
-    against each other too, and the result thrown away.
+    Without a mask, kernels skip the half above the diagonal: always for attention by lengths, otherwise for a single
+    row, for unmasked rows and for padded rows unless they are `ragged`. Flattened rows under a mask are also scored
+    against each other, and those scores are discarded.
     """
-    if setup.pack_tokens:  # a mask even for one, unless the kernel takes the rows' own lengths
+    if setup.pack_tokens:
+        # Even a single pack has a mask, unless the kernel takes the rows' lengths.
         near = inside or max(lengths, default=0.0)
         return sum(lengths) * (near / 2 if setup.attn_implementation in BY_LENGTHS else sum(lengths))
     masked = len(lengths) > 1 and (setup.layout == "flattened" or (setup.layout == "padded" and ragged))
@@ -118,20 +114,18 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, insi
 def flops_per_token(
     config: Config, shape: ModelShape, tokens: int, *, recompute: bool, label_share: float = 1.0
 ) -> float:
-    """Return floating-point operations for one trained token in rows of `tokens`, each attending to those before it."""
+    """Return the floating-point operations per trained token in rows of `tokens` with causal attention."""
     return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
 
 
 def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
-    """Return the operations per second that training reaches on a GPU of this peak; in fp32 tensor cores do nothing."""
+    """Return the operations per second that training reaches on a GPU of this peak; fp32 uses no tensor cores."""
     slower = fp32_share(device.name, device.compute_capability) if setup.precision == "fp32" else 1.0
     return peak_flops * slower * GPU_EFFICIENCY
 
 
 def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Each pass over a quantised weight first writes it out in the computation's type: memory traffic once a
-    micro-step.
-    """
+    """Return the memory traffic per micro-step of dequantising weights, which each pass does before it uses them."""
     if config.tuning.mode != "qlora":
         return 0.0
     weights = quantised_parameters(config, shape, setup.strategy)
@@ -139,10 +133,9 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
 
 
 def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, device: Device) -> float:
-    """Return what a token of a micro-batch of `rows` costs, in floating-point operations: its own, and writing out
-    quantised weights.
+    """Return the cost of a token in a micro-batch of `rows`, in floating-point operations, including dequantisation.
 
-    Speeds of one device compare by it even where they are not known.
+    It compares speeds on one device even where they are not known.
     """
     flops = flops_per_token(config, shape, setup.row_tokens, recompute=setup.gradient_checkpointing)
     if setup.device != "cuda":
@@ -154,9 +147,7 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
 
 
 def forecast(request: Request, division: Division) -> Forecast:
-    """Return the expected speed of optimizer steps that are divided so: by arithmetic, and by the run that is most like
-    this one where there is any.
-    """
+    """Return the expected speed of steps with this division: by arithmetic, scaled to the most similar run."""
     config, shape, setup, hardware = request.config, request.shape, division.setup, request.hardware
     devices, micro_steps, data = request.ranks.devices, division.micro_steps, rows_data(request, division)
     link = link_bytes_per_second(hardware, devices, request.launch.num_nodes)
@@ -169,7 +160,7 @@ def forecast(request: Request, division: Division) -> Forecast:
         if not rows:
             return 0.0
         flops, parts = step_flops(config, shape, setup, rows, steps, data), stages or [(device, 1.0)]
-        return max(_seconds(request, setup, one, share * len(parts) * flops, share * steps) for one, share in parts)
+        return max(_seconds(request, setup, owner, share * len(parts) * flops, share * steps) for owner, share in parts)
 
     guess = max(map(computing, request.data_devices, division.shares, own_steps))
     guess += optimizer_seconds(request, setup, devices) + exchange
@@ -195,12 +186,12 @@ def forecast(request: Request, division: Division) -> Forecast:
             guess,
             _arithmetic(request, setup, step_flops(config, shape, setup, 1, 1, data) / data.row_tokens),
         )
-    known = link is not None and len(devices) > 1 and bool(seconds or hardware.network_bytes_per_second)
+    exchange_known = link is not None and len(devices) > 1 and bool(seconds or hardware.network_bytes_per_second)
     return Forecast(
         tokens_per_second=tokens / seconds if seconds else None,
         seconds_per_step=seconds,
         communication_seconds=exchange
-        if known and not work.offload
+        if exchange_known and not work.offload
         else 0.0
         if seconds and len(devices) == 1
         else None,
@@ -211,7 +202,7 @@ def forecast(request: Request, division: Division) -> Forecast:
 
 
 def _seconds(request: Request, setup: Setup, device: Device, flops: float, micro_steps: float) -> float:
-    """Return the time that a rank computes for `micro_steps` with `flops` in all."""
+    """Return the computing time of a rank for `micro_steps` with `flops` in total."""
     layers = request.shape.layers
     if setup.device == "cpu":
         return CPU_LAYER_SECONDS * layers * micro_steps + flops / (_threads(request) * CPU_FLOPS_PER_THREAD)
@@ -221,12 +212,12 @@ def _seconds(request: Request, setup: Setup, device: Device, flops: float, micro
 
 
 def _threads(request: Request) -> float:
-    """Return the processor threads of a rank."""
+    """Return the processor threads per rank."""
     return request.hardware.cpu_threads * request.launch.num_nodes / len(request.ranks.devices)
 
 
 def _arithmetic(request: Request, setup: Setup, flops_per_token: float) -> str:
-    """Return the guess in words."""
+    """Return the arithmetic of the estimate in words."""
     cost, device = f"{figure(flops_per_token / 1e9)} GFLOP a token", request.ranks.devices[0]
     if setup.device == "cpu":
         threads = figure(_threads(request))
@@ -236,9 +227,7 @@ def _arithmetic(request: Request, setup: Setup, flops_per_token: float) -> str:
 
 
 def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: Data) -> float:
-    """Return the operations of one rank in an optimizer step of its group's `rows` average rows in `accumulation`
-    micro-steps.
-    """
+    """Return a rank's operations in an optimizer step in which its group trains `rows` average rows."""
     micro = rows / accumulation
     length = data.row_tokens if setup.layout == "flattened" else data.padded_tokens(micro)
     whole = int(micro)
@@ -251,16 +240,13 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
         pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
         recompute=setup.gradient_checkpointing,
     )
-    # Of S stages each computes its part; the first micro-step reaches the last stage when S - 1 of that length have
-    # passed.
+    # Each of S stages computes its part; the first micro-step reaches the last stage after the time of S - 1 others.
     stages = max(1, len(setup.stages))
     return flops * (accumulation + stages - 1) / stages / setup.sequence_parallel
 
 
 def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...]) -> float:
-    """Return the time of clipping and the update: they do almost no arithmetic and read and write every trained
-    weight.
-    """
+    """Return the time of clipping and the update, which is memory traffic of every trained weight."""
     shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
     if setup.device == "cpu":
         bandwidth = CPU_BANDWIDTH / len(devices)  # processes of one CPU share its memory
@@ -271,13 +257,13 @@ def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...
 
 
 def _useful_flops(request: Request) -> float:
-    """Return the operations that a token must cost: 4 or 6 a weight, attention's own products left out."""
+    """Return the operations that a token requires: 4 or 6 per weight, without attention's own products."""
     config, shape = request.config, request.shape
     adapters = 0 if config.tuning.mode == "full" else 6 * trainable_parameters(config, shape)
     return (6 if config.tuning.mode == "full" else 4) * shape.active_parameters + adapters
 
 
 def _utilisation(request: Request, tokens_per_second: float) -> float | None:
-    """Return MFU, which training scales by its own speed."""
+    """Return the MFU at a speed, or `None` where a device's peak is not known."""
     peaks = [device.peak_flops for device in request.ranks.devices if device.peak_flops]
     return _useful_flops(request) * tokens_per_second / sum(peaks) if len(peaks) == len(request.ranks.devices) else None
