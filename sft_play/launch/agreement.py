@@ -1,6 +1,4 @@
-"""A job on several machines: their launchers compare facts, all train by one plan for the devices of all, and one error
-says where they differ.
-"""
+"""A job on several machines: launchers compare facts, agree on a plan for all devices, and report where they differ."""
 
 from __future__ import annotations
 
@@ -41,12 +39,11 @@ Choose = Callable[[bool], Path | None]
 
 @contextlib.contextmanager
 def join_machines(job: Job, run: RunFolder, *, choose: Choose | None = None) -> Iterator[Job]:
-    """Yield the job that knows the devices of all machines, with its part among them; of one machine the same job.
+    """Yield the job with the devices of all machines; on a single machine, the same job.
 
-    `choose` returns the checkpoint that a resumed run continues from, told whether the others have trained while this
-    machine waited for them. Whatever the body raises is reported to the
-    others. Raise `UserError` for machines that do not agree, the same on each, and `RetryableError` for those that do
-    not come within `launch.join_seconds`.
+    `choose` returns the checkpoint from which a resumed run continues; its argument is whether the others trained while
+    this machine waited. Errors of the body are reported to the other machines. Raise `UserError`, the same on each, for
+    machines that do not agree, and `RetryableError` for those that do not join within `launch.join_seconds`.
     """
     if job.node.count == 1:
         yield replace(job, checkpoint=choose(False) if choose else None)
@@ -78,9 +75,9 @@ def join_machines(job: Job, run: RunFolder, *, choose: Choose | None = None) -> 
 
 
 def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
-    """Return the job of an attempt, which knows the devices of all machines. Raise as `join_machines` does."""
+    """Return the job of an attempt, with the devices of all machines. Raise like `join_machines`."""
     machines = job.machines
-    assert machines is not None, "one machine has nobody to meet"
+    assert machines is not None, "a single machine does not meet others"
     mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[tuple[Device, ...]]()
 
     def facts(late: bool) -> Facts:
@@ -110,14 +107,13 @@ def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
 
 
 def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
-    """Return the job with the port of the workers' store, and the plan. Of several machines node 0 plans, when all have
-    prepared the same.
+    """Return the job with the port of the workers' store, and the plan, which node 0 makes for all machines.
 
-    Raise `DataError`, `CheckpointError` (parts of checkpoints on several disks) or `HardwareError`, the same on every
-    machine.
+    Raise `DataError` where machines prepared different data, `CheckpointError` for parts of checkpoints on several
+    disks, or `HardwareError`, the same on every machine.
     """
     machines, config, planned = job.machines, job.loaded.config, list[Plan]()
-    if job.node.rank == 0:  # all are here, and none has begun to write
+    if job.node.rank == 0:  # all machines have joined, and none writes yet
         planned.append(replace(job.plan(prepared), recoveries=recoveries))
         require_disk_space(planned[0], config, run)
         remove_left(run, range(planned[0].world_size))
@@ -154,9 +150,7 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
 
 @contextlib.contextmanager
 def remove_own_part(job: Job, run: RunFolder) -> Iterator[None]:
-    """Remove what this node has of its own in a shared run folder when the body raises before workers have started, and
-    what is then empty.
-    """
+    """Remove this node's folder in a shared run folder, and empty parents, if the body raises before workers start."""
     try:
         yield
     except BaseException:
@@ -170,13 +164,11 @@ def remove_own_part(job: Job, run: RunFolder) -> Iterator[None]:
 
 
 def _leave_mark(run: RunFolder) -> str | None:
-    """Leave a file with a random name in node 0's run folder, until all have looked: by that they see whether they
-    share it.
-    """
+    """Create a file with a random name in node 0's run folder, by which others see whether they share the folder."""
     path = run.path / f".seen-{secrets.token_hex(8)}"
     try:
         path.touch()
-    except OSError:  # a folder that cannot be written says so again, and better
+    except OSError:  # a folder that cannot be written causes a better error later
         return None
     return path.name
 
@@ -187,17 +179,17 @@ def _remove_marks(job: Job, run: RunFolder) -> None:
             path.unlink()
 
 
-def _interface(addresses: Sequence[str], known: str | None) -> str | None:
-    """Return the interface that really carries the connections to other nodes: a host's name may lead to 127.0.1.1."""
+def _interface(addresses: Sequence[str], default: str | None) -> str | None:
+    """Return the interface that carries the connections to other nodes; a host's name may resolve to 127.0.1.1."""
     names = [name for address in addresses if (name := interface_of(address))]
-    return next((name for name in names if not name.startswith("lo")), next(iter(names), known))
+    return next((name for name in names if not name.startswith("lo")), next(iter(names), default))
 
 
-# ---- What a machine says of itself
+# ---- The facts of a machine
 
 
 def _facts(job: Job, name: str, *, resumed: bool, checkpoint: Path | None) -> Facts:
-    """Return what must be the same on all machines, and the devices of this one's ranks, in order."""
+    """Return the facts that must be the same on all machines, and the devices of this machine's ranks, in order."""
     request, options, kind = job.options.request, job.options, job.hardware.kind
     command: dict[str, Any] = {
         "command": request.command_strategy,
@@ -229,16 +221,14 @@ OWN_CHOICE = frozenset(
         "train.dataloader_pin_memory",
     }
 )
-"""Keys that each node may have its own way: none of them is seen by another."""
+"""Keys that may differ between nodes, since they have no effect on others."""
 PLACES = ("model.name", "model.adapter", "model.tokenizer", "data.")
-"""Keys that may name a file by a path of this machine; their content is compared after the preparation."""
+"""Keys that may name a file by a path of this machine; contents are compared after the preparation."""
 SECRET_KEY = re.compile(r"(?:hub_token|password|api_key)$")
 
 
 def versions_here(kind: str) -> dict[str, str]:
-    """Return the versions that must be the same on every node: Python, packages, CUDA of torch's build, our own
-    source.
-    """
+    """Return the versions that must be the same on every node: Python, packages, torch's CUDA, our source code."""
     here = versions()
     cuda = {"torch's CUDA": torch_cuda() or "none"} if kind == "cuda" else {}
     python = ".".join(here["python"].split(".")[:2])
@@ -246,7 +236,7 @@ def versions_here(kind: str) -> dict[str, str]:
 
 
 def config_here(loaded: LoadedConfig) -> dict[str, str]:
-    """Return the configuration as it is compared: every key but those that each node may have its own way."""
+    """Return the keys of the configuration that must be the same on every node, without secrets and folders."""
     flat = {
         key: json.dumps(_drop_folders(key, value)) for key, value in flatten(loaded).items() if key not in OWN_CHOICE
     }
@@ -254,7 +244,7 @@ def config_here(loaded: LoadedConfig) -> dict[str, str]:
 
 
 def _hide_secret(key: str, text: str) -> str:
-    """Return a value that can be sent over the network and shown: of a secret only a few letters of its hash."""
+    """Return a value that is safe to send and print: for a secret, a few letters of its hash."""
     if text != "null" and (SECRET_KEY.search(key) or TOKEN.search(text)):
         return f"(not shown) {text_sha256(text)[:8]}"
     return text
@@ -272,7 +262,7 @@ def _drop_folders(key: str, value: Any) -> Any:
 
 
 def _content(prepared: Prepared) -> dict[str, str]:
-    """Return what must be the same on every node, in words that end with a hash."""
+    """Return descriptions of prepared model and data that must be the same on every node, each with a hash."""
     model = prepared.model
     splits = {"training data": prepared.train, "validation data": prepared.validation}
     return {
@@ -287,15 +277,15 @@ def _content(prepared: Prepared) -> dict[str, str]:
     }
 
 
-# ---- What must be the same
+# ---- Comparison
 
 
 LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
-"""Letters of a value, and differences, that a message shows."""
+"""Largest number of letters of a value, and of differences, in a message."""
 
 
 def compare_facts(of_all: Sequence[Facts]) -> list[UserError]:
-    """Return what is wrong with what these machines say of themselves, all at once."""
+    """Return all errors about facts of machines that differ."""
     shared = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
     gpus = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"
     same_command, same_file = "type the same command on every node", "give every node the same file and variables"
@@ -321,9 +311,7 @@ def compare_facts(of_all: Sequence[Facts]) -> list[UserError]:
 
 
 def compare_prepared(of_all: Sequence[Facts], *, strategy: str, save_strategy: str) -> list[UserError]:
-    """Return what is wrong with what nodes have prepared, and with run folders in which no checkpoint could be
-    complete.
-    """
+    """Return the errors about nodes that prepared different data, or whose run folders split checkpoints."""
     hint = (
         "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared"
         " folder"
@@ -345,19 +333,19 @@ def compare_prepared(of_all: Sequence[Facts], *, strategy: str, save_strategy: s
 
 
 def _unlike(words: Mapping[str, Any], what: str, kind: type[UserError], hint: str) -> list[UserError]:
-    """Return one error with what each node has, where that is not the same."""
-    told = ", ".join(f"{name}: {word}" for name, word in words.items())
-    return [kind(f"{what}: {told}", hint=hint)] if len(set(words.values())) > 1 else []
+    """Return an error with the value of each node, where these are not the same."""
+    values = ", ".join(f"{name}: {word}" for name, word in words.items())
+    return [kind(f"{what}: {values}", hint=hint)] if len(set(words.values())) > 1 else []
 
 
 def _differing(tables: Mapping[str, Mapping[str, Any]], what: str, kind: type[UserError], hint: str) -> list[UserError]:
-    """Return one error with every key that differs from the first node's, and its values."""
+    """Return an error with every key that differs from the first node's, and its values."""
     first, lines = next(iter(tables), ""), []
-    for name, theirs in tables.items():
-        mine = tables[first]
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
-            if mine.get(key) != theirs.get(key):
-                lines.append(f"`{key}` is {_quote(mine.get(key))} on {first}, {_quote(theirs.get(key))} on {name}")
+    for name, table in tables.items():
+        reference = tables[first]
+        for key in [*reference, *(key for key in table if key not in reference)]:
+            if reference.get(key) != table.get(key):
+                lines.append(f"`{key}` is {_quote(reference.get(key))} on {first}, {_quote(table.get(key))} on {name}")
     rest = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
     return [kind(f"{what}: {'; '.join(lines[:MOST_DIFFERENCES])}{rest}", hint=hint)] if lines else []
 

@@ -1,6 +1,4 @@
-"""The attempts of a launch: what follows each, its files, the workers from start to end; before them the preparation
-and probes of the plan.
-"""
+"""The attempts of a launch: preparation, probes, the files of each attempt, its workers, and what follows."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ from sft_play.runs.progress import PANEL, notify
 
 
 def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
-    """Start the workers and wait for them; start them again after a lost rank, or with less at a time when memory ran
-    out. Return how it ended at last.
+    """Run the workers; restart them after a lost rank, or with smaller micro-batches after memory ran out.
+
+    Return how the last attempt ended.
     """
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
@@ -60,11 +59,12 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
     try:
         with record_stop(run, job.node.rank), explain_disk_errors(run):
             while outcome.code == LOST:
-                newest = cache(partial(newest_checkpoint, run))  # every byte is read, which an end does not wait for
+                # Lazy and cached, since it reads every byte and an end does not need it.
+                newest = cache(partial(newest_checkpoint, run))
                 following, alone = _follow(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
                 if not following.again:
                     return following.outcome or outcome
-                job = _begin_again(job, run, following, alone=alone)
+                job = _restart(job, run, following, alone=alone)
                 if job.machines or following.less:
                     recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
                     job, plan = agree(job, prepared, run, recoveries)
@@ -80,24 +80,25 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
 
 
 def _follow(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
-    """Return what follows, the same on all machines, and whether this one decided by itself because node 0 has gone."""
+    """Return what follows, the same on all machines, and whether this one decided alone because node 0 is gone."""
     decided = job.machines.follow(lambda: decide().to_json()) if job.machines else None
     return (Following.from_json(decided), False) if decided else (decide(), job.machines is not None)
 
 
-def _begin_again(job: Job, run: RunFolder, following: Following, *, alone: bool) -> Job:
-    """Say, record and notify what follows, and return the job of the next attempt, for which machines meet anew; where
-    this one is `alone`, node 0 may come back.
+def _restart(job: Job, run: RunFolder, following: Following, *, alone: bool) -> Job:
+    """Report and record what follows, and return the job of the next attempt, for which machines meet again.
+
+    A machine that is `alone` connects to node 0 again, which may come back.
     """
-    print(f"\n{following.said}", file=sys.stderr, flush=True)
+    print(f"\n{following.message}", file=sys.stderr, flush=True)
     if following.less:
         job = job.with_request(replace(job.options.request, **following.less))
     if following.event:
         facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
-        with contextlib.suppress(OSError):  # what a full disk leaves out here is no reason to end
+        with contextlib.suppress(OSError):  # a full disk must not end the run for lack of this record
             record_event(run, following.event, node_rank=job.node.rank, **facts)
         if job.node.rank == 0:
-            notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.said}")
+            notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.message}")
     time.sleep(following.pause)
     if (machines := job.machines) is None:
         return job.with_fresh_port()
@@ -108,7 +109,7 @@ def _begin_again(job: Job, run: RunFolder, following: Following, *, alone: bool)
 
 
 def newest_here(run: RunFolder, node_rank: int) -> Path | None:
-    """Return the newest valid checkpoint, which is brought first where it has to be."""
+    """Return the newest valid checkpoint, after fetching it where another machine has it."""
     if node_rank:
         fetch_checkpoint(run, node_rank)
     return newest_checkpoint(run)
@@ -123,7 +124,7 @@ def _decide(
     try:
         checkpoint = newest()
     except CheckpointError as error:
-        message = f"{error.render()}\n\nwhy it had ended: {outcome.first_line}"
+        message = f"{error.render()}\n\nwhy the attempt ended: {outcome.first_line}"
         return Following(outcome=Outcome(code=error.exit_code, rank=outcome.rank, message=message))
     if outcome.cause == OUT_OF_MEMORY:
         return _with_less(job, prepared, plan, outcome, checkpoint, budget) if job.node.rank == 0 else Following()
@@ -133,43 +134,42 @@ def _decide(
 def _with_less(
     job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, budget: Restarts
 ) -> Following:
-    """Return what follows when memory ran out."""
+    """Return what follows after memory ran out."""
     config, request = job.loaded.config, job.options.request
-    found = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
-    if isinstance(found, str):
-        return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{found}"))
+    reduced = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
+    if isinstance(reduced, str):
+        return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{reduced}"))
     budget.retries += 1
-    job = job.with_request(found)
+    job = job.with_request(reduced)
     plan = job.plan(prepared)
     changed = recovery.facts(before, plan, outcome, checkpoint)
-    said = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
-    less = {name: getattr(found, name) for name in recovery.LESS}
-    return Following(again=True, said=said, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
+    text = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
+    less = {name: getattr(reduced, name) for name in recovery.LESS}
+    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
 
 
 def worker_arguments(
     run: RunFolder, node: Node, *, checkpoint: Path | None = None, plan: Plan | None = None
 ) -> list[str]:
-    """Return argv: `accelerate launch` by this Python (so that it is this environment's) with the run's own config
-    file.
+    """Return the arguments of `accelerate launch`, run by this Python so that it belongs to this environment.
 
-    `plan` is needed where nodes have unequal numbers of ranks.
+    `plan` is required where nodes have unequal numbers of ranks.
     """
     arguments = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     if node.count > 1:
-        # Every node has the same accelerate.yaml, perhaps on one network disk; only its own rank differs.
+        # Every node has the same accelerate.yaml, perhaps on a shared disk; only the node's rank differs.
         arguments += ["--machine_rank", str(node.rank)]
     if plan and len(set(plan.node_ranks)) > 1:
-        # accelerate starts num_processes // num_machines processes here, and knows no other way to say how many; the
-        # world is the sum over all nodes, which the agents of torchrun tell each other. The environment is that of a
-        # launch with equal numbers.
+        # accelerate starts num_processes // num_machines processes on this node and has no other option for their
+        # number; the world size is the sum over all nodes, which the agents of torchrun exchange. The environment is
+        # that of a launch with equal numbers.
         arguments += ["--num_processes", str(len(ranks_of(plan, node)) * node.count)]
     arguments += ["--monitor_interval", "0.5", "--max_restarts", "0", "-m", WORKER_MODULE, "--run", str(run.path)]
     return arguments + (["--resume", str(checkpoint)] if checkpoint else [])
 
 
 def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str:
-    """Return the block that says what is started, with which variables, in a form that can be typed."""
+    """Return the command and the variables of a launch, in a form that can be typed."""
     lines = ["launch", f"  {shlex.join(['accelerate', 'launch', *arguments[3:]])}"]
     lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(environment.set_here.items())]
     lines += [f"  {name}={value}  (yours)" for name, value in environment.inherited.items()]
@@ -178,9 +178,9 @@ def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str
 
 
 def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
-    """Write the run's files and runs the workers to their end. With an `event`, which is recorded, the plan is shown.
+    """Write the run's files and run the workers to their end; with an `event`, record it and print the plan.
 
-    Of several machines all return how the first of them failed.
+    Several machines all return how the first of them failed.
     """
     notices = write_launch_files(job, plan, run)
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
@@ -214,7 +214,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         )
     ranks, variables = job.ranks_here(plan), environment.variables
     live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")
-    with show_live(run, console, wanted=live) as rank0:
+    with show_live(run, console, enabled=live) as rank0:
         outcome = supervise(
             arguments,
             {**variables, PANEL: "1"} if live else variables,
@@ -228,21 +228,21 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
 
 
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
-    """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's DeepSpeed
-    JSON.
-    """
+    """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's own JSON."""
     notices: list[str] = []
     deepspeed: Path | None = None
     if plan.strategy.startswith("zero"):
         hidden_size = job.shape.hidden_size
         if job.options.deepspeed:
-            settings, more = resolve(job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size)
-            notices += more
+            settings, deepspeed_notices = resolve(
+                job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size
+            )
+            notices += deepspeed_notices
         else:
             settings = settings_of(plan, clipping=job.loaded.config.train.max_grad_norm, hidden_size=hidden_size)
         deepspeed = run.deepspeed
         write_json(deepspeed, settings)
-    if not job.shared:  # node 0's stands there, with its own folders
+    if not job.shared:  # a shared folder has node 0's, with the paths of that machine
         save_config(job.loaded, run.config)
     plan.save(run.plan)
     write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
@@ -250,36 +250,36 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
 
 
 PREPARATION_END_SECONDS = 6.0
-"""Three times this, and everything has ended within the 25 s of a stop on request."""
+"""Three times this is within the 25 s that a stop on request may take."""
 
 
 def run_preparation(words: Sequence[str]) -> None:
-    """Run a command to its end; raise `SystemExit` with its code where that is not 0, `RetryableError` where a signal
-    killed it.
+    """Run a command to its end. Raise `SystemExit` with its code if not 0, `RetryableError` if a signal killed it.
 
-    Whatever stops us stops it too: it ends the processes that it started and removes what is half-written, for which it
-    has a while. When we are killed, the kernel stops it.
+    An exception in this process stops the command too, which gets time to end its own processes and to remove
+    half-written files. If this process is killed, the kernel stops the command.
     """
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
     bound = bind_to_parent(signal.SIGTERM)
-    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509 - its thread only writes to sockets
+    # noqa: the only other thread writes to sockets.
+    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509
         try:
             code = process.wait()
         except BaseException as error:
-            _stop(process, told=isinstance(error, KeyboardInterrupt))
+            _stop(process, interrupted=isinstance(error, KeyboardInterrupt))
             raise
     if code < 0:
         raise RetryableError(
-            f"the preparation was killed by {signal.Signals(-code).name}, by nothing that this program does",
-            hint="`dmesg` says whether memory ran out; the same command starts again, and what was ready is kept",
+            f"the preparation was killed by {signal.Signals(-code).name}, which this program did not send",
+            hint="`dmesg` says whether memory ran out; the same command starts again, and finished parts are kept",
         )
     if code:
         raise SystemExit(code)
 
 
-def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
-    """End the preparation. `told`: Ctrl-C reached it too, and a second signal would only disturb its clearing up."""
-    for ask in (*(() if told else (process.terminate,)), process.poll, process.terminate, process.kill):
+def _stop(process: subprocess.Popen[bytes], *, interrupted: bool) -> None:
+    """End the preparation. If `interrupted`, Ctrl-C reached it too, and a second signal would disturb its clean-up."""
+    for ask in (*(() if interrupted else (process.terminate,)), process.poll, process.terminate, process.kill):
         ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PREPARATION_END_SECONDS)
@@ -287,15 +287,13 @@ def _stop(process: subprocess.Popen[bytes], *, told: bool) -> None:
 
 
 DELIVERED = "SFT_PLAY_PREPARED"
-"""Variable that names a file: model and data were prepared on another machine and brought to this one (`cluster`)."""
+"""Variable that names a file with the facts of model and data that another machine prepared and sent (`cluster`)."""
 
 FETCH_POLL_SECONDS = 0.2
 
 
 def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
-    """Wait until this machine has the checkpoint from which node 0 continues, where that has to be brought
-    (`cluster.train`).
-    """
+    """Wait until `cluster.train` has brought node 0's checkpoint to this machine, where it does so."""
     if os.environ.get(FETCH):
         wish = run.path / f".fetch-node{node_rank}"
         wish.touch()
@@ -305,10 +303,10 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
 
 
 def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
-    """Resolve the model and prepare the data in a separate process, since that needs torch. Its error becomes ours.
+    """Resolve the model and prepare the data in a separate process, since that needs torch. Raise its error.
 
-    `day`: of the rows, where the chat template writes one (`data.prepare.prepare_data`). Where another machine has done
-    so for this one, what it brought is taken.
+    `day` is the date that the chat template writes into rows (`data.prepare.prepare_data`). Where another machine has
+    already prepared model and data for this one, use its result.
     """
     if not words and (brought := os.environ.get(DELIVERED)):
         record_of(read_json(Path(brought)), Prepared).save(run.prepared)
@@ -317,7 +315,7 @@ def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None
 
 
 def day_words(day: str | None) -> list[str]:
-    """Return what `sft_play.prepare` is told of the rows' day."""
+    """Return the arguments of `sft_play.prepare` for the date of the rows."""
     return ["--day", day] if day else []
 
 
@@ -326,8 +324,7 @@ STEPS = 2
 
 
 def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
-    """Probe this job's plan in a folder inside the run's, and plans again with what was found, until the plan is one
-    that was probed.
+    """Probe this job's plan in a folder inside the run folder, and repeat with the measurements until the plan holds.
 
     Raise `HardwareError` for workers that fail for another reason than memory.
     """
@@ -355,9 +352,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
 
 
 def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
-    """Return what each rank wrote; after a shortage of memory the rank that ran short is marked, and all others with
-    it.
-    """
+    """Return each rank's measurements; after memory ran out, ranks with as large a micro-batch as failed."""
     if outcome.code == 0:
         return [Probed(**read_json(run.logs / f"probe-rank{rank.rank}.json")) for rank in plan.ranks]
     if outcome.code in (130, 143):
@@ -382,32 +377,31 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
 
 
 MEMORY_SLACK = 0.02
-"""Share of a card's memory that may be missing: other programs (a display) come and go."""
+"""Share of a card's memory that may be missing, since programs such as a display take and free memory."""
 
 
 def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
-    """Return when as much is free on these devices as `before` the run, or after `LIMITS.free_memory`, and say what it
-    waits for.
+    """Wait until as much memory is free on these devices as `before` the run, for at most `LIMITS.free_memory` seconds.
 
-    Raise `HardwareError` where a card does not answer any more.
+    Raise `HardwareError` for a card that no longer answers.
     """
-    deadline, told = time.monotonic() + LIMITS.free_memory, False
-    while held := _held(before, detect(), devices):
-        words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in held.items())
+    deadline, announced = time.monotonic() + LIMITS.free_memory, False
+    while taken := _held(before, detect(), devices):
+        words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in taken.items())
         if time.monotonic() > deadline:
             announce(
                 f"warning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows"
                 " the programs that hold it"
             )
             return
-        if not told:
-            announce(f"waiting until the memory of the processes that have ended is free: {words}")
-        told = True
+        if not announced:
+            announce(f"waiting for the memory of ended processes to be freed: {words}")
+        announced = True
         time.sleep(LIMITS.look)
 
 
 def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
-    """Return index -> bytes that were free before and are not now; nothing where the driver has gone meanwhile."""
+    """Return index -> bytes that were free before and are not now; empty where the driver has disappeared."""
     if now.kind != before.kind:
         return {}
     pairs = enumerate(zip(before.devices, now.devices, strict=False))

@@ -1,4 +1,4 @@
-"""The training commands: configuration -> plan -> run folder -> preparation -> workers. Each reads top to bottom."""
+"""The training commands: configuration -> plan -> run folder -> preparation -> workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sft_play.launch.run_folder import (
     remove_left,
     reserve_folder,
 )
-from sft_play.launch.verdict import LOST, Outcome, describe_stop, tell_cause
+from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -55,21 +55,21 @@ STRATEGIES: Mapping[str, CommandStrategy] = {
     "train-deepspeed": "zero",
     "train-fsdp": "fsdp2",
 }
-"""Command -> what it asks of the plan."""
+"""Command -> the strategy that it implies."""
 
 
 def train(call: Call) -> int:
-    """A new run by the strategy of its command (also with `-tb`), with its last words."""
+    """Train a new run with the strategy of its command (also with `-tb`), and report its end; return the exit code."""
     return finish(call, *start_run(call, STRATEGIES[call.command.removesuffix("-tb")]))
 
 
 def start_run(
     call: Call, asked_strategy: CommandStrategy, *, before_launch: Callable[[Job, RunFolder], None] | None = None
 ) -> tuple[RunFolder, Outcome]:
-    """A new run, or with `launch.auto_resume` one that exists. Until workers start, any failure leaves no trace of a
-    new one.
+    """Train a new run, or with `launch.auto_resume` continue an existing one; return its folder and outcome.
 
-    `before_launch` is called when model and data are prepared.
+    A failure before workers start leaves no trace of a new run. `before_launch` is called after model and data are
+    prepared.
     """
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, asked_strategy)
@@ -101,7 +101,7 @@ def start_run(
 
 
 def resume(call: Call) -> int:
-    """Continue from the newest valid checkpoint of `RUN`, under the run's own configuration."""
+    """Continue `RUN` from its newest valid checkpoint, with the run's own configuration; return the exit code."""
     run = find_named_run(call)
     check_overrides(call)
     with end_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
@@ -112,7 +112,7 @@ def resume(call: Call) -> int:
 def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     before = last_plan(run)
     first_node = not call.integer("NODE_RANK", minimum=0)
-    if first_node:  # of launchers that were killed; later the other nodes write these files too
+    if first_node:  # left by killed launchers; later the other nodes write these files too
         for path in (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report):
             remove_half_written(path)
     if is_finished(run) and not is_longer(loaded.config, before):
@@ -125,9 +125,8 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
         return Outcome(code=0)
     options = options_of_run(call, run, before)
-    first = (
-        newest_valid(run)[0] if FETCH in os.environ else choose_checkpoint(run, first_node=first_node)
-    )  # a brought one may be outdated, and gone
+    # A checkpoint that was brought to this machine may be outdated.
+    first = newest_valid(run)[0] if FETCH in os.environ else choose_checkpoint(run, first_node=first_node)
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
@@ -142,7 +141,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             if note:
                 print(note, file=sys.stderr)
             refuse_fewer_steps(loaded.config, before, checkpoint)
-        if job.node.rank == 0:  # it plans for all
+        if job.node.rank == 0:  # node 0 plans for all
             if (world := job.world_size(before)) != before.world_size and "NUM_GPUS" not in call.options:
                 had = plural(before.world_size, "process")
                 print(
@@ -152,7 +151,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             refuse_early(job)
         home = job.home(run)
         with restore_on_error(home.config), restore_on_error(home.prepared):
-            save_config(loaded, home.config)  # the preparation goes by it
+            save_config(loaded, home.config)  # the preparation reads it
             obtain_prepared(home, day=job.day or day_of(home.prepared))
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
@@ -161,9 +160,9 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
 
 
 def end_run(job: Job, run: RunFolder, outcome: Outcome) -> Outcome:
-    """Record how a run ended, notify, and write its page; return the same."""
+    """Record how a run ended, send notifications, and write its report; return the outcome."""
     ended, removed = {0: "finished", 130: "stopped", 143: "stopped"}.get(outcome.code, "failed"), is_gone(run.config)
-    if not removed:  # else nothing new is written: it would look like a run
+    if not removed:  # new files in a removed folder would resemble a run
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
             record_event(
                 run,
@@ -184,8 +183,8 @@ def end_run(job: Job, run: RunFolder, outcome: Outcome) -> Outcome:
 
 
 def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
-    """Say how it ended and what can be done next; return the exit code."""
-    tell_cause(outcome)
+    """Report how a run ended and what to do next; return the exit code."""
+    write_cause(outcome)
     if outcome.message:
         print(f"\n{outcome.message}", file=sys.stderr)
     if outcome.stop:
@@ -210,20 +209,18 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
 
 
 def _write_report(run: RunFolder) -> None:
-    """Write the page of a run that has made a step. A page that cannot be made is no failure of the run."""
+    """Write the report of a run that made a step; a failure to write it does not fail the run."""
     if run.metrics.is_file() and run.stamp.is_file():
         from sft_play.report.page import write_report
 
         try:
             write_report(run)
-        except Exception as error:  # noqa: BLE001 a week of training does not fail for a page
+        except Exception as error:  # noqa: BLE001 a week of training must not fail because of its report
             print(f"no report was written: {error}", file=sys.stderr)
 
 
 def _what_is_there(call: Call, run: RunFolder) -> str:
-    """Return where the model of a run that has ended is, and what can be done with it here: other nodes do not have
-    it.
-    """
+    """Return lines that say where a finished run's model is and how to use it; only node 0 has it."""
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")

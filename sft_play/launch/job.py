@@ -1,5 +1,6 @@
-"""What one launch is: what the user asked for, joined and checked, and what this machine has. All of it but what other
-machines say is known before a run folder is touched.
+"""A launch: the user's options, combined and checked, and this machine's hardware.
+
+All of it is known before a run folder is touched, except for facts of other machines.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """The launch as asked for; the plan decides what is left open."""
+    """The launch as typed; the plan decides what is left open."""
 
     request: LaunchRequest
     master_address: str | None = None
@@ -67,16 +68,16 @@ class LaunchOptions:
     accelerate_config: Path | None = None
     """The accelerate config that was read."""
     cpu: bool = False
-    """Whether GPUs are left alone, as an accelerate config says."""
+    """Whether an accelerate config asks to ignore GPUs."""
     notices: tuple[str, ...] = ()
 
 
 def read_options(
     call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy, *, rehearsal: bool = False
 ) -> tuple[LaunchOptions, LoadedConfig]:
-    """Return the options, and the configuration with what an accelerate config adds to it. Raise `UserError`.
+    """Return the options, and the configuration with the settings of an accelerate config. Raise `UserError`.
 
-    A `rehearsal` starts nothing, so several nodes need neither address nor rank nor name.
+    A `rehearsal` starts nothing, so several nodes need no address, rank or name.
     """
     path = _accelerate_config(call, loaded, asked_strategy)
     choices = read_accelerate_config(path) if path else AccelerateChoices()
@@ -114,7 +115,7 @@ def read_options(
         cpu=choices.cpu,
         notices=(
             *choices.notices,
-            *(f"{one.message}: {one.hint}" for one in missing_packages(loaded.config) if rehearsal),
+            *(f"{package.message}: {package.hint}" for package in missing_packages(loaded.config) if rehearsal),
         ),
     )
     if choices.cpu:
@@ -125,22 +126,21 @@ def read_options(
 
 
 def leave_gpus(path: Path | None = None) -> None:
-    """Hide GPUs from this process and all that it starts, and say so where it changes anything and a file asks for
-    it.
-    """
+    """Hide GPUs from this process and its children, and report it if the file at `path` causes that."""
     if path and not all_hidden():
         print(f"note: `{path}` asks for the CPU, so GPUs are left alone, as by CUDA_VISIBLE_DEVICES=", file=sys.stderr)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 WITHOUT_DEFAULT = frozenset({"slurm", "kubernetes", "quickstart"})
-"""Commands that do not look at accelerate's default file: it is of this machine, and none of theirs."""
+"""Commands that ignore accelerate's default file, since it describes only this machine."""
 
 
 def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: CommandStrategy) -> Path | None:
-    """Return the accelerate config to read: the one that was named, else accelerate's default file where it asks for
-    what nothing typed contradicts, several machines or a strategy (STATUS C4). Says what becomes of that one, before
-    anything is refused because of it.
+    """Return the accelerate config to read: the named one, or accelerate's default file.
+
+    The default file counts if it asks for several machines or a strategy and nothing typed contradicts that (STATUS
+    C4). Report whether it is read, before anything is refused because of it.
     """
     if named := call.options.get("ACCELERATE_CONFIG"):
         return None if named == NO_FILE else Path(named)
@@ -183,10 +183,10 @@ def _deepspeed(
         )
     user = load_user_json(Path(path)) if path else choices.deepspeed
     if user and asked_strategy in ("zero", "auto") and loaded.typed("launch.strategy"):
-        wanted = loaded.config.launch.strategy
-        if wanted not in ("auto", f"zero{user.stage}"):
+        configured = loaded.config.launch.strategy
+        if configured not in ("auto", f"zero{user.stage}"):
             raise UserError(
-                f"`launch.strategy` is `{wanted}`, but the DeepSpeed JSON has stage {user.stage}",
+                f"`launch.strategy` is `{configured}`, but the DeepSpeed JSON has stage {user.stage}",
                 place=user.place("zero_optimization.stage"),
                 hint="make the two agree, or leave one of them out",
             )
@@ -194,9 +194,7 @@ def _deepspeed(
 
 
 def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedConfig:
-    """Put precision and recomputation of an accelerate config into the configuration; a typed value that differs is an
-    error.
-    """
+    """Return the configuration with an accelerate config's precision and recomputation; refuse other typed values."""
     for key, value in choices.train.items():
         current = getattr(loaded.config.train, key)
         if loaded.typed(f"train.{key}") and current not in ("auto", value):
@@ -209,15 +207,13 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
 
 
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:
-    """Put the batch of a DeepSpeed JSON into the configuration where nobody typed it there; `resolve` compares what
-    both give.
-    """
+    """Return the configuration with the batch of a DeepSpeed JSON where it is not typed; `resolve` compares the two."""
     asked = {key: value for key, value in user.batch.items() if not loaded.typed(f"train.{key}")}
     return set_train(loaded, asked, {key: user.place(BATCH_KEYS[key]) for key in asked})
 
 
 def set_train(loaded: LoadedConfig, values: Mapping[str, Any], places: Mapping[str, str]) -> LoadedConfig:
-    """Return the configuration with other values of keys of `train.`, and where they come from."""
+    """Return the configuration with other values of `train.` keys, and the places where these come from."""
     config = replace(loaded.config, train=replace(loaded.config.train, **values))
     return replace(
         loaded, config=config, origins={**loaded.origins, **{f"train.{key}": place for key, place in places.items()}}
@@ -228,8 +224,10 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
     request = options.request
     if request.num_nodes == 1:
         if request.node_rank or options.master_address:
-            given = "NODE_RANK" if request.node_rank else "MASTER_ADDR"
-            raise UserError(f"`{given}` is given, but `NUM_NODES` is 1", hint="set NUM_NODES to the number of machines")
+            option = "NODE_RANK" if request.node_rank else "MASTER_ADDR"
+            raise UserError(
+                f"`{option}` is given, but `NUM_NODES` is 1", hint="set NUM_NODES to the number of machines"
+            )
         return
     if asked_strategy == "single":
         raise UserError("`make train` runs one process; `NUM_NODES` needs several", hint="use `make train-distributed`")
@@ -255,9 +253,7 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
 
 
 def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
-    """Return the options with the batch numbers of a user's DeepSpeed JSON left to the plan, which no longer keeps
-    them.
-    """
+    """Return the options with the batch numbers of a user's DeepSpeed JSON set to `auto`, since the plan changes them."""
     user = options.deepspeed
     if user is None:
         return options
@@ -267,7 +263,7 @@ def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One launch; the fields from `machines` on are known when machines have met."""
+    """A launch; the fields from `machines` on are known after machines have met."""
 
     call: Call
     loaded: LoadedConfig
@@ -276,30 +272,30 @@ class Job:
     shape: ModelShape
     node: Node
     machines: Machines | None = None
-    """This machine's part among several, from the first hello to the last exit."""
+    """This machine's part among several."""
     checkpoint: Path | None = None
-    """What this attempt continues from."""
+    """Checkpoint from which this attempt continues."""
     processes: int | None = None
-    """Of all nodes, where several have met."""
+    """Processes of all nodes, after several have met."""
     shared: bool = False
-    """Whether this is a node other than 0 that sees node 0's run folder."""
+    """Whether this is a node other than 0 that shares node 0's run folder."""
     day: str | None = None
-    """Of the rows, where machines have met: node 0's."""
+    """Date that the chat template writes into rows, from node 0 after machines have met."""
 
     @property
     def has_met(self) -> bool:
-        """Whether this is node 0 and the other machines have come."""
+        """Whether this is node 0 and the other machines have joined."""
         return self.node.rank == 0 and self.processes is not None
 
-    def environment(self, plan: Plan, more: Mapping[str, str] = {}) -> WorkerEnvironment:
-        """Return the environment of this node's workers, with what this run needs `more`."""
+    def environment(self, plan: Plan, additions: Mapping[str, str] = {}) -> WorkerEnvironment:
+        """Return the environment of this node's workers, with `additions`."""
         here = self.hardware
         return worker_environment(
-            plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices, more=more
+            plan, self.node, os.environ, cpu_threads=here.cpu_threads, devices=here.devices, additions=additions
         )
 
     def plan(self, prepared: Prepared | None) -> Plan:
-        """The plan, early (`prepared` unknown) or final."""
+        """Return the plan: final, or early if `prepared` is `None`."""
         request = Request(
             config=self.loaded.config,
             hardware=self.hardware,
@@ -318,7 +314,7 @@ class Job:
             raise explain_refusal(self.loaded, self.hardware, error) from None
 
     def world_size(self, before: Plan) -> int:
-        """Return the processes of all nodes; `before` is the last plan of a run that is resumed."""
+        """Return the number of processes of all nodes; `before` is the last plan of a resumed run."""
         if self.processes is not None:
             return self.processes
         return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
@@ -328,9 +324,7 @@ class Job:
         return ranks_of(plan, self.node)
 
     def home(self, run: RunFolder) -> RunFolder:
-        """Return where this node keeps its configuration and what it prepares: the run's folder, or its own part of a
-        shared one.
-        """
+        """Return the folder for this node's configuration and preparation: the run's, or its part of a shared one."""
         return run.of_node(self.node.rank) if self.shared else run
 
     def with_request(self, request: LaunchRequest) -> Job:
@@ -338,28 +332,28 @@ class Job:
         return replace(self, options=without_batch_numbers(replace(self.options, request=request))).with_fresh_port()
 
     def with_fresh_port(self) -> Job:
-        """Return the same job with another port, where it is ours to choose: the old one may not be free again yet."""
+        """Return the same job with another port, unless the port was typed: the old one may not be free yet."""
         ours = self.machines is None and self.options.master_port is None
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
 
 
 def missing_packages(config: Config) -> list[HardwareError]:
-    """Return each package that the configuration asks for and this environment lacks."""
+    """Return an error for each package that the configuration needs and this environment lacks."""
     return [*missing_trackers(config), *missing_optimizer(config)]
 
 
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:
-    """Return what a call asks for, on this machine."""
-    node = _node(options)  # before a name is looked up for the model
+    """Return the job of a call on this machine."""
+    node = _node(options)  # first, since it limits name lookups, also those for the model
     return Job(
         call=call, loaded=loaded, options=options, hardware=detect(), shape=shape_of(loaded.config.model), node=node
     )
 
 
 def refuse_early(job: Job) -> None:
-    """Raise what the early plan refuses; not yet for too few devices where other nodes are still to come.
+    """Raise what the early plan refuses, but not a lack of devices while other nodes are missing.
 
-    Torch is asked here whether it can use the GPUs of the plan: before a run folder is made.
+    Check before a run folder is made that torch can use the GPUs of the plan.
     """
     raise_all(missing_packages(job.loaded.config))
     try:
@@ -374,15 +368,13 @@ def refuse_early(job: Job) -> None:
 
 
 def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: ModelShape) -> None:
-    """Raise what a plan refuses of a user's DeepSpeed JSON and accelerate config, before anything is prepared."""
+    """Raise `UserError` for a user's DeepSpeed JSON that does not suit a plan, before anything is prepared."""
     if options.deepspeed:
         ask_deepspeed(options.deepspeed, resolve(options.deepspeed, plan, config, hidden_size=shape.hidden_size)[0])
 
 
 def _node(options: LaunchOptions) -> Node:
-    """This machine's place, with a port that is free now. Raise `HardwareError` where a port that was asked for is
-    taken.
-    """
+    """Return this machine's place in the run, with a free port. Raise `HardwareError` for a typed port that is taken."""
     request, port = options.request, options.master_port
     if request.num_nodes == 1:
         if port:
@@ -399,7 +391,7 @@ def _node(options: LaunchOptions) -> Node:
                 file=sys.stderr,
             )
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
-    # The interface is the one that carries the meeting: what MASTER_ADDR resolves to may be 127.0.1.1 on node 0.
+    # The interface is known after the meeting, whose connections it carries; MASTER_ADDR may resolve to 127.0.1.1.
     return Node(
         rank=request.node_rank,
         count=request.num_nodes,

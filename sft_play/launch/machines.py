@@ -1,17 +1,17 @@
-"""The launchers of a run on several machines: who is there, what all must share, why an attempt ended, what follows.
+"""The launchers of a run on several machines: membership, shared facts, why an attempt ended, and what follows.
 
-They share one store (`launch/store.py`), served by node 0 from the first hello to the last exit. `A` is an attempt, `K` a
-machine's `NODE_RANK`:
+They share a store (`launch/store.py`), which node 0 serves from the first connection to the last exit. `A` is an
+attempt, `K` a machine's `NODE_RANK`:
 
-    session         what run this is, and a random word that all values are bound to
-    beat/SESSION    changes while that launcher lives, and says where its ranks stand still
+    session         the run, and a random word that all values are bound to
+    beat/SESSION    changes while that launcher lives, and says where its ranks stand when all are quiet
     attempt         the attempt that machines meet for
-    A/STEP/K        what a machine says in a step (`facts`, `prepared`); A/STEP/all is what node 0 makes of it
-    A/end           why the attempt ended: the first to write it settles it for all (errors, an outcome, a request to stop)
-    A/next          what node 0 makes of that: another attempt, or the end
+    A/STEP/K        a machine's facts in a step (`facts`, `prepared`); A/STEP/all is node 0's answer
+    A/end           why the attempt ended (errors, an outcome, a request to stop); the first to write decides for all
+    A/next          node 0's decision about it: another attempt, or the end
 
-The workers' own store is another one, on a port of its own for each attempt: one that is used again holds addresses of
-dead ranks (docs/adr/0011-torchelastic.md).
+The workers have a separate store, on a different port for each attempt: a reused one would hold addresses of dead ranks
+(docs/adr/0011-torchelastic.md).
 """
 
 from __future__ import annotations
@@ -42,55 +42,54 @@ from sft_play.launch.store import (
 from sft_play.launch.verdict import LOST, Outcome, Standings
 
 Facts = dict[str, Any]
-Judge = Callable[[Sequence[Facts]], list[UserError]]
-"""What the machines, in order, are refused for."""
+Compare = Callable[[Sequence[Facts]], list[UserError]]
+"""Facts of the machines, in order -> errors that refuse them."""
 Answer = Callable[[Sequence[Facts]], Facts]
-"""What node 0 makes of what they said, for all."""
+"""Facts of the machines, in order -> node 0's answer for all."""
 FETCH = "SFT_PLAY_FETCH"
-"""Variable of a launcher whose run folder is not node 0's: what started it over SSH brings checkpoints when it is
-asked.
+"""Variable of a launcher that does not share node 0's run folder: the command that started it over SSH brings
+checkpoints on request.
 """
 LEAVE_SECONDS = 60.0
-"""How long node 0 keeps the store for the others once its own part is done."""
+"""How long node 0 keeps the store for the others after its own part is done."""
 PEER_SECONDS = 10.0
-"""How much longer than `launch.silent_seconds` the cause of a connection that was lost may take to be known."""
+"""How much longer than `launch.silent_seconds` to wait for the cause of a lost connection."""
 
 
 class Machines:
-    """This machine's part in a run on several: `open`, then for each attempt `meet`, `share`, `settle` and `follow`; at
-    last `close`.
-    """
+    """A machine's part in a run on several: `open`, for each attempt `meet`, `share`, `settle` and `follow`, `close`."""
 
     def __init__(self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float) -> None:
-        """`patience`: seconds that machines which have not come are waited for."""
+        """Prepare without connecting; `patience` is how many seconds to wait for machines that have not joined."""
         self.node, self.run = node, run
         self.patience, self.silent_seconds = patience, silent_seconds
         self.attempt = 0
         self.ranks_by_node: tuple[int, ...] = ()
-        """How many workers each machine starts; known once the plan is."""
+        """Number of workers of each machine; known when the plan is."""
         self._mine: Facts = {"session": uuid.uuid4().hex, "host": host}
         self._here: dict[int, Facts] = {node.rank: self._mine}
-        """Machines of this attempt that have come -> session, host and addresses of their launchers."""
+        """Machines that have joined this attempt -> session, host and addresses of their launchers."""
         self._store: Store | None = None
         self._end: tuple[int, Facts] | None = None
-        """The last attempt that has ended, and why."""
+        """The last attempt that ended, and why."""
         self._takes_part = node.rank == 0
         self._beats = 0
         self._standing: Standings | None = None
         self._standings: Standings | None = None
         self._heard: dict[int, bytes] = {}
-        """On node 0: the last beat of each machine; `_silent`: for how many seconds there has been no other."""
+        """On node 0: the last heartbeat of each machine."""
         self._silent: dict[int, float] = {}
+        """On node 0: seconds since the last new heartbeat of each machine."""
         self._left: set[int] = set()
-        self._judged = 0.0
+        self._checked_at = 0.0
 
     def names(self, node_ranks: Iterable[int]) -> str:
-        """Return how messages call machines."""
+        """Return the names of machines in messages."""
         return ", ".join(f"node {k} ({self._here.get(k, {}).get('host', '?')})" for k in node_ranks)
 
     @property
     def name(self) -> str:
-        """How messages call this machine."""
+        """This machine's name in messages."""
         return self.names([self.node.rank])
 
     @property
@@ -98,11 +97,13 @@ class Machines:
         assert self._store is not None, "open() comes first"
         return self._store
 
-    # ---- The beginning, and signs of life
+    # ---- Connection and heartbeats
 
     def open(self) -> None:
-        """Serve the store (node 0) or find it. Raise `HardwareError` for a port that is taken, `RetryableError` without
-        node 0, `UserError`.
+        """Serve the store on node 0, or connect to it.
+
+        Raise `HardwareError` for a port that is taken, `RetryableError` if node 0 cannot be reached, `UserError` for a
+        node rank that node 0 does not expect.
         """
         self.attempt, self._end, node = 0, None, self.node
         if node.rank == 0:
@@ -118,9 +119,9 @@ class Machines:
                 raise UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on")
         self._store.beat(self._beat)
 
-    def _write_beat(self, raw: Any, *, left: bool = False) -> None:
+    def _write_beat(self, raw: Any, *, leaving: bool = False) -> None:
         self._beats += 1
-        beat = {"count": self._beats, "attempt": self.attempt, "still": self._standing, "left": left}
+        beat = {"count": self._beats, "attempt": self.attempt, "still": self._standing, "left": leaving}
         name = f"beat/{self._mine['session']}"
         raw.set(name, self._connection.pack(name, beat))
 
@@ -130,15 +131,15 @@ class Machines:
         if self._why is None and (end := self._connection.read(raw, f"{attempt}/end")):
             self._end = attempt, end
         if self.node.rank == 0:
-            self._judge_beats(raw, attempt)
+            self._check_beats(raw, attempt)
 
-    def _judge_beats(self, raw: Any, attempt: int) -> None:
-        """Node 0: count how long each machine has been silent, which ends the attempt after a while; note where the
-        ranks of all machines stand, once they stand still on each.
-        """
+    def _check_beats(self, raw: Any, attempt: int) -> None:
+        """On node 0, end the attempt for a machine that was silent too long; collect standings when all are quiet."""
         now = time.monotonic()
-        passed, self._judged = min(now - self._judged, 2 * PERIOD_SECONDS), now  # none while this process is suspended
-        names = {k: f"beat/{facts['session']}" for k, facts in list(self._here.items()) if k}  # a thread adds to it
+        # Time in which this process is suspended does not count.
+        passed, self._checked_at = min(now - self._checked_at, 2 * PERIOD_SECONDS), now
+        # Copied, since another thread adds to it.
+        names = {k: f"beat/{facts['session']}" for k, facts in list(self._here.items()) if k}
         beats = raw.multi_get(list(names.values())) if names and raw.check(list(names.values())) else []
         standings = dict(self._standing) if self._standing else None
         for (k, name), packed in zip(names.items(), beats, strict=False):
@@ -158,19 +159,19 @@ class Machines:
 
     # ---- Before the workers start
 
-    def meet(self, facts: Callable[[bool], Facts], judge: Judge, answer: Answer) -> Facts:
-        """Say this machine's facts and return node 0's answer to those of all.
+    def meet(self, facts: Callable[[bool], Facts], compare: Compare, answer: Answer) -> Facts:
+        """Share this machine's facts and return node 0's answer to those of all.
 
-        A launcher that was started again while the others train waits until they meet again; `facts` is told whether it
-        had to. Raise what node 0 refuses
-        them for, the same on each, and `RetryableError` for machines that do not come, or leave.
+        A launcher that was restarted while the others train waits until they meet again; the argument of `facts` is
+        whether it had to wait. Raise node 0's errors, the same on each machine, and `RetryableError` for machines that
+        do not join, or leave.
         """
         late = self.node.rank > 0 and self._wait_for_a_meeting()
         self._takes_part = True
-        return self.share("facts", facts(late), judge, answer)
+        return self.share("facts", facts(late), compare, answer)
 
-    def share(self, step: str, mine: Facts, judge: Judge, answer: Answer) -> Facts:
-        """Say something and return node 0's answer when all machines have. Raise what they are refused for."""
+    def share(self, step: str, mine: Facts, compare: Compare, answer: Answer) -> Facts:
+        """Share facts and return node 0's answer after all machines have shared theirs. Raise what `compare` refuses."""
         name, store, ours = f"{self.attempt}/{step}", self._connection, {"from": self._mine, "facts": _plain(mine)}
         if self.node.rank:
             other = store.ask(lambda raw: store.first(raw, f"{name}/{self.node.rank}", ours))["from"]
@@ -178,28 +179,26 @@ class Machines:
                 self._takes_part = False
                 text = f"two nodes have `NODE_RANK={self.node.rank}`: {other['host']} and {self._mine['host']}"
                 raise RetryableError(text, hint="give each node its own rank, and start no second launcher there")
-            made = self._wait(f"{name}/all")
-            self._here = {int(k): facts for k, facts in made["here"].items()}
+            result = self._wait(f"{name}/all")
+            self._here = {int(k): facts for k, facts in result["here"].items()}
         else:
-            of_all = self._gather(name, ours, judge)
-            made = {"here": self._here, "answer": _plain(answer([of_all[k] for k in sorted(of_all)]))}
-            store.set(f"{name}/all", made)
-        return dict(made["answer"])
+            of_all = self._gather(name, ours, compare)
+            result = {"here": self._here, "answer": _plain(answer([of_all[k] for k in sorted(of_all)]))}
+            store.set(f"{name}/all", result)
+        return dict(result["answer"])
 
     def addresses(self) -> list[str]:
-        """Return this machine's own addresses on the way to others."""
+        """Return this machine's addresses as seen in connections to others."""
         ways = [facts["master"] for k, facts in sorted(self._here.items()) if k]
         return [self._mine["address"]] if self.node.rank else ways
 
     def workers_port(self) -> int:
-        """Node 0: return a port for the workers' store of this attempt, MASTER_PORT + 1 + attempt or the next that is
-        free.
-        """
+        """Return node 0's port for the workers' store of this attempt: MASTER_PORT + 1 + attempt, or the next free."""
         first = self.node.master_port + 1 + self.attempt
         return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
 
-    def _gather(self, name: str, mine: Facts, judge: Judge) -> dict[int, Facts]:
-        """Node 0: return what all machines have said in a step; those that come are compared with this one at once."""
+    def _gather(self, name: str, mine: Facts, compare: Compare) -> dict[int, Facts]:
+        """Return, on node 0, the facts of all machines in a step, comparing each with node 0's as soon as it arrives."""
         of_all, waiting, meets = {0: mine["facts"]}, Waiting(), name.endswith("/facts")
         while True:
             self._raise_end()
@@ -211,7 +210,7 @@ class Machines:
                 self._here[k], of_all[k], self._silent[k] = facts["from"], facts["facts"], 0.0  # a sign of life
                 if meets:
                     print_line(f"{self.names([k])} has come")
-            if came and (errors := judge([mine["facts"], *(of_all[k] for k in came)])):
+            if came and (errors := compare([mine["facts"], *(of_all[k] for k in came)])):
                 raise self._refuse(errors)
             if not came:
                 self._report(waiting, missing, meets=meets)
@@ -221,7 +220,7 @@ class Machines:
         return {k: facts for k in missing if (facts := self._connection.read(raw, f"{name}/{k}"))}
 
     def _report(self, waiting: Waiting, missing: list[int], *, meets: bool) -> None:
-        """Say who is waited for. Raise `RetryableError` for machines that have not come in time."""
+        """Report which machines are missing. Raise `RetryableError` for machines that have not joined in time."""
         if not meets:
             waiting.report(f"waiting for {self.names(missing)} to be ready")
             return
@@ -234,14 +233,15 @@ class Machines:
                 f" (`launch.join_seconds`); there are: {here}"
             )
             hint = (
-                f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each of"
-                " them says why it waits"
+                f"start the same command there with MASTER_ADDR={self.node.master_address} and its own NODE_RANK; each"
+                " of them says why it waits"
             )
             raise self._refuse([RetryableError(text, hint=hint)])
 
     def _wait_for_a_meeting(self) -> bool:
-        """Wait until the others, which may train without this machine, meet; return whether they did. Raise that they do
-        not meet.
+        """Wait until the others meet, which may be training without this machine; return whether they were.
+
+        Raise `RetryableError` if they do not meet in time.
         """
         waiting, store, late = Waiting(), self._connection, False
         while True:
@@ -259,19 +259,20 @@ class Machines:
             self._pause()
 
     def _wait(self, name: str) -> Facts:
-        """Return what node 0 made of a step."""
+        """Return node 0's answer in a step."""
         waiting = Waiting()
-        while (made := self._connection.get(name)) is None:  # before the end, which may have followed
+        # Look for the answer first, since the end may already have followed it.
+        while (result := self._connection.get(name)) is None:
             self._raise_end()
             waiting.report("waiting for the other nodes")
             self._pause()
-        return dict(made)
+        return dict(result)
 
     def _pause(self) -> None:
-        pause(max(POLL_SECONDS, self.node.count / 1000))  # a thousand machines ask a thousand times a second
+        pause(max(POLL_SECONDS, self.node.count / 1000))  # at most a thousand requests per second from all machines
 
     def _raise_end(self) -> None:
-        """Raise why the attempt ended, before its workers were started."""
+        """Raise why the attempt ended, if it did, before its workers started."""
         if (end := self._why) is None:
             return
         if "errors" in end:
@@ -280,25 +281,25 @@ class Machines:
         who = self.names([end["lost"] if "lost" in end else end["node"]])
         raise RetryableError(f"{who} has left, or cannot be reached any more, before the workers started", hint=hint)
 
-    # ---- While they train, and after
+    # ---- During training, and after
 
     @property
     def _why(self) -> Facts | None:
-        """Why this attempt ended; `None` where that is not known."""
+        """Why this attempt ended; `None` if it has not."""
         return self._end[1] if self._end is not None and self._end[0] == self.attempt else None
 
     def share_standings(self, mine: Standings | None) -> Standings | None:
-        """Take where this machine's ranks stand, all quiet for too long (`None`: they are not). On node 0, which
-        settles it for all, return where the ranks of all machines stand once that is so on each of them. Never waits.
+        """Set the standings of this machine's ranks, which are all quiet for too long, or `None` if they are not.
+
+        On node 0, which decides for all, return the standings of all ranks once all machines have such. Never waits.
         """
         self._standing = mine
         return self._standings if mine else None
 
     def ended_elsewhere(self, *, stopping: bool = False) -> Outcome | int | None:
-        """Return how the attempt ended on another machine: an outcome, or the signal with which all were asked to stop;
-        `None` while it runs.
+        """Return how the attempt ended on another machine (an outcome, or the signal of a stop); `None` while it runs.
 
-        `stopping`: this machine was asked to stop, which the others then learn.
+        `stopping`: this machine was asked to stop, which is passed on to the others.
         """
         if stopping and self._why is None and not self._node_0_is_gone():
             self._post_end({"stop": 15})
@@ -311,10 +312,10 @@ class Machines:
         return self._unreachable(0, how)
 
     def settle(self, outcome: Outcome) -> Outcome:
-        """Return how the attempt ended: the same on every machine, by the one that saw the first cause.
+        """Return how the attempt ended, the same on every machine: the outcome of the one that saw the first cause.
 
-        A machine whose ranks all did their work has nothing to settle; one whose ranks only lost a connection waits for
-        the cause.
+        A machine whose ranks all finished returns its own outcome; one whose ranks only lost a connection waits for the
+        cause.
         """
         if outcome.code == 0:
             return outcome
@@ -327,14 +328,12 @@ class Machines:
         end = self._post_end({"outcome": asdict(replace(outcome, host=self._mine["host"]))})
         if "stop" not in end:
             return self._outcome(end)
-        if outcome.cause in ("peer", "killed", "agent"):  # the others had left before it
+        if outcome.cause in ("peer", "killed", "agent"):  # the consequence of others that left first
             return Outcome(code=stop_code(int(end["stop"])), stop=outcome.stop)
         return outcome
 
     def follow(self, decide: Callable[[], Facts]) -> Facts | None:
-        """Return what node 0 decides after the end of an attempt; `None` where node 0 does not answer. Ends the
-        attempt.
-        """
+        """End the attempt and return node 0's decision about what follows; `None` if node 0 does not answer."""
         if self._node_0_is_gone():
             return None
         try:
@@ -352,21 +351,21 @@ class Machines:
         return dict(following)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all why this machine, where it takes part in the attempt, leaves, unless they know. Raise nothing."""
+        """Report to all why this machine leaves an attempt in which it takes part, unless they know. Never raises."""
         if self._store is not None and self._takes_part and not self._node_0_is_gone() and self._why is None:
             with contextlib.suppress(BaseException):
                 self._refuse(_for_others(error, self.name))
 
     def close(self) -> None:
-        """Leave in order. Node 0 keeps the store until the others have left, or are silent."""
+        """Leave the run; node 0 first waits until the others have left or are silent, since it serves the store."""
         if (store := self._store) is None:
             return
         with contextlib.suppress(StoreGone, KeyboardInterrupt, SystemExit):
-            if self.node.rank == 0:  # machines may still wait for a decision
+            if self.node.rank == 0:  # machines may still be waiting for a decision
                 store.ask(lambda raw: store.first(raw, f"{self.attempt}/next", {"again": False}))
             elif not self._node_0_is_gone():
                 store.beat(lambda _: None)
-                store.ask(lambda raw: self._write_beat(raw, left=True))
+                store.ask(lambda raw: self._write_beat(raw, leaving=True))
             until = time.monotonic() + LEAVE_SECONDS
             while self.node.rank == 0 and time.monotonic() < until and not self._are_alone():
                 time.sleep(POLL_SECONDS)
@@ -377,7 +376,7 @@ class Machines:
         return all(k in self._left or self._silent.get(k, 0.0) > self.silent_seconds for k in self._here if k)
 
     def _post_end(self, end: Facts) -> Facts:
-        """Write why the attempt ended, unless somebody else has, and return what stands there."""
+        """Write why the attempt ended, unless another machine has, and return what is in the store."""
         end = {"node": self.node.rank, **end}
         with contextlib.suppress(StoreGone):
             end = self._connection.ask(lambda raw: self._connection.first(raw, f"{self.attempt}/end", end))
@@ -385,7 +384,7 @@ class Machines:
         return end
 
     def _refuse(self, errors: Sequence[UserError]) -> UserError:
-        """Tell all machines the errors; return them to be raised here."""
+        """Report the errors to all machines; return them to be raised on this one."""
         self._post_end({"errors": _errors_to(errors)})
         return errors[0] if len(errors) == 1 else Problems(errors)
 
@@ -407,7 +406,7 @@ class Machines:
 
 
 def _plain(value: Facts) -> Facts:
-    """Return a value as the others read it."""
+    """Return a value as it is after transfer as JSON."""
     return dict(json.loads(json.dumps(value, allow_nan=False)))
 
 
@@ -415,8 +414,11 @@ KINDS = {kind.exit_code: kind for kind in (UserError, HardwareError, DataError, 
 
 
 def _errors_to(errors: Iterable[UserError]) -> list[Facts]:
-    """Return errors as they go over the network."""
-    return [{"code": e.exit_code, "message": e.message, "place": e.place, "hint": e.hint} for e in errors]
+    """Return errors as plain data."""
+    return [
+        {"code": error.exit_code, "message": error.message, "place": error.place, "hint": error.hint}
+        for error in errors
+    ]
 
 
 def _errors_from(errors: Sequence[Facts]) -> list[UserError]:
@@ -425,7 +427,7 @@ def _errors_from(errors: Sequence[Facts]) -> list[UserError]:
 
 
 def _for_others(error: BaseException, name: str) -> list[UserError]:
-    """Return what the other machines are told of an error that made this one leave."""
+    """Return the errors to report to other machines for an error that made this one leave."""
     if isinstance(error, UserError):
         text = "{name} could not continue: {place}{message}"
         return [

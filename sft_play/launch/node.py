@@ -1,8 +1,7 @@
-"""What one machine does for its ranks: starts them, watches them, passes signals on, ends them, and leaves no process
-behind.
+"""The supervision of a machine's ranks: start them, watch them, forward signals, end them, and leave no process behind.
 
-Launcher: our own command, in which this runs. Agent: `accelerate launch`, which the launcher starts and which starts
-the workers. Worker: the process of a rank.
+Launcher: the command of SFT-Play, in which this module runs. Agent: `accelerate launch`, which the launcher starts and
+which starts the workers. Worker: the process of a rank.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from sft_play.launch.verdict import Loss, Outcome, Standings, hang, launcher_log
 from sft_play.runs.folder import RunFolder, folder_gone
 
 LONGEST_LOOK = 1.0
-"""Seconds that count at most between two looks: a launcher that was itself suspended must not blame its workers."""
+"""Longest time between two looks, in seconds, that counts: a suspended launcher must not blame its workers."""
 WORKER_MODULE = "sft_play.train"
 AGENT_MODULE = "accelerate.commands.launch"
 BUSY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_TRACING_STOP})
-"""States in which a silent process is not dead: it computes, or a debugger holds it."""
+"""States in which a silent process is alive: it computes, or a debugger holds it."""
 SAVING_BEAT_SECONDS = 5.0
-"""A worker that has said for longer than this that it saves may be frozen."""
+"""Age of a heartbeat up to which it proves that a worker still saves; later the worker may be frozen."""
 
 
 SILENT = (LIMITS.dead, "no beat and no processor time", "")
@@ -50,12 +49,12 @@ FROZEN = {
         "a disk (NFS) or a GPU does not answer; `dmesg` may say which",
     ),
 }
-"""State -> seconds after which a process in it is frozen, how that is said, and a hint."""
+"""State -> seconds after which a process in it counts as frozen, a description, and a hint."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Watch:
-    """Sees which worker ends first without having done its work; torchrun tells only when all others have ended too."""
+    """Watches which worker fails first; torchrun reports it only after all others have ended too."""
 
     agent: int
     run: RunFolder
@@ -63,51 +62,46 @@ class Watch:
     kills: MemoryKills
     beats: Listener
     workers: dict[psutil.Process, int] = field(default_factory=dict)
-    """Every worker that was ever seen, with its rank."""
+    """Every worker seen so far, with its rank."""
     silence: dict[psutil.Process, tuple[tuple[float, ...], float]] = field(default_factory=dict)
-    """What a process had spent (processor time, bytes read and written) when it last showed a sign of life, and seconds
-    since.
-    """
+    """What each process had used (processor time, bytes of I/O) at its last sign of life, and seconds since then."""
     loss: Loss | None = None
-    """What was seen first."""
+    """The first loss observed."""
     lost_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
     machines: Machines | None = None
-    """Of a run on several: a hang is settled for all."""
+    """Set for a run on several machines, where a hang concerns all."""
     standing: Standings | None = None
-    kept: Sequence[Path] = ()
-    """The launcher's own files, which must stay: without them nothing continues or shows this run."""
-    missing: Sequence[Path] = ()
-    """Those that were gone at the last look."""
+    required_files: Sequence[Path] = ()
+    """Files of the launcher without which a run can be neither resumed nor shown."""
+    missing_files: Sequence[Path] = ()
+    """Required files that were gone at the last look."""
     is_removed: bool = False
-    """Whether some were gone at two looks: what the ranks write now would look like a run, and be none."""
+    """Whether files were gone at two looks: what the ranks still write would resemble a run, but not be valid."""
     watched_seconds: float = 0.0
-    """Since the start of this attempt; time in which the launcher itself was suspended does not count."""
+    """Seconds since the start of this attempt, without time in which the launcher itself was suspended."""
 
     def look(self) -> None:
-        """Take note of new workers, and of the first that has gone with an error, without a record, or has stopped
-        living.
-        """
+        """Find new workers, and the first worker that left with an error or without a record, froze, or hangs."""
         heard, now = self.beats.receive(), time.monotonic()
         passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
         self.watched_seconds += passed
-        before, self.missing = self.missing, [path for path in self.kept if is_gone(path)]
-        self.is_removed = bool(before and self.missing)
+        before, self.missing_files = self.missing_files, [path for path in self.required_files if is_gone(path)]
+        self.is_removed = bool(before and self.missing_files)
         self._find_workers()
         for worker in self.workers:
             self.kills.follow(worker.pid)
         frozen = self._frozen(heard, passed)
         if self.loss is None:
-            found = self._gone() or frozen or self._hanging()
-            if found:
-                self.loss, self.lost_at = found, now
+            loss = self._gone() or frozen or self._hanging()
+            if loss:
+                self.loss, self.lost_at = loss, now
 
     def is_over(self, *, stopping: bool) -> bool:
-        """Whether everything is to be ended: at once for what the launcher saw itself, else when the others have had
-        their time.
+        """Whether to end all ranks: at once for what the launcher observed, otherwise after a grace period.
 
-        `stopping`: the ranks were asked to save and leave. Then one that has left is no loss, and the others have all
-        the time.
+        `stopping`: the ranks were asked to save and leave, so that a rank that has left is no loss, and the others may
+        take their time.
         """
         if self.loss is None or self.lost_at is None:
             return False
@@ -116,7 +110,7 @@ class Watch:
         return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > grace)
 
     def saves(self, rank: int) -> bool:
-        """Whether a rank said just now that it writes a checkpoint."""
+        """Whether a rank's latest heartbeat says that it writes a checkpoint."""
         beat = self.beats.latest.get(rank)
         return (
             beat is not None
@@ -130,42 +124,40 @@ class Watch:
                 with contextlib.suppress(psutil.Error):
                     if child not in self.workers and is_worker(child.cmdline()):
                         rank = child.environ().get("RANK") or (str(self.ranks.start) if len(self.ranks) == 1 else "")
-                        if rank.isdigit() and int(rank) in self.ranks:  # else it is looked at again
+                        if rank.isdigit() and int(rank) in self.ranks:  # otherwise the next look tries again
                             self.workers[child] = int(rank)
 
     def _gone(self) -> Loss | None:
-        """A worker that has left with an error, or without a record of how."""
+        """Return the loss of a worker that left with an error, or without a record."""
         gone = [rank for worker, rank in self.workers.items() if not is_alive(worker)]
         records = exit_records(self.run, gone)
-        # Of several that went at once, one without a record went first: the others could still say that their peer had
-        # gone.
+        # Of several that left at once, one without a record left first: the others could still record that their peer
+        # was gone.
         for rank in sorted(gone, key=lambda rank: rank in records):
             if rank not in records or records[rank]["code"]:
                 return Loss(cause="failed" if rank in records else "killed", rank=rank)
         return None
 
     def _frozen(self, heard: set[int], passed: float) -> Loss | None:
-        """A worker without any sign of life.
+        """Return the loss of a worker without any sign of life.
 
-        A thread that holds Python's lock in a long call silences the beats, but uses the processor, or reads and
-        writes; a process that was stopped does neither, nor one whose disk or device does not answer.
+        A thread that holds Python's lock in a long call suppresses heartbeats, but uses the processor, or reads and
+        writes; a stopped process does neither, nor does one whose disk or device does not answer.
         """
         for worker, rank in self.workers.items():
             beats_expected = rank in self.beats.heard or self.watched_seconds > LIMITS.first_beat
             with contextlib.suppress(psutil.Error):
-                found = self._stuck(worker, passed, heard=rank in heard, beats_expected=beats_expected)
-                if found and not self.run.rank_exit(rank).exists():
+                state = self._stuck(worker, passed, heard=rank in heard, beats_expected=beats_expected)
+                if state and not self.run.rank_exit(rank).exists():
                     last = f" (last heard {self.beats.latest[rank].where()})" if rank in self.beats.latest else ""
-                    text = f"rank {rank} ({socket.gethostname()}) is frozen{last}: {found[0]}"
-                    return Loss(cause="frozen", rank=rank, text=text, hint=found[1])
+                    text = f"rank {rank} ({socket.gethostname()}) is frozen{last}: {state[0]}"
+                    return Loss(cause="frozen", rank=rank, text=text, hint=state[1])
         return None
 
     def _stuck(
         self, process: psutil.Process, passed: float, *, heard: bool, beats_expected: bool
     ) -> tuple[str, str] | None:
-        """Return how a process is frozen, and a hint. `beats_expected`: it sends beats, so that none `heard` is a sign
-        too.
-        """
+        """Return how a process is frozen, and a hint; with `beats_expected`, a missing heartbeat is evidence too."""
         state = process.status()
         spent = (*process.cpu_times()[:2], *(process.io_counters() if state == psutil.STATUS_DISK_SLEEP else ()))
         before, seconds = self.silence.get(process, ((), 0.0))
@@ -177,8 +169,9 @@ class Watch:
         return (f"{how} for {limit:.0f} s", hint) if seconds + passed > limit else None
 
     def _hanging(self) -> Loss | None:
-        """All ranks quiet beyond what their phase allows: those that wait for one that saves or evaluates have its
-        patience.
+        """Return the loss when all ranks are quiet for longer than their phase allows.
+
+        Ranks that wait for one that saves or evaluates are allowed as much time as that rank.
         """
         beats = self.beats.latest
         if not set(self.ranks) <= beats.keys() or not all(
@@ -196,9 +189,7 @@ class Watch:
 
 
 def is_worker(arguments: Sequence[str]) -> bool:
-    """Whether a command line is a worker's: one that was forked and has not begun its program yet still bears its
-    parent's.
-    """
+    """Whether a command line is a worker's; a forked process has its parent's until it executes its program."""
     modules = {after for before, after in pairwise(arguments) if before == "-m"}
     return AGENT_MODULE not in modules and WORKER_MODULE in modules
 
@@ -216,14 +207,14 @@ def supervise(
     shown: str = "",
     machines: Machines | None = None,
 ) -> Outcome:
-    """Run the workers of `ranks` to their end. `console` is the descriptor that rank 0 prints to; the launcher's log
-    begins with `shown`. Of several `machines` the others' end is this one's too.
+    """Run the workers of `ranks` to their end.
 
-    A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills them. Whatever happens, no descendant is
-    alive when this returns; one that the kernel cannot end is named.
+    `console` is the descriptor that rank 0 prints to; the launcher's log begins with `shown`. Among several `machines`,
+    the end of another ends this one too. A signal asks the workers to save and leave (`Stop`), a second Ctrl-C kills
+    them. No descendant is alive when this returns; one that the kernel cannot end is reported.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
-    for rank in ranks:  # a resumed run must not be judged by the records of the last attempt
+    for rank in ranks:  # records of the last attempt must not count for this one
         run.rank_exit(rank).unlink(missing_ok=True)
         remove_half_written(run.rank_exit(rank))
     log_starts = {rank: path.stat().st_size for rank in ranks if (path := run.rank_log(rank)).is_file()}
@@ -240,7 +231,7 @@ def supervise(
             stdout=console,
             stderr=agent_log,
             start_new_session=True,
-            preexec_fn=bind_to_parent(signal.SIGKILL),  # noqa: PLW1509 - runs before exec; the workers leave with their agent
+            preexec_fn=bind_to_parent(signal.SIGKILL),  # noqa: PLW1509 - the workers leave with their agent
         )
         watch = Watch(
             agent=process.pid,
@@ -249,7 +240,7 @@ def supervise(
             kills=kills,
             beats=beats,
             machines=machines,
-            kept=[path for path in (run.config, run.plan, run.events) if path.exists()],
+            required_files=[path for path in (run.config, run.plan, run.events) if path.exists()],
         )
         ended = None
         try:
@@ -258,7 +249,7 @@ def supervise(
             kill_descendants(process, others)
             beats.close()
             remove_empty(run, ranks)
-    if missing := [path for path in watch.kept if is_gone(path)]:
+    if missing := [path for path in watch.required_files if is_gone(path)]:
         return Outcome(code=3, message=folder_gone(run, missing).render())
     outcome = outcome_of(
         run,
@@ -270,8 +261,8 @@ def supervise(
         memory_kill=kills.evidence(),
         log_starts=log_starts,
     )
-    # Where another machine ended it, this one's workers were killed for that: what `outcome_of` says of them is only
-    # the effect.
+    # Where another machine ended the attempt, this one's workers were killed as a consequence, and `outcome_of` only
+    # describes the effect.
     return ended if ended and outcome.code else outcome
 
 
@@ -281,17 +272,17 @@ def _wait(
     watch: Watch,
     others: Set[psutil.Process],
 ) -> Outcome | None:
-    """Wait for the agent; return how the attempt ended on another machine, where this one was ended for that."""
-    looked, told, killed = 0.0, False, False
+    """Wait for the agent; return how the attempt ended on another machine, if that ended this one."""
+    looked, announced, killed = 0.0, False, False
     ended: Outcome | None = None
     while process.poll() is None or (not killed and _orphans_may_save(process, stop, watch)):
-        if time.monotonic() - looked > LIMITS.look or (stop.wanted and not told):
+        if time.monotonic() - looked > LIMITS.look or (stop.wanted and not announced):
             looked = time.monotonic()
             watch.look()
             if stop.wanted:
                 stop.ask(process, watch)
-        if stop.wanted and not told:
-            told = True
+        if stop.wanted and not announced:
+            announced = True
             announce(
                 "stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
             )
@@ -307,18 +298,19 @@ def _wait(
             kill_descendants(process, others)
         time.sleep(AGENT_POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.wanted:
-        name = signal.Signals(-process.returncode).name  # the workers leave with it, so no rank is to blame
+        # The workers leave with the agent, so no rank is to blame.
+        name = signal.Signals(-process.returncode).name
         text = f"the process that had started the workers (`accelerate launch`) was killed by {name}"
         watch.loss = Loss(cause="agent", rank=None, text=text)
     return ended
 
 
 def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | None:
-    """Return why the workers are to be killed now, empty where nobody needs to read it; `None` where they may go on."""
+    """Return why to kill the workers now, empty if there is nothing to report; `None` if they may continue."""
     if ended:
         return f"stopping all ranks: {ended.first_line}"
     if watch.is_removed:
-        return f"stopping all ranks: {folder_gone(watch.run, watch.missing).message}"
+        return f"stopping all ranks: {folder_gone(watch.run, watch.missing_files).message}"
     if stop.at_once:
         return "killing the workers"
     if late := stop.late(watch):
@@ -329,27 +321,27 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
 
 
 def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch) -> bool:
-    """Whether workers live whose parent has gone because of a request to stop: they get it now, and their time."""
+    """Whether workers outlive a parent that a request to stop has ended; pass the request on to them."""
     if process.returncode is not None and -process.returncode in STOPS:
         stop.note(-process.returncode)
     return stop.wanted and any(is_alive(worker) for worker in watch.workers)
 
 
 SAME_SIGNAL_SECONDS = 0.5
-"""A Ctrl-C that comes again within this time is the same one, heard twice (by make, by a wrapper)."""
+"""A second Ctrl-C within this time is the same one, delivered twice (by make or a wrapper)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Stop:
-    """The requests that have arrived, and which workers know of them."""
+    """The requests to stop, and the workers that received them."""
 
     signals: list[int] = field(default_factory=list)
-    """The first, and a Ctrl-C after it, which kills. Schedulers repeat their signals: those say nothing new."""
+    """The first signal, and a later Ctrl-C, which kills; schedulers repeat their signals, which changes nothing."""
     since: float = 0.0
     asked: set[psutil.Process] = field(default_factory=set)
 
     def note(self, number: int, _: FrameType | None = None) -> None:
-        """Take up a signal (as a handler, too)."""
+        """Record a signal; usable as a signal handler."""
         now = time.monotonic()
         if not self.signals:
             self.signals.append(number)
@@ -359,19 +351,19 @@ class Stop:
 
     @property
     def wanted(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         return bool(self.signals)
 
     @property
     def at_once(self) -> bool:
-        """Whether a second Ctrl-C came."""
+        """Whether a second Ctrl-C asked to kill the workers."""
         return len(self.signals) > 1
 
     def ask(self, process: subprocess.Popen[bytes], watch: Watch) -> None:
-        """Send SIGTERM to the workers themselves, each once, those that start only now included.
+        """Send SIGTERM once to each worker, including those that start later.
 
-        Not to the agent: the launcher of a single process would die and leave its worker behind. Only where there is no
-        worker yet it is ended, since there is nothing to save.
+        The agent gets none, since that of a single process would die and leave its worker behind; it is ended only if
+        there is no worker yet, and so nothing to save.
         """
         workers = [worker for worker in watch.workers if is_alive(worker)]
         for worker in workers:
@@ -383,26 +375,26 @@ class Stop:
             process.terminate()
 
     def is_done(self, watch: Watch) -> bool:
-        """Whether all workers have left and said why: then nobody needs to wait for their parent's clearing up."""
-        left = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
-        return self.wanted and left and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
+        """Whether all workers have left with a record, so that their parent's clean-up need not be awaited."""
+        gone = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
+        return self.wanted and gone and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
 
     def late(self, watch: Watch) -> list[int]:
-        """Return the ranks that should have left by now, and do not write a checkpoint."""
+        """Return the ranks that should have left by now and are not writing a checkpoint."""
         if not self.wanted or time.monotonic() - self.since < LIMITS.leave:
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
 
 
 def adopt_orphans() -> None:
-    """Make the kernel hand us the workers when their agent is killed (Linux), so that they can be found and ended."""
+    """Make this process the parent of workers whose agent is killed (Linux), so that they can be found and ended."""
     if sys.platform == "linux":
         set_child_subreaper = 36
         ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -410,18 +402,18 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Process]) -> None:
-    """Kill the agent and everything that it started; each worker has a separate session, so one group is not enough."""
+    """Kill the agent and its descendants; each worker has a separate session, so killing a group is not enough."""
     for _ in range(3):  # a process may be forking while its parent is killed
         family = _descendants(others)
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         psutil.wait_procs(family, timeout=LIMITS.kill)
-        left = _descendants(others)
-        if not left:
+        survivors = _descendants(others)
+        if not survivors:
             break
     else:
-        names = ", ".join(f"process {member.pid}" for member in left)
+        names = ", ".join(f"process {member.pid}" for member in survivors)
         announce(
             f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may"
             " stay taken"
@@ -431,11 +423,9 @@ def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Proces
 
 
 def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
-    """Everything below this process, orphans that the kernel gave to us too, but what it had started before (`others`:
-    TensorBoard).
-    """
-    found = []
+    """Return the living descendants of this process, including adopted orphans, without `others` (TensorBoard)."""
+    family = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [] if child in others else [child, *child.children(recursive=True)]
-    return [p for p in found if is_alive(p)]
+            family += [] if child in others else [child, *child.children(recursive=True)]
+    return [member for member in family if is_alive(member)]

@@ -39,7 +39,7 @@ class Following:
     again: bool = False
     outcome: Outcome | None = None
     """How the run ended, with the reason why it does not continue; `None` where nothing is to be added."""
-    said: str = ""
+    message: str = ""
     event: str | None = None
     """Recorded by every machine, with `facts`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -251,8 +251,8 @@ class Restarts:
             "error": what,
             "checkpoint": checkpoint.name if checkpoint else None,
         }
-        said = (
+        message = (
             f"restarting: {what}; continuing from {_start(checkpoint)} in {pause:g} s (restart {self.used} of"
             f" {self.limit})"
         )
-        return Following(again=True, said=said, event=RESTARTED, facts=facts, pause=pause)
+        return Following(again=True, message=message, event=RESTARTED, facts=facts, pause=pause)

@@ -1,5 +1,5 @@
-"""What `make resume` and `launch.auto_resume` need: how the run was launched, its newest valid checkpoint, and what may
-differ now.
+"""Resuming a run (`make resume`, `launch.auto_resume`): its last launch, its newest valid checkpoint, and what may
+differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sft_play.text import plural
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
-    """Return what `events.jsonl` keeps about a launch, so that `resume` can repeat it."""
+    """Return the facts of a launch for `events.jsonl`, by which `resume` repeats it."""
     request = options.request
     return {
         "command": request.command_strategy,
@@ -49,17 +49,16 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
 
 
 def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
-    """Return the facts of the launch that a user last asked for, on this node where nodes share the folder."""
-    found = launches(run)
-    own = [event for event in found if event.get("node", 0) == node_rank]
-    return dict((own or found)[-1]["launch"])
+    """Return the facts of the user's last launch, preferably on this node where nodes share the folder."""
+    events = launches(run)
+    own = [event for event in events if event.get("node", 0) == node_rank]
+    return dict((own or events)[-1]["launch"])
 
 
 def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
-    """Return the options of the run's last launch on this node, with what was typed now in their place. Raise
-    `UserError`.
+    """Return the options of the run's last launch on this node, with what is typed now in their place.
 
-    `before` is the run's last plan.
+    `before` is the run's last plan. Raise `UserError`.
     """
     node_rank = call.integer("NODE_RANK", minimum=0)
     facts, own = last_launch(run, node_rank or 0), before.ranks_by_node
@@ -72,14 +71,14 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
         raise UserError(
-            "a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` does not go with `make resume`"
+            "a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` cannot be combined with `make resume`"
         )
     if facts.get("cpu"):
         leave_gpus()
     deepspeed = settings_from_run(facts["deepspeed"], run, run.events) if facts["deepspeed"] else None
     less = remedies_so_far(run)
-    if any(o.key in ("train.batch_size", "train.grad_accum") for o in call.overrides):
-        less["halvings"] = 0  # what is typed now is what memory is to be tried with
+    if any(override.key in ("train.batch_size", "train.grad_accum") for override in call.overrides):
+        less["halvings"] = 0  # a batch that is typed now is tried as it is
     options = LaunchOptions(
         request=LaunchRequest(
             command_strategy=_command(call, run, facts, before),
@@ -99,9 +98,10 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
 
 
 def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan) -> Any:
-    """Return what the run's command asks for, or what is typed now: states fit any strategy and number of processes."""
+    """Return the strategy that the run's command implies, or the one typed now: states fit any strategy and world size."""
     command, planned = facts["command"], before.strategy
-    typed = next((o.text for o in call.overrides if o.key == "launch.strategy" and o.text != planned), "auto")
+    strategies = (override.text for override in call.overrides if override.key == "launch.strategy")
+    typed = next((strategy for strategy in strategies if strategy != planned), "auto")
     if typed != "auto" and facts["deepspeed"]:
         raise UserError(
             f"`{run.name}` runs under your DeepSpeed JSON, so `launch.strategy` cannot become `{typed}`", hint="omit it"
@@ -111,19 +111,18 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
     nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
     if command == "single" and nodes * (call.integer("NUM_GPUS", minimum=1) or 1) > 1:
         return "ddp"
-    # What `auto` turned to stays, even if another strategy fits better now: a run should compute in one way.
+    # The strategy that `auto` chose stays, even if another fits better now: a run should compute in the same way.
     whole = before.copies == before.sequence_parallel == 1
     return planned if command == "auto" and planned in ("ddp", "fsdp2") and whole else command
 
 
 def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None:
-    """Return what `newest_checkpoint` does, and say so; what killed processes left is removed.
+    """Return and report the newest valid checkpoint, after removing leftovers of killed processes.
 
-    Raise `CheckpointError` on what is to be the first node where another node's folder is all there is: its checkpoints
-    are on node 0.
+    Raise `CheckpointError` on the first node for a folder that belongs to another node, since checkpoints are on node 0.
     """
-    for left in clean_up(run):
-        print(f"removed: {left}", file=sys.stderr)
+    for path in clean_up(run):
+        print(f"removed: {path}", file=sys.stderr)
     checkpoint = newest_checkpoint(run)
     events = read_events(run)
     if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
@@ -140,10 +139,10 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Return the newest valid checkpoint, and say which were skipped and why; `None` where the run has saved none yet.
+    """Return the newest valid checkpoint, and report skipped ones; `None` if the run has not saved any.
 
-    Raise `CheckpointError` for a run that had some, or has a model: to train from its start would write over what may
-    be rescued.
+    Raise `CheckpointError` for a run that saved checkpoints or a model but has no valid checkpoint: training from its
+    start would overwrite what may still be rescued.
     """
     checkpoint, skipped = newest_valid(run)
     for reason in skipped:
@@ -167,97 +166,98 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
 
 
 OF_SCHEDULERS = ("slurm.", "kubernetes.")
-"""Sections that say where a run is started, and nothing of what it computes."""
+"""Sections that say where a run is started and do not affect what it computes."""
 BY_RESUME = "resume, in place of "
-"""How the origin begins of what `with_its_batch` has computed anew; the value that was written follows, as JSON."""
+"""Prefix of the origin of values that `with_its_batch` computed; the value that they replace follows as JSON."""
 
 
 def check_overrides(call: Call) -> None:
-    """Raise `UserError` for overrides that would make it another run."""
+    """Raise `UserError` for overrides of keys that cannot change in a resumed run."""
     refused = [
-        o
-        for o in call.overrides
-        if o.key not in CHANGEABLE
-        and not o.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
-        and not needs_own_word(o.key)
+        override
+        for override in call.overrides
+        if override.key not in CHANGEABLE
+        and not override.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
+        and not needs_own_word(override.key)
     ]
+    hint = (
+        'leave it out, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may'
+        " change"
+    )
     raise_all(
         [
             UserError(
-                f"`{o.key}` cannot change in a resumed run: what the run has"
-                f" {'scored' if o.key.startswith('eval.') else 'learned'} so far depends on it",
-                place=o.origin,
-                hint='leave it out, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may change',
+                f"`{override.key}` cannot change in a resumed run: what the run has"
+                f" {'scored' if override.key.startswith('eval.') else 'learned'} so far depends on it",
+                place=override.origin,
+                hint=hint,
             )
-            for o in refused
+            for override in refused
         ]
     )
 
 
 def steps_asked(config: Config, plan: Plan) -> int:
-    """Return the optimizer steps in all that a configuration asks for; `plan` is the run's last, which knows those of
-    an epoch.
-    """
+    """Return the total optimizer steps that a configuration asks for, with the steps per epoch of the run's last plan."""
     if config.train.max_steps > 0 or not plan.steps_per_epoch:
         return max(config.train.max_steps, 0)
     return max(1, math.ceil(config.train.epochs * plan.steps_per_epoch))
 
 
 def is_longer(config: Config, plan: Plan) -> bool:
-    """Whether this configuration asks a complete run, whose last plan is `plan`, to go on."""
+    """Whether this configuration asks for more steps than the last plan of a complete run."""
     return steps_asked(config, plan) > (plan.steps or 0)
 
 
 def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
-    """Raise `UserError` where fewer steps are asked for than have been made."""
-    asked, made = steps_asked(config, plan), step_of(checkpoint)
-    if 0 < asked < made:
+    """Raise `UserError` if the configuration asks for fewer steps than a checkpoint has made."""
+    asked, completed = steps_asked(config, plan), step_of(checkpoint)
+    if 0 < asked < completed:
         raise UserError(
-            f"{asked} steps in all are asked for, and `{checkpoint.name}` has made {made}",
+            f"the configuration asks for {asked} steps in all, but `{checkpoint.name}` has made {completed}",
             hint="omit `train.max_steps` and `train.epochs`, or ask for more",
         )
 
 
 def with_its_batch(loaded: LoadedConfig, call: Call, before: Plan, world: int) -> tuple[LoadedConfig, str | None]:
-    """Return the configuration with the run's own global batch, and a note where a number that was given no longer
-    makes it.
+    """Return the configuration with the run's own global batch, and a note if configured numbers no longer give it.
 
-    `train.batch_size` and `train.grad_accum` both given make the global batch, times the number of processes (of
-    `world`, those with rows of their own): where that, or one of them, is another now, the other is computed again, and
-    so is a micro-batch that is too large for so many. Both typed now, or a typed global batch, stay for the stamp to
-    judge.
+    Where `train.batch_size` and `train.grad_accum` are both configured, the global batch is their product with the
+    number of processes (in `world`, those with separate rows). If any of these has changed, the other is computed
+    again, and so is a micro-batch that is too large for the number of processes. Both numbers typed now, or a typed
+    global batch, are left to the comparison of stamps.
     """
     group = group_size(loaded.config.launch, world)
     groups = max(1, world // group)
-    train, typed, wanted = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
-    given = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
+    train, typed, rows = loaded.config.train, {o.key for o in call.overrides}, before.global_batch_size
+    decided = "train.global_batch_size" in typed or {"train.batch_size", "train.grad_accum"} <= typed
     too_large = (
-        train.batch_size != "auto" and "train.batch_size" not in typed and train.batch_size > rows_each(wanted, groups)
+        train.batch_size != "auto" and "train.batch_size" not in typed and train.batch_size > rows_each(rows, groups)
     )
     both = train.batch_size != "auto" and train.grad_accum != "auto"
-    fits = global_rows(train, groups) == wanted or (not both and train.global_batch_size != "auto")
-    if given or (fits and not too_large):
+    fits = global_rows(train, groups) == rows or (not both and train.global_batch_size != "auto")
+    if decided or (fits and not too_large):
         return loaded, None
     fixed = [
         key for key in ("grad_accum", "batch_size") if f"train.{key}" not in typed and getattr(train, key) != "auto"
     ]
     again = fixed if too_large else fixed[:1] if both else []
-    changes: dict[str, Any] = {"global_batch_size": wanted, **dict.fromkeys(again, "auto")}
-    written = {
-        key: loaded.origins.get(f"train.{key}", "") for key in changes
-    }  # one by us says already what was written
+    changes: dict[str, Any] = {"global_batch_size": rows, **dict.fromkeys(again, "auto")}
+    # An origin by an earlier resume already names the value that was written.
+    written = {key: loaded.origins.get(f"train.{key}", "") for key in changes}
     places = {
         key: old if old.startswith(BY_RESUME) else BY_RESUME + json.dumps(getattr(train, key))
         for key, old in written.items()
     }
     many, names = plural(groups, "process" if group == 1 else "group"), " and ".join(f"`train.{key}`" for key in again)
-    note = f"note: the run's global batch stays {wanted} rows; for {many} {names} is computed again" if again else None
+    note = f"note: the run's global batch stays {rows} rows; for {many} {names} is computed again" if again else None
     return set_train(loaded, changes, places), note
 
 
 def compare_early(checkpoint: Path, config: Config) -> None:
-    """Compare what the configuration alone decides, before anything is planned or downloaded. Raise
-    `CheckpointError`.
+    """Compare the checkpoint's stamp with the configuration, before anything is planned or downloaded.
+
+    Raise `CheckpointError`.
     """
     old = Stamp.load(checkpoint)
     read_facts(checkpoint)
@@ -277,8 +277,9 @@ def compare_early(checkpoint: Path, config: Config) -> None:
 
 
 def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepared) -> None:
-    """Compare the checkpoint's stamp with what would go on. Prints warnings; raise `CheckpointError` with every
-    refusal.
+    """Compare the checkpoint's stamp with that of the resumed run, and print warnings.
+
+    Raise `CheckpointError` with every refusal.
     """
     check_states(checkpoint, strategy=plan.strategy, world_size=plan.world_size)
     differences = compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume")
@@ -288,28 +289,28 @@ def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepar
 
 @contextlib.contextmanager
 def restore_on_error(path: Path) -> Iterator[None]:
-    """Give a file back its old content when the body raises: a refused resume must leave the run as it was."""
+    """Restore a file's content if the body raises: a refused resume must leave the run as it was."""
     before = path.read_bytes() if path.is_file() else None
     try:
         yield
     except BaseException:
         if before is not None and (not path.is_file() or path.read_bytes() != before):
-            with contextlib.suppress(OSError):  # of a full disk the body's own error tells
+            with contextlib.suppress(OSError):  # the body's own error reports a full disk
                 write_bytes(path, before)
         raise
 
 
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
-"""Options of a first start: what they led to is compared with what the run was started with."""
+"""Options of a first start, whose effects are compared with the run instead."""
 OF_REPLICAS = frozenset({"single", "ddp", "auto"})
-"""What commands stand for whose processes each hold a whole model, however many they are."""
+"""Strategies of commands whose processes each hold a complete model."""
 
 
 def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | None:
-    """Return the run to continue; `None` where a new one is to be started, in a folder that was only reserved too.
+    """Return the run that `launch.auto_resume` continues; `None` to start a new one.
 
-    Raise `UserError` without `RUN_NAME`: a name made of the time would be another one each time; `CheckpointError` for
-    a run without its configuration.
+    A folder that was only reserved does not count. Raise `UserError` without `RUN_NAME`, since a name from the time
+    would differ each time, and `CheckpointError` for a run without its configuration.
     """
     if not loaded.config.launch.auto_resume:
         return None
@@ -328,15 +329,13 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
 
 
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:
-    """Return the call of `make resume` that this start amounts to: keys that differ from the run's own are its
-    overrides.
+    """Return the `make resume` call that is equivalent to this start: keys that differ from the run's are overrides.
 
-    The number of nodes and of processes may be another than before. Raise `UserError` where the run was launched in
-    another way.
+    The number of nodes and of processes may differ. Raise `UserError` if the run was launched in another way.
     """
     first, mine, request = launches(run)[0]["launch"], launch_facts(options), options.request
     before, now = first["command"], mine["command"]
-    # `make train` and `make train-distributed` differ by the number of processes only
+    # `make train` and `make train-distributed` differ only in the number of processes.
     same = before == now or ({before, now} <= OF_REPLICAS and (now == "single" or request.num_gpus is not None))
     how = "" if same else f"by `make {COMMANDS[before]}`, not by `make {COMMANDS[now]}`"
     for name in ("deepspeed", "fsdp"):
@@ -350,8 +349,8 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
             f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}",
             file=sys.stderr,
         )
-    given = {name: text for name, text in call.options.items() if name not in OF_A_START}
-    given |= {"RUN": str(run.path)}
+    call_options = {name: text for name, text in call.options.items() if name not in OF_A_START}
+    call_options |= {"RUN": str(run.path)}
     places = {
         "NUM_GPUS": 1 if mine["command"] == "single" else request.num_gpus,
         "NUM_NODES": request.num_nodes,
@@ -359,15 +358,17 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
         "MASTER_ADDR": options.master_address,
         "MASTER_PORT": options.master_port,
     }
-    given |= {name: str(value) for name, value in places.items() if value is not None}
-    return replace(call, command="resume", options=given, overrides=tuple(changes(read_config(run.config), loaded)))
+    call_options |= {name: str(value) for name, value in places.items() if value is not None}
+    return replace(
+        call, command="resume", options=call_options, overrides=tuple(changes(read_config(run.config), loaded))
+    )
 
 
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
-    """Return the keys whose values differ, as overrides with the place where the new value was written.
+    """Return the keys whose values differ, as overrides with the place of the new value.
 
-    What a resume on another number of processes computed anew (`resume.with_its_batch`) is no wish to change it back,
-    as long as the command says what it said before.
+    A value that a resume on another number of processes computed (`resume.with_its_batch`) does not count as changed
+    while the command still has the value that it replaced.
     """
     before, after = flatten(old), flatten(new)
     return [

@@ -1,4 +1,4 @@
-"""Run folders at launch: a name, a reservation that nobody else can take, the run's events, and room on its disk."""
+"""Run folders at launch: their names, exclusive reservation, events, and disk space."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sft_play.runs.manifest import SHARDED
 from sft_play.text import as_typed
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
-"""Letters, digits, `_ . + = -`; starts with a letter or digit, so that it is a visible folder and never an option."""
+"""Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and never taken for an option."""
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
@@ -60,12 +60,13 @@ LAUNCH: Mapping[str, Any] = {
     "deepspeed": Mapping[str, Any] | None,
     "fsdp": Mapping[str, Any],
 }
-"""Types of what an event says, and a launch in it."""
+"""Types of the fields of an event, and of a launch in it."""
 
 
 def choose_name(run_name: str | None, config_path: Path | None) -> str:
-    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`). Raise `UserError` for a bad
-    name.
+    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`).
+
+    Raise `UserError` for a name that is not valid.
     """
     if run_name is None:
         stem = re.sub(r"[^\w.+=-]", "-", config_path.stem if config_path else "run").lstrip("._-+=") or "run"
@@ -80,9 +81,7 @@ def choose_name(run_name: str | None, config_path: Path | None) -> str:
 
 
 def names_from(name: str) -> Iterator[RunFolder]:
-    """Yield the run of a name that nobody typed, then those to try where another command took it:
-    `demo-20261121-051500.2`.
-    """
+    """Yield the run of a generated name, then alternatives in case it is taken, such as `demo-20261121-051500.2`."""
     yield RunFolder(runs_folder() / name)
     yield from (RunFolder(runs_folder() / f"{name}.{number}") for number in itertools.count(2))
 
@@ -91,12 +90,12 @@ def names_from(name: str) -> Iterator[RunFolder]:
 def reserve_folder(
     name: str, *, node_rank: int = 0, never_started_too: bool = False, unnamed: bool = False
 ) -> Iterator[RunFolder]:
-    """Take `runs/NAME/` for this launch and give it back when the body raises before the workers have started.
+    """Reserve `runs/NAME/` for this launch, and remove it if the body raises before workers start.
 
-    mkdir is atomic, so of two launches with one name exactly one gets it; `unnamed`: the other takes the next free
-    name. Nodes other than 0 may share the folder with node 0 through a network disk: they join a folder in which their
-    own node has not started yet. `never_started_too`: a folder that an earlier launch left before its workers started
-    is taken over.
+    mkdir is atomic, so exactly one of two launches with the same name gets it; if `unnamed`, the other takes the next
+    free name. Nodes other than 0 may share the folder with node 0 on a network disk: they join a folder in which their
+    node has not started yet. With `never_started_too`, take over a folder that an earlier launch left before its
+    workers started.
     """
     run = RunFolder(runs_folder() / name)
     if unnamed:
@@ -108,17 +107,13 @@ def reserve_folder(
     except BaseException:
         if created and not has_started(run):
             shutil.rmtree(run.path, ignore_errors=True)
-            with contextlib.suppress(
-                OSError
-            ):  # only when this launch made the first run: an empty `runs/` is no trace worth leaving
+            with contextlib.suppress(OSError):  # removes `runs/` only if it is empty
                 run.path.parent.rmdir()
         raise
 
 
 def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
-    """Create the folder; return whether this process made it. An existing one is no error where the name was not
-    typed.
-    """
+    """Create the folder; return whether this process created it. An existing one is an error if the name was typed."""
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir()
@@ -144,21 +139,19 @@ def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
 
 @contextlib.contextmanager
 def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
-    """Keep a run for one launcher of this node: of two that train in one folder, each would overwrite the other's
-    files.
+    """Lock a run for this node's launcher, since two launchers would overwrite each other's files.
 
-    The kernel gives the lock back when this process ends, however it ends. Raise `UserError` when another has it,
-    `HardwareError` where nothing can be written. A disk that knows no locks (Lustre or NFS, as it may be mounted) gives
-    a warning.
+    The kernel releases the lock when this process ends in any way. Raise `UserError` if another launcher has it,
+    `HardwareError` if nothing can be written. A disk without locks (Lustre or NFS with some mount options) causes a
+    warning.
     """
     check_run(run, writes=True)
     path = run.path / f".launcher-node{node_rank}.lock"
     with contextlib.ExitStack() as stack:
         try:
-            own = stack.enter_context(
-                open_own(path)
-            )  # by it `make stop` finds the owner, also where there are no locks
-            for _ in range(10):  # `make runs`, which only looks, has it for a moment
+            # `make stop` finds the owner by this file, even on a disk without locks.
+            own = stack.enter_context(open_own(path))
+            for _ in range(10):  # `make runs` may hold the lock for a moment
                 if (descriptor := lock(path)) is not None:
                     stack.callback(os.close, descriptor)
                     break
@@ -191,7 +184,7 @@ def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
 
 
 def read_events(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the run's events, oldest first; a line that a crash cut short is left out."""
+    """Return the run's events, oldest first, without a line that a crash cut short."""
     return [
         event
         for event in read_json_lines(run.events)
@@ -200,33 +193,31 @@ def read_events(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any) -> None:
-    """Append one line to `events.jsonl`: what happened, when (seconds since 1970), on which node."""
+    """Append a line to `events.jsonl`: the event, its time in seconds since 1970, and its node."""
     append_json_line(run.events, {"event": event, "time": time.time(), "node": node_rank, **facts})
 
 
 def has_started(run: RunFolder) -> bool:
-    """Whether workers were ever started in this folder: by its events, or by what only workers write, as events may be
-    lost.
-    """
-    return any(e.get("event") in {"started", "resumed"} for e in read_events(run)) or has_trained(run)
+    """Whether workers were ever started in this folder, by its events or, since these may be lost, by workers' files."""
+    return any(event.get("event") in {"started", "resumed"} for event in read_events(run)) or has_trained(run)
 
 
 def has_trained(run: RunFolder) -> bool:
-    """Whether this folder holds what only workers write: a checkpoint, whole or not, a model, or metrics."""
+    """Whether this folder has files that only workers write: a checkpoint, complete or not, a model, or metrics."""
     measured = run.metrics.is_file() and run.metrics.stat().st_size > 0
     return measured or run.model.is_dir() or any(run.checkpoints.glob("step-*"))
 
 
 def started_by(run: RunFolder, node_rank: int) -> bool:
-    """Whether this node has started its workers in this folder, or the run is over."""
-    return any(e.get("node") == node_rank or e.get("event") in FINAL_EVENTS for e in read_events(run))
+    """Whether this node has started its workers in this folder, or the run has ended."""
+    return any(event.get("node") == node_rank or event.get("event") in FINAL_EVENTS for event in read_events(run))
 
 
 def find_run(name: str, *, writes: bool = False) -> RunFolder:
-    """Return the run called `name`, or in the folder `name`, once the gate has let it pass (`runs.gate`).
+    """Return the run called `name`, or in the folder `name`, after the checks of `runs.gate`.
 
-    Raise `CheckpointError` with the runs that exist, or for a lost `config.json`. `writes`: the command writes into the
-    run's folder.
+    `writes` says whether the command writes into the run's folder. Raise `CheckpointError` with the existing runs, or
+    for a missing `config.json`.
     """
     if path := run_path(name):
         if CHECKPOINT.fullmatch(path.name) and path.parent.name == RunFolder(path).checkpoints.name:
@@ -238,14 +229,14 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
             raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
-    known = all_runs()
-    listing = ", ".join(run.name for run in known[:10]) or "none"
-    more = f" and {len(known) - 10} more" if len(known) > 10 else ""
-    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{more}")
+    runs = all_runs()
+    listing = ", ".join(run.name for run in runs[:10]) or "none"
+    rest = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{rest}")
 
 
 def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
-    """Return the run that a command's `RUN` names. Raise `UserError` without one, `CheckpointError` as `find_run`."""
+    """Return the run that a command's `RUN` names. Raise `UserError` without `RUN`, `CheckpointError` like `find_run`."""
     if not call.options.get("RUN"):
         raise UserError(
             f"`make {call.command}` needs `RUN=name-or-folder`",
@@ -255,13 +246,13 @@ def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Whether the run's last event says that it is complete, and its model is still there."""
-    events = [e for e in read_events(run) if e.get("node", 0) == 0]
+    """Whether the run's last event says that it finished, and its model exists."""
+    events = [event for event in read_events(run) if event.get("node", 0) == 0]
     return bool(events) and events[-1].get("event") == "finished" and (run.model / "stamp.json").is_file()
 
 
 def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """Return what the workers recorded when they left: rank -> `{"rank", "code", "error", "time"}`."""
+    """Return the records of workers that have left: rank -> `{"rank", "code", "error", "time"}`."""
     records = {}
     for rank in ranks:
         if record := read_object(run.rank_exit(rank)):
@@ -270,34 +261,34 @@ def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, An
 
 
 def remove_left(run: RunFolder, ranks: range) -> None:
-    """Remove what workers of the last attempt were writing when they were killed. No worker may run."""
+    """Remove half-written files of killed workers of the last attempt; no worker may be running."""
     for path in (*map(run.rank_exit, ranks), run.stamp, run.training_metrics):
         remove_half_written(path)
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the events of the launches that a user asked for, oldest first. Raise `CheckpointError` where there is
-    none.
-    """
-    unsaid: dict[str, Any] = {"num_gpus": None, "deepspeed": None, "fsdp": {}}
-    events = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
-    found = [event | {"launch": unsaid | event["launch"]} for event in events]
-    if not found or any(
-        event["launch"].keys() < LAUNCH.keys() or misfit(event["launch"], LAUNCH) is not None for event in found
-    ):
+    """Return the events of the user's launches, oldest first. Raise `CheckpointError` where there is none."""
+    defaults: dict[str, Any] = {"num_gpus": None, "deepspeed": None, "fsdp": {}}
+    events = [
+        event | {"launch": defaults | event["launch"]}
+        for event in read_events(run)
+        if event["event"] in ("started", "resumed") and event.get("launch")
+    ]
+    facts = [event["launch"] for event in events]
+    if not facts or any(launch.keys() < LAUNCH.keys() or misfit(launch, LAUNCH) is not None for launch in facts):
         raise cannot_continue(run, run.events)
-    return found
+    return events
 
 
 def last_plan(run: RunFolder) -> Plan:
-    """Return the run's last plan. Raise `CheckpointError` where there is none."""
+    """Return the run's last plan. Raise `CheckpointError` if it is missing."""
     if not run.plan.is_file():
         raise cannot_continue(run, run.plan)
     return Plan.load(run.plan)
 
 
 def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
-    """Return the error for a run of which `path` is missing or damaged, with what can still be used."""
+    """Return the error for a run whose file `path` is missing or damaged, with what can still be used."""
     if not has_started(run):
         text = f"`{run.name}` never started, so there is nothing to continue from"
         return CheckpointError(text, hint="start it again under another RUN_NAME")
@@ -311,11 +302,11 @@ def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
 
 
 SPARE_BYTES = 64 * 2**20
-"""Logs, TensorBoard, tokenizer and JSON files of a run."""
+"""Size of a run's logs, TensorBoard, tokenizer and JSON files."""
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of one checkpoint: what is trained and its optimizer states (for `full`, the whole model)."""
+    """Return the size of a checkpoint: trained weights (for `full`, the complete model) and optimizer states."""
     shards_weights = plan.strategy in {"zero3", "fsdp2"}
     sizes = 0
     for name, shards in (
@@ -329,29 +320,26 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def require_disk_space(plan: Plan, config: Config, run: RunFolder) -> None:
-    """Raise `HardwareError` when the disk of the run folder is too small for what the run will still take at its
-    fullest.
+    """Raise `HardwareError` if the disk of the run folder lacks space for the run's largest extent.
 
-    That are kept checkpoints, the best one, a new one beside them, and `model/`. Checkpoints that it has already have
-    their space; they never have that of the new one or of the model.
+    That is the retained checkpoints, the best one, a new one in addition, and `model/`. Existing checkpoints already
+    have their space, except for the new one and the model.
     """
-    one, limit = checkpoint_bytes(plan), config.train.save_total_limit
-    kept = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 1
+    size, limit = checkpoint_bytes(plan), config.train.save_total_limit
+    checkpoints = 0 if config.train.save_strategy == "no" else (3 if limit is None else limit) + 1
     there = sum(path.lstat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
-    needed = SPARE_BYTES + one * (kept + 1 + bool(kept)) - min(kept * one, there)
+    needed = SPARE_BYTES + size * (checkpoints + 1 + bool(checkpoints)) - min(checkpoints * size, there)
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise HardwareError(
             f"the disk of `{run.path.parent}` has {free / 2**30:.3f} GiB free, but this run needs {needed / 2**30:.3f}"
-            f" GiB: checkpoints of {one / 2**30:.3f} GiB each, the model and logs",
+            f" GiB: checkpoints of {size / 2**30:.3f} GiB each, the model and logs",
             hint="free some space, set RUNS_DIR to another disk, or lower `train.save_total_limit`",
         )
 
 
 def explain_disk_errors(run: RunFolder) -> AbstractContextManager[None]:
-    """Turns an `OSError` of the body that says that a disk takes no more, or no writes, into a `HardwareError` with its
-    place.
-    """
+    """Turn an `OSError` of the body about a full or read-only disk into a `HardwareError` with its place."""
 
     def hint(full: bool, _: Path) -> str:
         then = f"make resume RUN={run.typed}" if has_started(run) else "the same command again"

@@ -1,6 +1,4 @@
-"""`make runs`, which `make compare` and the page show too; `make stop` and `make logs`; and which launcher trains a
-run, by its lock.
-"""
+"""`make runs`, `make stop` and `make logs`; the summaries of runs for other commands, and the launchers that hold locks."""
 
 from __future__ import annotations
 
@@ -38,20 +36,20 @@ from sft_play.text import duration, figure, gib, table
 
 LOCK = re.compile(r"\.launcher-node(\d+)\.lock")
 STOP_SECONDS = 3600.0
-"""How long `make stop` waits; a launcher leaves within 25 s, unless a checkpoint takes longer to write."""
+"""How long `make stop` waits; a launcher leaves within 25 s unless writing a checkpoint takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds a run's lock."""
+    """The holder of a run's lock."""
 
     node_rank: int
     process: psutil.Process | None
-    """The launcher; `None` when it runs on another machine (a network disk), or is another user's."""
+    """The launcher; `None` if it runs on another machine (network disk) or belongs to another user."""
 
 
 def holders(run: RunFolder) -> list[Holder]:
-    """Return the launchers that train a run now, one a node, node 0 first."""
+    """Return the launchers that train a run now, one per node, ordered by node."""
     locks = {
         int(name[1]): path for path in run.path.glob(".launcher-node*.lock") if (name := LOCK.fullmatch(path.name))
     }
@@ -61,7 +59,7 @@ def holders(run: RunFolder) -> list[Holder]:
 def _is_locked(path: Path) -> bool:
     try:
         descriptor = lock(path, shared=True)
-    except OSError:  # a disk without file locks: then only a launcher of this machine can be known
+    except OSError:  # on a disk without file locks, only a launcher of this machine can be detected
         return _owner(path) is not None
     if descriptor is not None:
         os.close(descriptor)
@@ -69,7 +67,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _owner(path: Path) -> psutil.Process | None:
-    """Return the process that is named in a lock, if it has that very file open: another may have got its number."""
+    """Return the process named in a lock, if it has that file open: its id may have been reused."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         process = psutil.Process(int(open_plain(path).read(20)))
         if any(path.samefile(file.path) for file in process.open_files() if Path(file.path).name == path.name):
@@ -78,51 +76,53 @@ def _owner(path: Path) -> psutil.Process | None:
 
 
 def stop(call: Call) -> int:
-    """`make stop RUN=`: asks the run's launcher here to save and leave, waits for it and says what is saved."""
+    """Ask the run's launcher on this machine to save and leave, wait for it, and report what is saved."""
     run = find_named_run(call)
-    known = holders(run)
-    if not known:
+    launchers = holders(run)
+    if not launchers:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
-    mine = [holder.process for holder in known if holder.process is not None]
+    mine = [holder.process for holder in launchers if holder.process is not None]
     if not mine:
         raise HardwareError(
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint="type `make stop` there; the stop of one machine stops all; `scancel JOBID` stops a Slurm job",
         )
-    goes_on = f"make resume RUN={run.typed} continues it"
+    follow_up = f"make resume RUN={run.typed} continues it"
     if job := _slurm_job(mine[0]):
-        goes_on = (
+        follow_up = (
             "after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel"
             f" {job}` ends it for good"
         )
-        print(f"hint: Slurm job {job} trains `{run.name}`: {goes_on}", file=sys.stderr, flush=True)
-    node = next(holder.node_rank for holder in known if holder.process is mine[0])
-    return ask_to_leave(call, run, mine, node, goes_on)
+        print(f"hint: Slurm job {job} trains `{run.name}`: {follow_up}", file=sys.stderr, flush=True)
+    node = next(holder.node_rank for holder in launchers if holder.process is mine[0])
+    return ask_to_leave(call, run, mine, node, follow_up)
 
 
-def ask_to_leave(call: Call, run: RunFolder, launchers: Sequence[psutil.Process], node_rank: int, goes_on: str) -> int:
-    """Ask processes that train a run to save and leave, wait for it and say how node `node_rank` ended; return the exit
-    code.
+def ask_to_leave(
+    call: Call, run: RunFolder, launchers: Sequence[psutil.Process], node_rank: int, follow_up: str
+) -> int:
+    """Ask processes that train a run to save and leave, wait, and report how node `node_rank` ended.
+
+    Return the exit code.
     """
     begun = time.time()
     with contextlib.suppress(psutil.NoSuchProcess):
-        begun = (
-            launchers[0].create_time() - 0.5
-        )  # the kernel counts from the machine's start, in hundredths of a second
+        # The kernel's start times have a limited resolution.
+        begun = launchers[0].create_time() - 0.5
     for launcher in launchers:
         _ask(launcher, run)
     deadline = time.monotonic() + STOP_SECONDS
-    while left := [launcher.pid for launcher in launchers if is_alive(launcher)]:  # a zombie has left
+    while remaining := [launcher.pid for launcher in launchers if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
             raise HardwareError(
-                f"process {left[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {left[0]}"
+                f"process {remaining[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {remaining[0]}"
             )
         time.sleep(0.1)
-    return _say_how_it_ended(call, run, ending(run, node_rank, begun), goes_on)
+    return _report_end(call, run, ending(run, node_rank, begun), follow_up)
 
 
 def _slurm_job(launcher: psutil.Process) -> str | None:
-    """Return the job whose batch script, of `make slurm`, has started a launcher; `None` for any other launcher."""
+    """Return the Slurm job whose batch script (by `make slurm`) started a launcher; `None` for other launchers."""
     with contextlib.suppress(psutil.Error, OSError):
         variables = launcher.environ()
         return variables.get("SLURM_JOB_ID") if CAUSE_VARIABLE in variables else None
@@ -134,7 +134,7 @@ def _ask(launcher: psutil.Process, run: RunFolder) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         suspended = launcher.status() == psutil.STATUS_STOPPED
         launcher.send_signal(signal.SIGTERM)
-        if suspended:  # by Ctrl-Z: it would hear nothing before it goes on
+        if suspended:  # by Ctrl-Z: it receives the signal only after it continues
             print(
                 f"process {launcher.pid} was suspended; it is continued, so that it can stop",
                 file=sys.stderr,
@@ -144,10 +144,9 @@ def _ask(launcher: psutil.Process, run: RunFolder) -> None:
 
 
 def ending(run: RunFolder, node_rank: int, begun: float) -> dict[str, Any]:
-    """Return the event with which a launcher ended that had `begun` then (seconds since 1970).
+    """Return the final event of a launcher that began at `begun` (seconds since 1970).
 
-    The event is `removed` where the run's folder went with it, `unknown` where it could not write how its workers
-    ended.
+    The event is `removed` if the launcher removed the run folder, `unknown` if it could not record its end.
     """
     if not run.path.is_dir():
         return {"event": "removed", "code": 143}
@@ -157,11 +156,11 @@ def ending(run: RunFolder, node_rank: int, begun: float) -> dict[str, Any]:
     return {"event": "stopped", "code": 143, "note": "its workers had not started; nothing was trained in this launch"}
 
 
-def _say_how_it_ended(call: Call, run: RunFolder, last: Mapping[str, Any], goes_on: str) -> int:
+def _report_end(call: Call, run: RunFolder, last: Mapping[str, Any], follow_up: str) -> int:
     name, event = run.name, last["event"]
-    said = {
+    text = {
         "removed": f"`{name}` was stopped before its workers started; nothing was trained, and its folder is removed",
-        "stopped": f"{describe_stop(last) if 'signal' in last else 'stopped; ' + last.get('note', '')}\n{goes_on}",
+        "stopped": f"{describe_stop(last) if 'signal' in last else 'stopped; ' + last.get('note', '')}\n{follow_up}",
         "finished": f"`{name}` was finished before it could be stopped",
         "failed": f"{last.get('error') or 'error: it failed'}\n\n`{name}` failed while it was asked to stop",
     }.get(
@@ -173,19 +172,17 @@ def _say_how_it_ended(call: Call, run: RunFolder, last: Mapping[str, Any], goes_
     if call.json:
         print(json.dumps({"run": str(run.path), **last}))
     else:
-        print(said, file=sys.stderr if bad else sys.stdout)
+        print(text, file=sys.stderr if bad else sys.stdout)
     return int(last.get("code", 1)) if bad else 0
 
 
 def logs(call: Call) -> int:
-    """`make logs RUN= RANK= FOLLOW=1`: prints the log of a rank, and with `FOLLOW` what is added while the run goes
-    on.
-    """
+    """Print the log of a rank, and with `FOLLOW` also new lines while the run continues; return 0."""
     run, rank, follow = find_named_run(call), call.integer("RANK") or 0, call.flag("FOLLOW")
     path = run.rank_log(rank)
     if not path.is_file():
         ranks = sorted(
-            int(one.stem.removeprefix("rank")) for one in run.logs.glob("rank*.log") if one.stem[4:].isdecimal()
+            int(log.stem.removeprefix("rank")) for log in run.logs.glob("rank*.log") if log.stem[4:].isdecimal()
         )
         there = (
             f"there are those of ranks {', '.join(map(str, ranks))}" if ranks else "its workers have not started yet"
@@ -205,11 +202,11 @@ def logs(call: Call) -> int:
         return 0
     with io.TextIOWrapper(open_plain(path), encoding="utf-8", errors="replace") as stream:
         while True:
-            going = follow and bool(holders(run))  # asked before reading, so that the last lines are not missed
+            running = follow and bool(holders(run))  # checked before reading, so that the last lines are not missed
             while text := stream.read(65536):
                 sys.stdout.write(text)
                 sys.stdout.flush()
-            if not going:
+            if not running:
                 return 0
             time.sleep(0.5)
 
@@ -219,69 +216,67 @@ SYNTAX = (
     " shows all columns"
 )
 SINGLE = re.compile(r"""("[^"]*"|'[^']*')|(?<![=!<>])=(?!=)""")
-"""Text in quotes, or a single `=`."""
+"""Quoted text, or a single `=`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """One run, from its files alone; what is torn or missing is `None`."""
+    """Facts of a run from its files; `None` for what is damaged or missing."""
 
     name: str
     state: str
     """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher is gone), `never started`."""
     code: int | None
-    """Exit code of its last launch, where that has ended."""
+    """Exit code of its last launch, if that has ended."""
     node_rank: int
-    """The node whose folder it is: steps and scores are recorded on node 0 alone."""
+    """The node that the folder belongs to; steps and scores are recorded only on node 0."""
     step: int
     steps: int | None
     loss: float | None
-    """Of the last step in `metrics.jsonl`, nats."""
+    """Loss of the last step in `metrics.jsonl`, in nats."""
     best: float | None
     """Best value of `train.metric_for_best_model` among its evaluations."""
     metric: str | None
     scores: Mapping[str, float]
-    """Best value of each score of its evaluations: `eval_loss`, `eval_rougeL`, ..."""
+    """Best value of each score of its evaluations, such as `eval_loss` or `eval_rougeL`."""
     model: str | None
     method: str | None
     data: str | None
     strategy: str | None
     processes: int | None
     tokens_per_second: float | None
-    """Of the whole training; before it ends, of the last step."""
+    """Mean speed of the training; before it ends, speed of the last step."""
     peak_memory_bytes: int | None
     seconds: float | None
-    """Spent on optimizer steps; before the end, since the run started."""
+    """Time spent on optimizer steps; before the end, time since the run started."""
     energy_kwh: float | None
-    """Of the GPUs, as the driver measured their power; where it was not asked, at most: at their power limits."""
+    """Energy of the GPUs as measured by the driver, or else an upper bound from their power limits."""
     cost: float | None
-    """Of all machines at `PRICE_PER_HOUR`."""
+    """Cost of all machines at `PRICE_PER_HOUR`."""
     age_seconds: float | None
-    """Since something last happened to it."""
+    """Time since its last change."""
     problem: str | None = None
-    """Why it cannot be read; then nothing else is known of it."""
+    """Why it cannot be read; then no other fact is known."""
 
     def cells(self) -> dict[str, Any]:
-        """Return column -> value, each score a column."""
+        """Return column -> value, with a column for each score."""
         cells = asdict(self)
         scores = cells.pop("scores")
         return {**cells, **scores}
 
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What files of another making can lead to."""
+"""Errors that damaged or foreign files can cause."""
 
 
 def reason(error: BaseException) -> str:
-    """Return why a run cannot be read, in a line."""
+    """Return in a line why a run cannot be read."""
     text = f"{error.place}: {error.message}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return safe_text(text.partition("\n")[0])
 
 
 def list_run(run: RunFolder, price: float | None = None) -> Summary:
-    """Return what is known of a run of a list, where one that cannot be read, whatever is in its files, is a row that
-    says so.
-    """
+    """Return the summary of a run for a list; for a run that cannot be read, a summary that says why."""
     try:
         return summary_of(check_run(run), price)
     except UNREADABLE as error:
@@ -300,13 +295,11 @@ def list_run(run: RunFolder, price: float | None = None) -> Summary:
 
 
 def summary_of(run: RunFolder, price: float | None = None) -> Summary:
-    """Return what is known of a run; `price` is that of one machine's hour."""
+    """Return the summary of a run; `price` is that of a machine-hour."""
     events, state = _first_nodes_events(run), state_of(run)
-    config, plan, final = (
-        read_facts(run.config).get("config", {}),
-        read_facts(run.plan),
-        read_facts(run.training_metrics),
-    )
+    plan, final = read_facts(run.plan), read_facts(run.training_metrics)
+    config = read_facts(run.config).get("config", {})
+    model = read_facts(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or ""
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     scores = _best_scores([row for row in rows if row.get("kind") == "eval"])
@@ -315,47 +308,57 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     begun = next((event["time"] for event in events if isinstance(event.get("time"), (int, float))), None)
     seconds = final.get("training_seconds") or (max(0.0, time.time() - age - begun) if begun else None)
     hours = seconds / 3600 if seconds is not None else None
-    peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)  # of a run that goes on
+    # The peak so far, for a run that has not ended.
+    peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
     planned, forecast = plan.get("energy_kwh"), plan.get("total_seconds")
+    expected = planned * seconds / forecast if planned and seconds and forecast else None
     return Summary(
-        name=run.name, state=state, code=events[-1].get("code") if state in FINAL_EVENTS else None,
-        node_rank=node_of(run), step=int(train[-1].get("step", 0)), steps=plan.get("steps"), loss=train[-1].get("loss"),
-        best=scores.get(f"eval_{metric}"), metric=metric if f"eval_{metric}" in scores else None, scores=scores,
-        model=short_path(str(read_facts(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or "")) or None,
-        method=config.get("tuning", {}).get("mode"), data=_data(config.get("data", {})),
+        name=run.name,
+        state=state,
+        code=events[-1].get("code") if state in FINAL_EVENTS else None,
+        node_rank=node_of(run),
+        step=int(train[-1].get("step", 0)),
+        steps=plan.get("steps"),
+        loss=train[-1].get("loss"),
+        best=scores.get(f"eval_{metric}"),
+        metric=metric if f"eval_{metric}" in scores else None,
+        scores=scores,
+        model=short_path(str(model)) or None,
+        method=config.get("tuning", {}).get("mode"),
+        data=_data(config.get("data", {})),
         strategy="pipeline" if plan.get("stages") else plan.get("strategy"),
-        processes=plan.get("world_size"), tokens_per_second=final.get("tokens_per_second") or train[-1].get("tokens_per_second"),
-        peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None, seconds=seconds,
-        energy_kwh=energy_kwh(train, seconds) or (planned * seconds / forecast if planned and seconds and forecast else None),
+        processes=plan.get("world_size"),
+        tokens_per_second=final.get("tokens_per_second") or train[-1].get("tokens_per_second"),
+        peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None,
+        seconds=seconds,
+        energy_kwh=energy_kwh(train, seconds) or expected,
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
-    )  # fmt: skip
+    )
 
 
 def state_of(run: RunFolder) -> str:
-    """Return `Summary.state`, from the run's events and locks alone."""
+    """Return `Summary.state` from the run's events and locks."""
     events = _first_nodes_events(run)
     last = str(events[-1]["event"]) if events else ""
     launchers = holders(run)
-    if last in FINAL_EVENTS and any(one.process and one.process.pid == os.getpid() for one in launchers):
-        return last  # its own launcher asks, for the report at the end
+    if last in FINAL_EVENTS and any(launcher.process and launcher.process.pid == os.getpid() for launcher in launchers):
+        return last  # the run's own launcher asks, for the final report
     if launchers:
         return "running" if last and last not in FINAL_EVENTS else "preparing"
     return last if last in FINAL_EVENTS else "killed" if last else "never started"
 
 
 def age_of(run: RunFolder) -> float:
-    """Return the seconds since something last happened to a run."""
+    """Return the seconds since a run's last change."""
     touched = [path.stat().st_mtime for path in (run.config, run.events, run.metrics) if path.is_file()]
     return max(0.0, time.time() - max(touched)) if touched else 0.0
 
 
 def node_of(run: RunFolder) -> int:
-    """Return the first of the nodes that keep something in this folder: 0, unless this machine is another of several by
-    hand.
-    """
+    """Return the lowest node that uses this folder: 0, except on another machine of several without a shared folder."""
     recorded = {int(event.get("node", 0)) for event in read_events(run)}
-    return min(recorded or {one.node_rank for one in holders(run)}, default=0)
+    return min(recorded or {holder.node_rank for holder in holders(run)}, default=0)
 
 
 def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:
@@ -364,73 +367,77 @@ def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for row in evaluations:
         for name, value in row.items():
             kind = name.removeprefix("eval_").partition("/")[0]
             if isinstance(value, (int, float)) and (kind in OF_LOSS or kind in LABELS):
                 best = min if kind in OF_LOSS else max
-                found[name] = best(found.get(name, value), value)
-    return found
+                scores[name] = best(scores.get(name, value), value)
+    return scores
 
 
 def _data(section: Mapping[str, Any]) -> str | None:
     sources = section.get("sources") or ([{"path": section["train_path"]}] if section.get("train_path") else [])
-    names = [str(one.get("name") or Path(str(one.get("path"))).name) for one in sources if isinstance(one, dict)]
+    names = [
+        str(source.get("name") or Path(str(source.get("path"))).name) for source in sources if isinstance(source, dict)
+    ]
     return ", ".join(names) or None
 
 
 def short_path(text: str) -> str:
-    """Return a text without the folders above this one: a report may be handed on."""
+    """Return a text without the paths of the working and the home folder, since a report may be passed on."""
     return text.replace(f"{Path.cwd()}/", "").replace(str(Path.home()), "~")
 
 
 def main(call: Call) -> int:
-    """Print the runs that `WHERE` keeps, by `SORT`, else the newest first."""
+    """Print the runs that match `WHERE`, ordered by `SORT` or the newest first; return 0."""
     price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
-    found = sorted((list_run(run, price) for run in all_runs()), key=lambda one: (one.age_seconds or 0.0, one.name))
-    columns = list(dict.fromkeys(name for one in found for name in one.cells()))
-    chosen = [one for one in found if _holds(call.options.get("WHERE"), one, columns)]
-    if (sort := call.options.get("SORT")) and found:
+    runs = sorted(
+        (list_run(run, price) for run in all_runs()), key=lambda summary: (summary.age_seconds or 0.0, summary.name)
+    )
+    columns = list(dict.fromkeys(name for summary in runs for name in summary.cells()))
+    chosen = [summary for summary in runs if _holds(call.options.get("WHERE"), summary, columns)]
+    if (sort := call.options.get("SORT")) and runs:
         name = sort.removeprefix("-")
         if name not in columns:
             raise UserError(
                 f"`SORT` names the column `{name}`, which is missing", hint=f"the columns are {', '.join(columns)}"
             )
-        known = [one for one in chosen if one.cells().get(name) is not None]
-        known.sort(key=lambda one: one.cells()[name], reverse=sort.startswith("-"))
-        chosen = known + [one for one in chosen if one not in known]
+        with_value = [summary for summary in chosen if summary.cells().get(name) is not None]
+        with_value.sort(key=lambda summary: summary.cells()[name], reverse=sort.startswith("-"))
+        chosen = with_value + [summary for summary in chosen if summary not in with_value]
     if call.json:
-        print(json.dumps([one.cells() for one in chosen]))
+        print(json.dumps([summary.cells() for summary in chosen]))
     elif call.flag("CSV"):
         writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(one.cells() for one in chosen)
+        writer.writerows(summary.cells() for summary in chosen)
     elif not chosen:
-        print(f"no runs in `{runs_folder()}`" if not found else "`WHERE` matches no run")
+        print(f"no runs in `{runs_folder()}`" if not runs else "`WHERE` matches no run")
     else:
-        lines = [_format_row(one) for one in chosen]
+        lines = [_format_row(summary) for summary in chosen]
         used = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
         print(*table([used, *([line[name] for name in used] for line in lines)]), sep="\n")
-        for one in chosen:
-            if one.problem:
-                print(f"note: {one.name}: {one.problem}", file=sys.stderr)
+        for summary in chosen:
+            if summary.problem:
+                print(f"note: {summary.name}: {summary.problem}", file=sys.stderr)
     return 0
 
 
 def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
-    """Whether a run fulfils `WHERE`: a `filter` of rows in which `=` compares and a bare word at the right is text."""
+    """Whether a run matches `WHERE`: a `filter` of rows in which `=` compares and a bare word on the right is text."""
     if condition is None:
         return True
     try:
-        tree = ast.parse(SINGLE.sub(lambda found: found[1] or "==", condition.strip()), mode="eval")
+        tree = ast.parse(SINGLE.sub(lambda match: match[1] or "==", condition.strip()), mode="eval")
         for node in ast.walk(tree):
             if isinstance(node, ast.Compare):
                 node.comparators = [_word(right, columns) for right in node.comparators]
         expression = ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(f"`WHERE` is `{condition[:80]}`, which is not a condition", hint=SYNTAX) from None
-    # NaN compares with every number, and no comparison holds: a run without a value is left out.
+    # NaN can be compared with every number, and no comparison holds: a run without a value does not match.
     row = dict.fromkeys(columns, math.nan) | {name: value for name, value in run.cells().items() if value is not None}
     try:
         return Condition(expression, "WHERE", SYNTAX)(row)
@@ -444,29 +451,29 @@ def _word(node: ast.expr, columns: list[str]) -> ast.expr:
     return ast.Constant(node.id) if isinstance(node, ast.Name) and node.id not in (*columns, *FUNCTIONS) else node
 
 
-def _format_row(one: Summary) -> dict[str, str]:
+def _format_row(run: Summary) -> dict[str, str]:
     def cell(value: float | None, unit: str = "") -> str:
         return f"{figure(value)}{unit}" if value is not None else "-"
 
     return {
-        "run": one.name,
-        "state": f"{one.state} ({one.code})" if one.code and one.state == "failed" else one.state,
+        "run": run.name,
+        "state": f"{run.state} ({run.code})" if run.code and run.state == "failed" else run.state,
         "step": (
-            f"on node 0; this is node {one.node_rank}"
-            if one.node_rank
-            else f"{one.step}/{one.steps}"
-            if one.steps
-            else str(one.step)
+            f"on node 0; this is node {run.node_rank}"
+            if run.node_rank
+            else f"{run.step}/{run.steps}"
+            if run.steps
+            else str(run.step)
         ),
-        "loss": f"{one.loss:.4f}" if one.loss is not None else "-",
-        "best": f"{one.best:.4f} {one.metric}" if one.best is not None else "-",
-        "model": (one.model or "-").rstrip("/").rpartition("/")[2],
-        "method": one.method or "-",
-        "data": (one.data or "-")[:30],
-        "tokens/s": cell(one.tokens_per_second),
-        "memory": gib(one.peak_memory_bytes) if one.peak_memory_bytes else "-",
-        "time": duration(one.seconds) if one.seconds is not None else "-",
-        "energy": cell(one.energy_kwh, " kWh"),
-        "cost": cell(one.cost),
-        "age": duration(one.age_seconds) if one.age_seconds is not None else "-",
+        "loss": f"{run.loss:.4f}" if run.loss is not None else "-",
+        "best": f"{run.best:.4f} {run.metric}" if run.best is not None else "-",
+        "model": (run.model or "-").rstrip("/").rpartition("/")[2],
+        "method": run.method or "-",
+        "data": (run.data or "-")[:30],
+        "tokens/s": cell(run.tokens_per_second),
+        "memory": gib(run.peak_memory_bytes) if run.peak_memory_bytes else "-",
+        "time": duration(run.seconds) if run.seconds is not None else "-",
+        "energy": cell(run.energy_kwh, " kWh"),
+        "cost": cell(run.cost),
+        "age": duration(run.age_seconds) if run.age_seconds is not None else "-",
     }

@@ -1,5 +1,5 @@
-"""How a launch ended: judged by the workers' own records, the agent's words, what was seen first, and where ranks stand
-that make no step.
+"""How a launch ended, by the workers' records, the agent's log, what the launcher observed first, and the standings of
+ranks that hang.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOST = 75
 WORDS: Mapping[str, tuple[str, str]] = {
     "exit": (
         r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)",
-        "torch 2.13, distributed/elastic/multiprocessing/errors: each failed rank, negative for a signal; the first last",
+        "torch 2.13, distributed/elastic/multiprocessing/errors: each failed rank, negative for a signal, first last",
     ),
     "death": (r"died with <Signals\.(\w+): \d+>", "Python 3.11, subprocess.CalledProcessError of a single process"),
     "missing": (
@@ -48,13 +48,13 @@ WORDS: Mapping[str, tuple[str, str]] = {
         "torch 2.13, DataLoader.cpp: a loading process was killed",
     ),
 }
-"""What is read of others' texts, since no record and no exit code says it: pattern, and whose words they are.
+"""Messages of other programs that are parsed, since neither records nor exit codes have the fact: pattern and origin.
 
-The first four stand in the log of `accelerate launch`, the others in that of a rank.
+The first four are in the log of `accelerate launch`, the others in that of a rank.
 """
-SAID = {name: re.compile(pattern) for name, (pattern, _) in WORDS.items()}
+PATTERNS = {name: re.compile(pattern) for name, (pattern, _) in WORDS.items()}
 WORDS_BYTES = 200_000
-"""The end of a rank's log that is searched: stacks of all threads may follow an abort's reason."""
+"""Length of the end of a rank's log that is searched: stacks of all threads may follow the reason of an abort."""
 
 Standings = Mapping[str, Mapping[str, Any]]
 """Rank -> what `standing` returns."""
@@ -73,7 +73,7 @@ Cause = Literal[
 ]
 OUT_OF_MEMORY: Cause = "out_of_memory"
 PEER: Cause = "peer"
-"""The rank only lost its connection to another one."""
+"""Cause of a rank that only lost its connection to another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,34 +85,34 @@ class Outcome:
     rank: int | None = None
     """The rank that failed first."""
     host: str = ""
-    """Where that is, of a run on several machines."""
+    """Host of that rank in a run on several machines."""
     message: str = ""
-    """Its error, for the user; empty when all went well."""
+    """The error for the user; empty on success."""
     what: str = ""
-    """What happened, without what follows from it, where that is not the first line of the message."""
+    """What happened, without consequences, where that is not the first line of the message."""
     cause: Cause | None = None
-    """Why a rank was lost (code 75); `None` for everything else."""
+    """Why a rank was lost (code 75); otherwise `None`."""
     doing: Mapping[str, Any] = field(default_factory=dict)
-    """What the rank was at: `phase`, `step`, `micro_step`, `rows`; empty where it could not say."""
+    """The rank's activity: `phase`, `step`, `micro_step`, `rows`; empty where it is not known."""
     stop: Mapping[str, Any] = field(default_factory=dict)
-    """Of a run that was stopped on request: `signal`, `step`, `phase`, `saved`, `note`."""
+    """Facts of a stop on request: `signal`, `step`, `phase`, `saved`, `note`."""
 
     @property
     def first_line(self) -> str:
-        """What happened, without what follows from it."""
+        """What happened, without consequences."""
         return self.what or self.message.strip().partition("\n")[0].removeprefix("error: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What the launcher saw for itself, before it ended everything."""
+    """What the launcher observed itself before it ended all ranks."""
 
     cause: Cause
     rank: int | None
     text: str = ""
-    """One line for the user; empty where the records and the agent say more."""
+    """A line for the user; empty where the records and the agent's log say more."""
     lines: tuple[str, ...] = ()
-    """What follows it: where each rank stands."""
+    """Further lines: where each rank stands."""
     hint: str = ""
 
 
@@ -127,16 +127,15 @@ def outcome_of(
     memory_kill: str | None = None,
     log_starts: Mapping[int, int] | None = None,
 ) -> Outcome:
-    """Say how the workers ended, from their records, the agent's own words and what the launcher saw first.
+    """Return how the workers ended, from their records, the agent's log and what the launcher observed first.
 
-    `log_starts`: rank -> bytes that its log had before this attempt.
-
-    The order of causes: a run folder that is gone; what made the launcher end everything (a rank that was frozen, or
-    made no step); a worker that said that memory ran out, unless another had failed for good before it; a worker that
-    never joined the others; an error that no lost peer explains (codes 2, 4, 5), or that was seen first; one that a
-    signal killed (others then only saw their peer go), for memory where `memory_kill` is the evidence; the earliest
-    permanent error (codes 1 to 5), a worker without a record, the earliest lost peer, a stop on request. A worker that
-    NCCL's watchdog ended has only lost its peer.
+    `log_starts` maps ranks to the length of their logs before this attempt. Causes take precedence in this order: a
+    missing run folder; what made the launcher end all ranks (a frozen or hanging rank); a worker that reported that
+    memory ran out, unless another had a permanent error before; a worker that never joined the others; an error that no
+    lost peer explains (codes 2, 4, 5), or that was observed first; a worker that a signal killed (the others then only
+    lost their peer), for lack of memory if `memory_kill` is evidence of that; the earliest permanent error (codes 1 to
+    5), a worker without a record, the earliest lost peer, a stop on request. A worker that NCCL's watchdog ended has
+    only lost its peer.
     """
     records = exit_records(run, ranks)
     failed = sorted((record for record in records.values() if record["code"]), key=lambda record: record["time"])
@@ -149,37 +148,36 @@ def outcome_of(
     if signals:
         return _asked_to_stop(run, signals, failed, permanent, silent)
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
-        return _seen(run, loss)
+        return _observed(run, loss)
     short = [
         record
         for record in failed
-        if record.get("cause") == OUT_OF_MEMORY or (memory_kill and SAID["helper"].search(_error(record)))
+        if record.get("cause") == OUT_OF_MEMORY or (memory_kill and PATTERNS["helper"].search(_error(record)))
     ]
     if short and (not permanent or short[0]["time"] <= permanent[0]["time"]):
         return _out_of_memory(run, short[0])
     seen_first = loss.rank if loss and loss.cause == "failed" else None
     absent = [] if memory_kill else [r for r in failed if r.get("cause") == "not_joined" and r.get("blames") in silent]
     sure = [*absent, *(r for r in permanent if r["code"] not in (1, 3) or r["rank"] == seen_first)]
-    if sure:  # torchrun ended the others
+    if sure:
         return _recorded(run, sure[0])
-    words = {rank: tail(run.rank_log(rank), WORDS_BYTES, since=(log_starts or {}).get(rank, 0)) for rank in silent}
-    peers = {rank: said for rank, text in words.items() if (said := _lost_its_peer(text))}
+    logs = {rank: tail(run.rank_log(rank), WORDS_BYTES, since=(log_starts or {}).get(rank, 0)) for rank in silent}
+    peers = {rank: words for rank, text in logs.items() if (words := _lost_its_peer(text))}
     alone = [rank for rank in silent if rank not in peers]
-    shortages = [(rank, shortage[0]) for rank, text in words.items() if (shortage := SAID["native"].search(text))]
+    shortages = [(rank, shortage[0]) for rank, text in logs.items() if (shortage := PATTERNS["native"].search(text))]
     if shortages:
         return _vanished(run, shortages[0][0], "ended", f"its log says `{shortages[0][1]}`")
     if killed := _killed(ranks, alone, agent_log, loss):
         return _vanished(run, *killed, memory_kill)
+    # A single worker, or the parent of all, got a signal; a rank without a record would be the cause instead.
     asked = bool(failed) and failed[0]["code"] in (130, 143) and not (loss and loss.rank in silent)
-    if asked and (
-        seen_first is not None or not peers
-    ):  # one worker, or their parent; a rank without a word would be the cause
+    if asked and (seen_first is not None or not peers):
         return Outcome(code=failed[0]["code"], stop=stop_facts(run, (), failed))
     if not permanent and alone and (failed or agent_code < 0):
         return _vanished(run, alone[0], "vanished without a word", memory_kill)
     if not permanent and peers and all(r["code"] in (130, 143) for r in failed):  # torchrun asked the others to leave
-        rank, said = next(iter(peers.items()))
-        return _recorded(run, {"rank": rank, "code": LOST, "error": said, "cause": PEER})
+        rank, words = next(iter(peers.items()))
+        return _recorded(run, {"rank": rank, "code": LOST, "error": words, "cause": PEER})
     return _recorded(run, (permanent or failed)[0]) if failed else _never_began(run, ranks, agent_code, agent_log)
 
 
@@ -189,36 +187,35 @@ Records = Sequence[Mapping[str, Any]]
 def _asked_to_stop(
     run: RunFolder, signals: tuple[int, ...], failed: Records, permanent: Records, silent: Sequence[int]
 ) -> Outcome:
-    """How workers ended that this launcher was asked to stop."""
+    """Return how workers ended after this launcher was asked to stop."""
     if permanent and len(signals) == 1:
         return _recorded(run, permanent[0])
-    if silent and is_read_only(run.path):  # nothing was saved, and no rank could write that down
+    if silent and is_read_only(run.path):  # nothing was saved, and no rank could record that
         return _vanished(run, silent[0], "was asked to stop, and its last steps could not be saved", None)
     return Outcome(code=stop_code(signals[0]), stop=stop_facts(run, signals, failed))
 
 
 def _killed(ranks: range, alone: Sequence[int], agent_log: str, loss: Loss | None) -> tuple[int, str] | None:
-    """Return a rank without a record that a signal killed, and what the signal was."""
+    """Return a rank without a record that a signal killed, and a description."""
     others, _, root_cause = agent_log.partition("Root Cause")
-    codes = [(int(rank), int(code)) for rank, code in SAID["exit"].findall(root_cause) + SAID["exit"].findall(others)]
+    codes = [
+        (int(rank), int(code)) for rank, code in PATTERNS["exit"].findall(root_cause) + PATTERNS["exit"].findall(others)
+    ]
     for rank, code in codes:
-        if rank in alone and code < 0 and -code != signal.SIGTERM:  # with that torchrun ends the others
+        if rank in alone and code < 0 and -code != signal.SIGTERM:  # torchrun ends the others by SIGTERM
             return rank, f"was killed by {signal.Signals(-code).name}"
-    if (death := SAID["death"].search(agent_log)) and ranks.start in alone:
+    if (death := PATTERNS["death"].search(agent_log)) and ranks.start in alone:
         return ranks.start, f"was killed by {death[1]}"
-    if (
-        not codes and loss and loss.rank is not None and loss.rank in alone
-    ):  # the others did not leave in time, so torchrun never said which
+    # Where the others do not leave in time, torchrun never reports which rank failed.
+    if not codes and loss and loss.rank is not None and loss.rank in alone:
         return loss.rank, "was killed by a signal"
     return None
 
 
 def _lost_its_peer(log: str) -> str | None:
-    """Return the words of NCCL's watchdog where it ended the rank of a log for what another rank did; `None`
-    otherwise.
-    """
-    found = SAID["watchdog"].search(log)
-    return None if found is None or SAID["own fault"].search(log, found.start(), found.end() + 1000) else found[0]
+    """Return the message of NCCL's watchdog if it ended a log's rank because of another rank, otherwise `None`."""
+    match = PATTERNS["watchdog"].search(log)
+    return None if match is None or PATTERNS["own fault"].search(log, match.start(), match.end() + 1000) else match[0]
 
 
 def _error(record: Mapping[str, Any]) -> str:
@@ -231,13 +228,13 @@ def _who(rank: int) -> str:
 
 
 def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
-    """What a rank said of its own end, or of the rank that made it leave."""
+    """Return the outcome by a rank's record of its own end, or of the rank that made it leave."""
     rank, error, cause, log = record["rank"], _error(record), record.get("cause"), run.rank_log(record["rank"])
     if "blames" in record:
         what = error.removeprefix("error: ")
         text = f"error: {what}; all ranks were stopped\n\nhint: noticed by rank {rank}; its log: {log}"
         return Outcome(code=LOST, rank=record["blames"], message=text, what=what, cause=cause)
-    if cause == PEER:  # not the rank that failed: that one ran elsewhere, or would be told of here
+    if cause == PEER:  # the rank that failed ran on another machine, or its record would count instead
         why = f"{_who(rank)} lost its connection to another rank; the machine of that rank says why"
         text = f"{error}\n\n{why}; the log of rank {rank}: {log}; docs/troubleshooting.md#nccl-timeout"
         what = f"rank {rank} lost its connection to another rank ({error.partition(chr(10))[0][:100]})"
@@ -245,8 +242,8 @@ def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
     return Outcome(code=record["code"], rank=rank, message=f"{error}\n\n{_who(rank)} failed first; its log: {log}")
 
 
-def _seen(run: RunFolder, loss: Loss) -> Outcome:
-    """What the launcher ended everything for."""
+def _observed(run: RunFolder, loss: Loss) -> Outcome:
+    """Return the outcome by what the launcher observed."""
     log = f"the log of rank {loss.rank}: {run.rank_log(loss.rank)}" if loss.rank is not None else f"logs: {run.logs}"
     hint = f"{loss.hint}; {log}" if loss.hint else log
     text = "\n".join([f"error: {loss.text}; all ranks were stopped", *loss.lines])
@@ -261,8 +258,9 @@ def _out_of_memory(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
 
 
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:
-    """A rank that left no record. Without evidence it counts as lost, whatever the signal; a full or read-only disk is
-    evidence.
+    """Return the outcome for a rank without a record.
+
+    It counts as lost, whatever the signal, unless memory or a full or read-only disk is known to be the cause.
     """
     full = is_full(run.path)
     if memory_kill is None and (full or is_read_only(run.path)):
@@ -277,7 +275,7 @@ def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> O
 
 
 def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) -> Outcome:
-    missing = SAID["missing"].search(agent_log)
+    missing = PATTERNS["missing"].search(agent_log)
     if missing:
         seconds, joined, all_of_them = missing.groups()
         text = (
@@ -286,7 +284,7 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
         )
         hint = "the launchers have met, but not their ranks: open the ports from MASTER_PORT on between the nodes"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
-    if SAID["port"].search(agent_log):
+    if PATTERNS["port"].search(agent_log):
         text = "error: the port on which the workers meet was taken by another process after it had been found free"
         hint = "type the same command again; a MASTER_PORT of your own may need to be another"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="port")
@@ -299,12 +297,12 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
 
 
 def launcher_log(run: RunFolder, first_rank: int) -> Path:
-    """Where `accelerate launch` and torchrun themselves write; one file a node, since nodes may share a disk."""
+    """Return the log of `accelerate launch` and torchrun; each node has its own, since nodes may share a disk."""
     return run.logs / ("launcher.log" if first_rank == 0 else f"launcher-from-rank{first_rank}.log")
 
 
 def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
-    """Return the last `limit` bytes of a file, of those from `since` on; empty where there is none."""
+    """Return at most the last `limit` bytes of a file, from `since` on; empty without a file."""
     if not path.is_file():
         return ""
     with open_plain(path) as stream:
@@ -314,29 +312,29 @@ def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
 
 
 def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict[str, Any]:
-    """Return what the event `stopped` keeps: `signal`, `step` (the last that ended) and `saved`, the newest complete
-    checkpoint.
+    """Return the fields of the event `stopped`: `signal`, `step` (the last complete one), `saved` (the newest complete
+    checkpoint) and others.
 
-    Its files are compared by size alone: whoever saved it has read it back, `make resume` compares every byte, and to
-    read a large one takes longer than a scheduler waits.
+    The checkpoint's files are compared only by size: the worker read them back after saving, `make resume` compares
+    every byte, and reading a large one takes longer than a scheduler waits.
     """
-    told = [record["stop"] for record in records if "stop" in record]
-    name = signal.Signals(signals[0]).name if signals else told[0]["signal"] if told else None
+    stops = [record["stop"] for record in records if "stop" in record]
+    name = signal.Signals(signals[0]).name if signals else stops[0]["signal"] if stops else None
     newest, damaged = newest_valid(run, sizes_only=True)
     notes = [str(record["note"]) for record in records if "note" in record][:1] + [
         f"damaged: {reason}" for reason in damaged
     ]
     return {
         "signal": name,
-        "step": max((int(one["step"]) for one in told), default=None),
-        "phase": told[0]["phase"] if told else None,
+        "step": max((int(stop["step"]) for stop in stops), default=None),
+        "phase": stops[0]["phase"] if stops else None,
         "saved": newest.name if newest else None,
         "note": "; ".join(notes) or None,
     }
 
 
 def describe_stop(stop: Mapping[str, Any]) -> str:
-    """Return the line that says how a run was stopped and what is saved."""
+    """Return a line about how a run was stopped and what is saved."""
     saved, step = stop.get("saved"), stop.get("step")
     after = f" after step {step}" if step else ""
     whole = f"checkpoint {saved} is complete" if saved else "there is no complete checkpoint"
@@ -346,9 +344,7 @@ def describe_stop(stop: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def record_stop(run: RunFolder, node_rank: int) -> Iterator[None]:
-    """Record a stop that comes in the body while no worker lives; one that comes while workers live is their launcher's
-    to tell.
-    """
+    """Record a stop in the body, where no worker lives; a stop while workers live is recorded by `end_run`."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as stop:
@@ -359,13 +355,11 @@ def record_stop(run: RunFolder, node_rank: int) -> Iterator[None]:
 
 
 CAUSE_VARIABLE = "SFT_PLAY_CAUSE_FILE"
-"""Names the file; set by the script of `make slurm`."""
+"""Variable that names the file for a loss's cause; the script of `make slurm` sets it."""
 
 
-def tell_cause(outcome: Outcome) -> None:
-    """Write why a rank was lost, in one word, where the file is asked for. One that cannot be written changes
-    nothing.
-    """
+def write_cause(outcome: Outcome) -> None:
+    """Write why a rank was lost, in a word, to the file of `CAUSE_VARIABLE`; ignore a file that cannot be written."""
     path = os.environ.get(CAUSE_VARIABLE)
     if path and outcome.cause:
         with contextlib.suppress(OSError):
@@ -378,19 +372,19 @@ COLLECTIVE = re.compile(r"/torch/distributed/|/accelerate/utils/operations\.py$|
 
 
 def main_frames(stacks: str) -> list[tuple[str, str]]:
-    """Return (file, function) of the training thread, innermost first; empty where it is not found."""
+    """Return (file, function) of each frame of the training thread, innermost first; empty where it is not found."""
     for thread in re.split(r"\n(?=Thread |Current thread )", stacks):
-        frames = [(found["file"], found["function"]) for found in FRAME.finditer(thread)]
+        frames = [(match["file"], match["function"]) for match in FRAME.finditer(thread)]
         if any(MAIN.search(file) for file, _ in frames):
             return frames
     return []
 
 
 def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
-    """Return where a rank stands that makes no progress: how far it is (`at`), whether it `waits` for other ranks
-    (`None` if unknown), and words.
+    """Return where a rank without progress stands: its position (`at`), whether it `waits` for other ranks (`None` if
+    unknown), and descriptions.
 
-    `quiet` is seconds, `stacks` what it wrote of its threads.
+    `quiet` is in seconds, `stacks` is the dump of its threads.
     """
     frames = main_frames(stacks)
     inner = f", at {frames[0][1]} ({'/'.join(frames[0][0].split('/')[-2:])})" if frames else ""
@@ -406,33 +400,34 @@ def standing(beat: Beat, quiet: float, stacks: str) -> dict[str, Any]:
     }
 
 
-def culprits(found: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that keep the others waiting: those that are behind, else those that have begun fewer collective
-    operations (under NCCL ranks wait for the GPU, in no frame of torch.distributed), else those that wait for nobody;
-    empty if unknown.
+def culprits(standings: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that keep the others waiting; empty if unknown.
+
+    These are ranks that are behind, otherwise those that have begun fewer collective operations (under NCCL ranks wait
+    for the GPU, outside torch.distributed), otherwise those that do not wait.
     """
-    if len(found) < 2:
-        return list(found)
+    if len(standings) < 2:
+        return list(standings)
     for key in ("at", "collectives"):
-        places = {rank: facts[key] for rank, facts in found.items() if facts[key] is not None}
-        if len(places) == len(found) and min(places.values()) != max(places.values()):
+        places = {rank: facts[key] for rank, facts in standings.items() if facts[key] is not None}
+        if len(places) == len(standings) and min(places.values()) != max(places.values()):
             return [rank for rank, place in places.items() if place == min(places.values())]
-    working = [rank for rank, facts in found.items() if facts["waits"] is False]
-    return working if len(working) < len(found) else []
+    working = [rank for rank, facts in standings.items() if facts["waits"] is False]
+    return working if len(working) < len(standings) else []
 
 
-def hang(found: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
-    """Return the loss of ranks of which none makes progress: who keeps the others waiting, and a line for each."""
-    blamed, quiet = culprits(found), min(facts["quiet"] for facts in found.values())
+def hang(standings: Mapping[int, Mapping[str, Any]], run: RunFolder) -> Loss:
+    """Return the loss when no rank makes progress: which ranks keep the others waiting, and a line for each."""
+    blamed, quiet = culprits(standings), min(facts["quiet"] for facts in standings.values())
     lines = []
-    for rank, facts in sorted(found.items()):
+    for rank, facts in sorted(standings.items()):
         waits = " waiting for other ranks" if facts["waits"] and rank not in blamed else ""
         lines.append(f"  rank {rank} ({facts['host']}): {facts['where']}{waits}{facts['stuck']}")
     who = "rank" if len(blamed) == 1 else "ranks"
-    names = ", ".join(f"{rank} ({found[rank]['host']})" for rank in blamed)
-    said = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
+    names = ", ".join(f"{rank} ({standings[rank]['host']})" for rank in blamed)
+    text = f"{who} {names} made no step for {quiet:.0f} s" if blamed else f"no rank made a step for {quiet:.0f} s"
     hint = f"`launch.hang_seconds` is the patience; stacks of all threads: {run.logs}/stack-rank*.txt; "
     hint += "docs/troubleshooting.md#hangs-after-initialized"
-    if any(facts["collectives"] is not None for facts in found.values()):
+    if any(facts["collectives"] is not None for facts in standings.values()):
         hint += f"; collective operations: {run.logs}/collectives-rank*.json"
-    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=said, lines=tuple(lines), hint=hint)
+    return Loss(cause="hang", rank=blamed[0] if len(blamed) == 1 else None, text=text, lines=tuple(lines), hint=hint)

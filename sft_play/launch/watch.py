@@ -50,10 +50,10 @@ class Follower:
             if not self._read and size > WHOLE_BYTES:  # a line that is being written now is lost
                 self.rows, self._read = metric_rows(self.path), size
             stream.seek(self._read)
-            more = stream.read()
-            whole = more.rfind(b"\n") + 1
+            is_appended = stream.read()
+            whole = is_appended.rfind(b"\n") + 1
             self._read += whole
-            self.rows += measured(json_rows(more[:whole].splitlines()))
+            self.rows += measured(json_rows(is_appended[:whole].splitlines()))
         return self.rows
 
 
@@ -69,14 +69,14 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
     train, evaluations = ([row for row in rows if row.get("kind") == kind] for kind in ("train", "eval"))
     last, steps = train[-1] if train else {}, plan.get("steps")
     phase = read_facts(run.phase).get("phase", "loading") if state == "running" and not node_of(run) else state
-    left = seconds_left(rows, steps)
+    remaining = seconds_left(rows, steps)
     top = Table.grid(expand=True, padding=(0, 1))
     top.add_column(ratio=1)
     top.add_column(justify="right")
     top.add_row(
         ProgressBar(total=steps or 1, completed=last.get("step", 0)),
         f"{last.get('step', 0)}/{steps or '?'}"
-        + (f"  {clock(left)} left" if left is not None and state in UNDER_WAY else ""),
+        + (f"  {clock(remaining)} left" if remaining is not None and state in UNDER_WAY else ""),
     )
     facts = Table.grid(padding=(0, 2))
     for label, text in _facts(run, train, evaluations):
@@ -90,10 +90,10 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
             f"{values[rank]:.0f}{unit}" for values, unit in readings if rank < len(values) and values[rank] is not None
         )
         memory.add_row(Text(f"rank {rank}", style="dim"), bar, f"{size or 0:.2f} of {limit:.1f} GiB", device)
-    more = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
+    rest = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
     words = [Text(f"! {one.text}", style="yellow") for one in findings(rows, _spikes(run))]
     return Panel(
-        Group(top, facts, memory, *more, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan"
+        Group(top, facts, memory, *rest, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan"
     )
 
 
@@ -147,11 +147,11 @@ def is_terminal(console: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def show_live(run: RunFolder, console: TextIO, *, wanted: bool) -> Iterator[int]:
+def show_live(run: RunFolder, console: TextIO, *, enabled: bool) -> Iterator[int]:
     """Yield the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the
     console's own.
     """
-    if not wanted:
+    if not enabled:
         yield console.fileno()
         return
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`make gpu-info` and `make memory-check`: this machine's GPUs, the processes that hold memory, and whether CONFIG fits."""
+"""`make gpu-info` and `make memory-check`: this machine's GPUs, who holds their memory, and whether CONFIG fits."""
 
 from __future__ import annotations
 

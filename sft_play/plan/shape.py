@@ -51,7 +51,7 @@ class Matrices:
         return self.inputs * self.outputs * self.count
 
     def take_slice(self, ranks: int) -> Matrices:
-        """Return a rank's slice: of the inputs for the last layer of attention or feed-forward part, else of outputs."""
+        """Return a rank's slice: of the inputs for the last layer of attention or feed-forward part, or of outputs."""
         if self.kind != "linear":
             return self
         out = self.name.rsplit(".", 1)[-1] in ("o_proj", "down_proj", "dense", "dense_4h_to_h", "fc2", "c_proj")

@@ -259,9 +259,9 @@ def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> No
         meet(ours)
         peer = Outcome(code=75, rank=0, cause="peer", message="error: Connection closed by peer")
         outcome = ours.settle(LOST if ours.node.rank == 1 else peer)
-        return outcome, ours.follow(lambda: {"again": True, "said": outcome.message}), meet(ours), ours.attempt
+        return outcome, ours.follow(lambda: {"again": True, "message": outcome.message}), meet(ours), ours.attempt
 
-    expected = replace(LOST, host="b"), {"again": True, "said": LOST.message}, ["a", "b", "c"], 1
+    expected = replace(LOST, host="b"), {"again": True, "message": LOST.message}, ["a", "b", "c"], 1
     assert list(Nodes().run(act).values()) == [expected] * 3
 
 

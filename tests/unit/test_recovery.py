@@ -134,7 +134,7 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
         said = [process.stderr.readline() for _ in range(2)][1]
         assert "21.5 GiB on cuda:1" in said and "cuda:0" not in said
         if freed:
-            assert said.startswith("waiting until the memory of the processes that have ended is free")
+            assert said.startswith("waiting for the memory of ended processes to be freed")
             becomes(tmp_path, replace(pair, cards=(replace(first, free=1.0), second)))
         _, rest = process.communicate(timeout=240)
     assert process.returncode == 0
