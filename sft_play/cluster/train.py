@@ -412,7 +412,7 @@ class Control:
         dead = next(
             (launcher for launcher in self.launchers[1:] if launcher.code() and (launcher.ended_at or due) < due), None
         )
-        if dead is None or self.stop.wanted or {"started", "resumed"} & set(self.events()[self.before :]):
+        if dead is None or self.stop.requested or {"started", "resumed"} & set(self.events()[self.before :]):
             return ""
         self.launchers[0].process.terminate()
         code = dead.process.returncode
@@ -422,7 +422,7 @@ class Control:
     def say_how_it_ended(self, problem: str) -> int:
         """Print what node 0 cannot know, and return the exit code."""
         task, code = self.task, self.launchers[0].process.returncode
-        if self.stop.wanted:
+        if self.stop.requested:
             code = code if code >= 0 else stop_code(self.stop.signals[0])
         elif problem or code < 0:
             problem = problem or f"host `{task.inventory.master.name}`: its launcher was killed by signal {-code}"

@@ -261,7 +261,7 @@ def run_preparation(words: Sequence[str]) -> None:
     """
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
     bound = bind_to_parent(signal.SIGTERM)
-    # noqa: the only other thread writes to sockets.
+    # `preexec_fn` is safe here: the only other thread writes to sockets.
     with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509
         try:
             code = process.wait()

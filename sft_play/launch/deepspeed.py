@@ -1,6 +1,4 @@
-"""DeepSpeed's JSON: ours from the plan, and a user's own, checked against the pinned release and filled in from the
-plan.
-"""
+"""DeepSpeed's JSON: rendered from the plan, or a user's own, checked against the pinned release and completed."""
 
 from __future__ import annotations
 
@@ -27,14 +25,15 @@ from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.text import plural
 
 TOP_LEVEL = frozenset({
-    "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "communication_data_type",
-    "compile", "csv_monitor", "data_types", "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler",
+    "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_types", "disable_allgather", "disable_python_gc",
+    "dump_state", "flops_profiler",
     "fp16", "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
     "memory_breakdown", "optimizer", "prescale_gradients", "scheduler", "steps_per_print", "tensorboard", "timers",
     "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "vocabulary_size", "wall_clock_breakdown",
     "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
 })  # fmt: skip
-"""Top-level keys that we hand on to DeepSpeed, which itself ignores unknown ones in silence."""
+"""Top-level keys that are passed to DeepSpeed, which itself silently ignores unknown ones."""
 NOT_OURS: Mapping[str, str] = {
     "autotuning": "the plan chooses the batch; measure with `make plan`",
     "data_efficiency": "the order of rows is fixed by the seed, the same for every strategy",
@@ -47,13 +46,13 @@ NOT_OURS: Mapping[str, str] = {
     "tensor_parallel": "`launch.tensor_parallel` slices layers, without DeepSpeed",
     "weight_quantization": "`tuning.mode: qlora` quantises the base",
 }
-"""Keys that DeepSpeed knows and that would change what the run computes behind the plan's back."""
+"""Keys of DeepSpeed that would change what the run computes without the plan's knowledge."""
 
 REMOVED = frozenset({
     "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
     "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients",
 })  # fmt: skip
-"""Keys that DeepSpeed 0.19 refuses itself, once workers have started."""
+"""Keys that DeepSpeed 0.19 itself refuses, but only after workers have started."""
 
 GATHERED = "stage3_gather_16bit_weights_on_model_save"
 OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
@@ -62,7 +61,7 @@ OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "zero_optimization.cpu_offload": ("offload_optimizer", {"device": "cpu"}),
     "zero_optimization.cpu_offload_param": ("offload_param", {"device": "cpu"}),
 }
-"""Old spellings -> today's, and the value where it is another one."""
+"""Old spelling of a key -> current one, and the new value where that differs."""
 
 ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prescale_gradients": ((False,), "the loss is already scaled for a mean"),
@@ -72,7 +71,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "wandb.enabled": ((False,), "`train.report_to: wandb` records the run, and checks the login before it starts"),
     "comet.enabled": ((False,), "`train.report_to: comet_ml` records the run"),
 }
-"""Keys that may have no other value, and why."""
+"""Key -> its only allowed values, and the reason."""
 ON_GPUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Keys of `zero_optimization` for which DeepSpeed has no code on a CPU."""
 SECTIONS = ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization")
@@ -98,16 +97,16 @@ COMMENT, COMMA = r"//[^\n]*|/\*.*?\*/", r",(?=\s*[}\]])"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserDeepSpeed:
-    """A user's DeepSpeed settings after the checks that need no plan."""
+    """A user's DeepSpeed settings after checks that need no plan."""
 
     path: Path
     settings: Mapping[str, Any]
-    """In today's spelling; `auto` is still inside."""
+    """Settings in current spelling, including values of `auto`."""
     source: YamlNode = field(default_factory=lambda: YamlNode({}))
-    """As written, with lines; nothing of a run's own settings, which `resume` reads."""
+    """The file with line numbers; empty for a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
     problems: tuple[UserError, ...] = ()
-    """Keys and values that no plan can fix; raised together with what contradicts the plan."""
+    """Errors that no plan can fix, raised together with contradictions to the plan."""
 
     @property
     def stage(self) -> int:
@@ -115,18 +114,18 @@ class UserDeepSpeed:
 
     @property
     def batch(self) -> dict[str, int]:
-        """The batch that the file asks for, by keys of `train.`; empty where it says `auto`, or no number of rows."""
-        given = {key: self.settings.get(name) for key, name in BATCH_KEYS.items()}
-        found = {
-            key: value for key, value in given.items() if isinstance(value, int) and value > 0 and value is not True
+        """Batch numbers of the file, by keys of `train.`, without those that are `auto` or not valid."""
+        values = {key: self.settings.get(name) for key, name in BATCH_KEYS.items()}
+        numbers = {
+            key: value for key, value in values.items() if isinstance(value, int) and value > 0 and value is not True
         }
-        if found.keys() >= {"batch_size", "grad_accum"}:
-            found.pop("global_batch_size", None)  # the product, which `resolve` compares
-        return found
+        if numbers.keys() >= {"batch_size", "grad_accum"}:
+            numbers.pop("global_batch_size", None)  # `resolve` compares it with the product
+        return numbers
 
     @property
     def request(self) -> dict[str, Any]:
-        """What the settings ask of the plan, by fields of `LaunchRequest`."""
+        """The settings as fields of `LaunchRequest`."""
         zero, stage = self.settings["zero_optimization"], self.stage
         optimizer, weights = (
             (zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")
@@ -139,15 +138,16 @@ class UserDeepSpeed:
 
 
 def batch_numbers(*, micro_batch: int, accumulation: int, world_size: int) -> dict[str, int]:
-    """Return the batch as DeepSpeed counts it: slots, which the last micro-batches of a step may leave partly empty."""
+    """Return the batch as DeepSpeed counts it: in slots, some of which may stay empty in a step."""
     return dict(
         zip(BATCH_KEYS.values(), (micro_batch, accumulation, micro_batch * accumulation * world_size), strict=True)
     )
 
 
 def settings_of(plan: Plan, *, clipping: float, hidden_size: int) -> dict[str, Any]:
-    """Return the JSON for a plan. Where ranks differ, their largest batch: DeepSpeed knows one for all."""
-    micro_batch, accumulation = max(r.micro_batch for r in plan.ranks), max(r.accumulation for r in plan.ranks)
+    """Return the JSON for a plan. DeepSpeed has one batch for all ranks, so where they differ the largest counts."""
+    micro_batch = max(rank.micro_batch for rank in plan.ranks)
+    accumulation = max(rank.accumulation for rank in plan.ranks)
     return deepspeed_settings(
         stage=int(plan.strategy[-1]),
         device=plan.device,
@@ -169,9 +169,9 @@ def deepspeed_settings(
     offload: bool = False,
     hidden_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON for a ZeRO stage. What is `None` becomes `auto`, as in the files that are kept for people.
+    """Return the JSON for a ZeRO stage; `None` becomes `auto`, as in the files in `deepspeed/`.
 
-    Bucket sizes count elements; those by `hidden_size` are the formulas that transformers uses for `auto`.
+    Bucket sizes are in elements; the formulas with `hidden_size` are those of transformers for `auto`.
     """
     zero: dict[str, Any] = {
         "stage": stage,
@@ -188,12 +188,11 @@ def deepspeed_settings(
         }
     for what in ("optimizer", "param")[: 0 if not offload else 2 if stage == 3 else 1]:
         zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    # By itself DeepSpeed reduces gradients and adds up those of micro-steps in the type of the weights, with 8 bits of
-    # mantissa.
+    # By default DeepSpeed accumulates and reduces gradients in the type of the weights, with 8 bits of mantissa.
     exact = (
         {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
     )
-    # Stage 1 would otherwise hold every weight's gradient in bf16 too until the backward pass ends.
+    # Stage 1 would otherwise also keep every weight's gradient in bf16 until the backward pass ends.
     at_once = {"immediate_grad_update": True} if exact and stage == 1 else {}
     return {
         **(batch or dict.fromkeys(BATCH_KEYS.values(), "auto")),
@@ -203,7 +202,7 @@ def deepspeed_settings(
         "fp16": {"enabled": precision == "fp16" if precision else "auto"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        # DeepSpeed's own CPU Adam is only worth its compile time when a GPU's optimizer states are kept in memory.
+        # DeepSpeed's CPU Adam is only worth its compile time when a GPU's optimizer states are in host memory.
         "zero_force_ds_cpu_optimizer": offload and device == "cuda",
     }
 
@@ -216,9 +215,7 @@ def read_user_json(path: Path) -> UserDeepSpeed:
 
 
 def load_user_json(path: Path) -> UserDeepSpeed:
-    """Read a user's DeepSpeed JSON with its `problems`. Raise `UserError` with all of them where no plan can be
-    made.
-    """
+    """Read a user's DeepSpeed JSON with its `problems`. Raise `UserError` with all of them if no plan is possible."""
     settings, source = _read(path)
     run = RunFolder(path.parent)
     if path.name == run.deepspeed.name and run.events.exists():
@@ -231,36 +228,35 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("output_path", "job_name"),
     "flops_profiler": ("output_file",),
 }
-"""Section -> its keys that say where DeepSpeed writes."""
+"""Section -> its keys with paths that DeepSpeed writes to."""
 OWN_WORD = ("checkpoint", "comet", "compile", "wandb")
-"""Sections that call a server or name code to import: only a file of the user's own gives them."""
+"""Sections that contact a server or name code to import, accepted only from a file of the user."""
 
 
 def settings_from_run(
     settings: dict[str, Any], run: RunFolder, path: Path, source: YamlNode | None = None
 ) -> UserDeepSpeed:
-    """The same of settings that a run's own files hold, which a stranger may have made: read as a user's, and kept
-    inside the run.
-    """
-    kept, notices = dict(settings), list[str]()
+    """Check settings from a run's own files, which a stranger may have written: confine what they write to the run."""
+    allowed, notices = dict(settings), list[str]()
     for section in OWN_WORD:
-        if kept.pop(section, None) is not None:
+        if allowed.pop(section, None) is not None:
             notices.append(f"{path}: `{section}` is not taken from a run: only a DeepSpeed JSON of your own gives it")
     for section, names in WRITTEN.items():
-        part = kept.get(section)
+        part = allowed.get(section)
         if isinstance(part, dict):
             inside = str(run.path.absolute() / "deepspeed")
             ours = {"output_path": inside, "job_name": section, "output_file": f"{inside}/{section}.txt"}
-            kept[section] = part | {name: ours[name] for name in names if name != "output_file" or part.get(name)}
-            notices += [] if kept[section] == part else [f"{path}: what `{section}` writes goes to `{inside}`"]
-    user = check_settings(kept, source or YamlNode({}), path)
+            allowed[section] = part | {name: ours[name] for name in names if name != "output_file" or part.get(name)}
+            notices += [] if allowed[section] == part else [f"{path}: what `{section}` writes goes to `{inside}`"]
+    user = check_settings(allowed, source or YamlNode({}), path)
     raise_all(user.problems)
     return replace(user, notices=(*notices, *user.notices))
 
 
 def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> UserDeepSpeed:
-    """The same of settings that were read from `path`; `source` knows their lines. DeepSpeed's own models look at the
-    values later (`ask_deepspeed`).
+    """Check settings that were read from `path`, with `source` for line numbers.
+
+    DeepSpeed's own models check the values later (`ask_deepspeed`). Raise `UserError` where no plan is possible.
     """
     problems = [
         UserError(text, place=source.place(path, key), hint=hint) for key, text, hint in _refused_keys(settings)
@@ -275,12 +271,13 @@ def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> Us
 
 
 def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
-    """Return a file's object and where its keys stand. `//` and `/* */` comments and trailing commas are fine; raise
-    `UserError`.
+    """Return a file's object and the places of its keys. Raise `UserError`.
+
+    `//` and `/* */` comments and trailing commas are allowed.
     """
     text = read_text(path)
-    for unwanted in (COMMENT, COMMA):  # replaced by spaces, so that every line and column stays
-        text = re.sub(rf'"(?:[^"\\\n]|\\.)*"|({unwanted})', _blank, text, flags=re.DOTALL)
+    for extension in (COMMENT, COMMA):  # replaced by spaces, so that lines and columns stay the same
+        text = re.sub(rf'"(?:[^"\\\n]|\\.)*"|({extension})', _blank, text, flags=re.DOTALL)
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -289,19 +286,18 @@ def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
         raise UserError(f"not JSON: {error.msg}", place=place, hint=hint) from error
     if not isinstance(value, dict):
         raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
-    return value, parse_yaml(
-        text.replace("\t", " "), str(path)
-    )  # JSON is YAML, but for tabs; a key that stands twice is refused
+    # JSON is YAML except for tabs; this also refuses duplicate keys.
+    return value, parse_yaml(text.replace("\t", " "), str(path))
 
 
-def _blank(found: re.Match[str]) -> str:
-    return re.sub(r"[^\n]", " ", found[0]) if found[1] else found[0]
+def _blank(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", match[0]) if match[1] else match[0]
 
 
 def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield each key that is not taken, why, and a hint."""
+    """Yield each key that is refused, the reason, and a hint."""
     yield from _misshapen(settings)
-    for key in settings.keys() - TOP_LEVEL:  # DeepSpeed ignores them in silence
+    for key in settings.keys() - TOP_LEVEL:
         if key in NOT_OURS:
             yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "take the key out"
         elif key in REMOVED:
@@ -320,7 +316,7 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
 
 
 def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield what the plan could not read."""
+    """Yield each key whose value the plan could not read, the reason, and a hint."""
     for key in (*SECTIONS, *(f"zero_optimization.{part}" for part in OFFLOAD)):
         if not isinstance(value := _at(settings, key), Mapping | None):
             yield key, f"`{key}` is `{_json(value)}`; expected an object", ""
@@ -331,18 +327,18 @@ def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _translate(settings: dict[str, Any], source: YamlNode, path: Path) -> list[str]:
-    """Put old spellings into today's words; return a notice for each."""
+    """Replace old spellings of keys in `settings`; return a notice for each."""
     notices = []
     pin = settings["zero_optimization"].pop("cpu_offload_use_pin_memory", None)
     for dotted, (new, value) in OLD.items():
         section, _, old = dotted.rpartition(".")
         part = _at(settings, section)
-        if not isinstance(part, dict) or (given := part.pop(old, False)) is False:
+        if not isinstance(part, dict) or (old_value := part.pop(old, False)) is False:
             continue
         place = source.place(path, dotted)
         if new in part:
             raise UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place)
-        part[new] = given if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
+        part[new] = old_value if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
         notices.append(f"{place}: `{old}` is the old spelling of `{new}`, and is read as `{_json(part[new])}`")
     return notices
 
@@ -355,11 +351,11 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
 
 
 def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON for the run, in which no `auto` is left, and what the user should know.
+    """Return the JSON for the run, without any `auto`, and notices for the user.
 
-    Raise `UserError` with all that is wrong in the file and each contradiction, with both values. Its batch is compared
-    with what is asked of the plan and with the rows of a step, which are known before the data are: slots may hold
-    packs, and more than the rows.
+    Raise `UserError` with all problems of the file and all contradictions to the plan, with both values. The file's
+    batch is compared with the configuration and with the rows of a step, not with the plan's slots, which may hold
+    packs or exceed the rows and are not known before the data are.
     """
     settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
     ours = settings_of(plan, clipping=config.train.max_grad_norm, hidden_size=hidden_size)
@@ -379,11 +375,11 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
     for dotted, because in decided.items():
         section, _, key = dotted.rpartition(".")
         part = settings.setdefault(section, {}) if section else settings
-        wanted, theirs = _at(ours, dotted), part.get(key, "auto")
-        part[key] = wanted
-        wanted = wanted if asked.get(key, "auto") == "auto" else asked[key]
-        if theirs not in ("auto", wanted):
-            text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(wanted)}` ({because})"
+        expected, theirs = _at(ours, dotted), part.get(key, "auto")
+        part[key] = expected
+        expected = expected if asked.get(key, "auto") == "auto" else asked[key]
+        if theirs not in ("auto", expected):
+            text = f"`{dotted}` is `{_json(theirs)}`, but the run uses `{_json(expected)}` ({because})"
             refuse(dotted, text, f'write "{key}": "auto", or make the two agree')
     for name in ("optimizer", "scheduler"):
         if (section_of := settings.pop(name, None)) is not None:
@@ -391,7 +387,7 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             notices.append(f"{user.place(name)}: `{name}` agrees with `train.{agrees}`, which runs")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
-    if user.stage == 3:  # DeepSpeed refuses to gather the weights of a save otherwise, and only once it saves
+    if user.stage == 3:  # otherwise DeepSpeed refuses to gather weights, but only when it saves
         if settings["zero_optimization"].get(GATHERED) is False:
             why = "or DeepSpeed could not save the model"
             notices.append(
@@ -412,10 +408,9 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
 
 
 def ask_deepspeed(user: UserDeepSpeed, settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` with all that DeepSpeed's own models refuse of the `settings` that `resolve` returned; asked
-    once of each.
+    """Raise `UserError` with everything that DeepSpeed's own models refuse in the `settings` that `resolve` returned.
 
-    Where DeepSpeed cannot be imported, or does not answer, the workers say so.
+    Accepted settings are remembered. Where DeepSpeed cannot be imported, or does not answer, the workers report it.
     """
     text = json.dumps(settings, sort_keys=True)
     if not find_spec("deepspeed"):
@@ -426,10 +421,10 @@ def ask_deepspeed(user: UserDeepSpeed, settings: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         words = [sys.executable, "-m", MODELS]
         done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=MODELS_SECONDS, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        if not found:
+        refusals = json.loads(done.stdout.splitlines()[-1])
+        if not refusals:
             write_text(accepted, text)
-        raise_all([_refused(user, settings, one["key"], one["words"]) for one in found])
+        raise_all([_refused(user, settings, refusal["key"], refusal["words"]) for refusal in refusals])
 
 
 def _refused(user: UserDeepSpeed, settings: Mapping[str, Any], key: str, words: str) -> UserError:
@@ -444,7 +439,8 @@ Refuse = Callable[[str, str, str], None]
 
 
 def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, refuse: Refuse) -> str:
-    """One optimizer and one schedule for every strategy, so that all give one loss curve: a user's must be the run's.
+    """Refuse an optimizer or schedule other than the run's, so that all strategies give the same loss curve.
+
     Return what runs.
     """
     kind, train, params = str(section.get("type", "")), config.train, section.get("params") or {}
@@ -477,9 +473,7 @@ def _compare(name: str, section: Mapping[str, Any], plan: Plan, config: Config, 
 
 
 def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, refuse: Refuse) -> None:
-    """Replace each `auto`: by our value, else by DeepSpeed's default where its section has one; else it is a
-    problem.
-    """
+    """Replace each `auto` by our value, or by DeepSpeed's default where its section has defaults; refuse others."""
     for key, value in list(part.items()):
         inner = ours.get(key)
         if isinstance(value, dict):
@@ -493,9 +487,9 @@ def _fill_automatic(part: dict[str, Any], ours: Mapping[str, Any], prefix: str, 
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Turns 5e8 into 500000000, as the typed keys of DeepSpeed want."""
+    """Return a value with numbers such as 5e8 as integers, which DeepSpeed's typed keys require."""
     if isinstance(value, dict):
-        return {k: _whole_numbers(v) for k, v in value.items()}
+        return {key: _whole_numbers(part) for key, part in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
 
 

@@ -80,9 +80,7 @@ def port_is_free(port: int, address: str = "") -> bool:
 
 
 def next_free_port(first: int, address: str, variable: str) -> int:
-    """Return `wanted`, or the next port that is free at `address`. Raise `HardwareError`, which names the `variable` to
-    set.
-    """
+    """Return `first` or the next port that is free at `address`. Raise `HardwareError` with the `variable` to set."""
     for port in range(first, min(first + 100, 65536)):
         if port_is_free(port, address):
             return port
@@ -149,10 +147,11 @@ def is_of_this_machine(host: str) -> bool:
 
 
 SCRUBBED = re.compile(
-    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+"
-    r"|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR|SFT_PLAY_OWN_FOLDER"
+    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
+    r"|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR"
+    r"|SFT_PLAY_OWN_FOLDER"
 )
-"""Variables that torchrun, accelerate or DeepSpeed obey silently. We set the right ones; a stray one changes the run."""
+"""Variables that torchrun, accelerate or DeepSpeed silently obey. We set the right ones; a stray one changes a run."""
 DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
 """Make's variables, which would affect builds that workers start (DeepSpeed's extensions)."""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
@@ -214,7 +213,7 @@ def worker_environment(
     devices: Sequence[Device] = (),
     additions: Mapping[str, str] = {},
 ) -> WorkerEnvironment:
-    """Return the workers' environment for `plan` on this node; `cpu_threads` and `devices` are all of this machine's."""
+    """Return the workers' environment for `plan` on this node, with all `cpu_threads` and `devices` of the machine."""
     inherited = {name: value for name, value in ambient.items() if not SCRUBBED.fullmatch(name) and name not in DROPPED}
     # Slurm warns with SIGUSR1, perhaps every process of a job, which would kill torchrun but not its workers. Under
     # `nohup` torchrun must not handle SIGHUP, and its workers inherit that.
@@ -235,7 +234,8 @@ def worker_environment(
     if plan.device == "cpu" and plan.gradient_checkpointing:
         chosen["MALLOC_MMAP_THRESHOLD_"] = "1048576"
         notes.append(
-            "MALLOC_MMAP_THRESHOLD_: tensors get separate mappings, or the heap's gaps would take what recomputing saves"
+            "MALLOC_MMAP_THRESHOLD_: tensors get separate mappings, or the heap's gaps would take what recomputing"
+            " saves"
         )
     if plan.device == "cuda":
         if not ALLOCATOR & inherited.keys() and plan.expandable_segments:

@@ -253,7 +253,7 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
 
 
 def without_batch_numbers(options: LaunchOptions) -> LaunchOptions:
-    """Return the options with the batch numbers of a user's DeepSpeed JSON set to `auto`, since the plan changes them."""
+    """Return the options with the batch numbers of a user's DeepSpeed JSON as `auto`, since the plan changes them."""
     user = options.deepspeed
     if user is None:
         return options
@@ -374,7 +374,7 @@ def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: Mode
 
 
 def _node(options: LaunchOptions) -> Node:
-    """Return this machine's place in the run, with a free port. Raise `HardwareError` for a typed port that is taken."""
+    """Return this machine's place in the run with a free port. Raise `HardwareError` for a typed port that is taken."""
     request, port = options.request, options.master_port
     if request.num_nodes == 1:
         if port:

@@ -1,8 +1,8 @@
-"""Signs of life of workers: the beats they send, the stacks they write when asked, and what the kernel says of them.
+"""Signs of life of workers: heartbeats, stacks that they write on request, and the kernel's counters of memory kills.
 
-Beats are datagrams to a socket of the launcher. No file, so no full disk can silence them. The name of the socket is
-made from the launch's mark, which every worker inherits. When the launcher is gone, sending fails, and that is how a
-worker learns it. Linux only (abstract sockets); elsewhere nothing is sent.
+Heartbeats are datagrams to a socket of the launcher, which a full disk cannot suppress as it could a file. The socket's
+name is derived from the launch's mark, which every worker inherits. When the launcher is gone, sending fails, which is
+how a worker notices it. Linux only (abstract sockets); on other systems nothing is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 from sft_play.runs.folder import RunFolder
 
 MARK = "SFT_PLAY_LAUNCH"
-"""Variable with an id of its own for each launch: every descendant inherits it, whatever session or parent it gets."""
+"""Variable with a unique id for each launch: every descendant inherits it, whatever its session or parent."""
 LARGEST_BYTES = 4096
 SCALE = "SFT_PLAY_TIME_SCALE"
 """Variable by which tests shorten all `TimeLimits`."""
@@ -32,36 +32,34 @@ SCALE = "SFT_PLAY_TIME_SCALE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeLimits:
-    """Seconds."""
+    """Time limits in seconds."""
 
     tick: float = 1.0
-    """Between two beats of a worker."""
+    """Interval between heartbeats of a worker."""
     look: float = 0.5
-    """Between two looks of the launcher at its workers."""
+    """Interval between looks of the launcher at its workers."""
     dead: float = 20.0
-    """How long a worker may show no sign of life: no beat, no processor time."""
+    """How long a worker may show no sign of life: no heartbeat, no processor time."""
     in_kernel: float = 120.0
-    """The same for one that waits in the kernel for a disk or a device, without a byte read or written: a slow disk is
-    no loss.
-    """
+    """The same for a worker that waits in the kernel for a disk or a device without I/O, since a disk may be slow."""
     grace: float = 15.0
-    """How long the other ranks may take to leave once one has failed."""
+    """How long the other ranks may take to leave after one has failed."""
     saving: float = 30.0
-    """The same where one of them writes a checkpoint; torchrun gives no more (`PContext.close`)."""
+    """The same if one of them writes a checkpoint; torchrun allows no more (`PContext.close`)."""
     first_beat: float = 3600.0
-    """How long a worker may take to its first beat; it comes before torch is imported."""
+    """How long a worker may take until its first heartbeat, which comes before torch is imported."""
     leave: float = 24.0
-    """After a request to stop, until workers that have not left are killed; but for those that write a checkpoint."""
+    """Time after a request to stop until remaining workers are killed, except those that write a checkpoint."""
     patience: float = 19.0
-    """After a request to stop, until a worker in which no step has ended leaves without a new checkpoint: schedulers
-    kill after 30 s.
+    """Time after a request to stop until a worker in which no step has ended leaves without a new checkpoint:
+    schedulers kill after 30 s.
     """
     after_save: float = 4.0
-    """How long a worker may take to leave after a save that ended later than that, and after its last word."""
+    """How long a worker may take to leave after a save that ended after `patience`, and after its exit record."""
     kill: float = 10.0
-    """How long killed processes may take to go, each of three times."""
+    """How long killed processes may take to end, in each of three attempts."""
     free_memory: float = 60.0
-    """How long the driver may take to free the memory of processes that have ended."""
+    """How long the driver may take to free the memory of ended processes."""
 
     @classmethod
     def scaled(cls, factor: float) -> TimeLimits:
@@ -74,7 +72,7 @@ LIMITS = TimeLimits.scaled(float(os.environ.get(SCALE) or 1))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a worker says of itself every second."""
+    """A worker's heartbeat with its state, sent every second."""
 
     rank: int
     host: str
@@ -83,11 +81,11 @@ class Beat:
     step: int | None
     micro_step: int | None
     quiet: float
-    """Seconds since its training thread was last seen to get on."""
+    """Seconds since its training thread last made progress."""
     limit: float
     """Seconds that it may be quiet in this phase."""
     collectives: int | None = None
-    """Collective operations that it has begun; known of a rank that has been quiet for nearly as long as it may be."""
+    """Collective operations that it has begun; known only for a rank that has been quiet for nearly `limit`."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -97,7 +95,7 @@ class Beat:
         return cls(**json.loads(content))
 
     def at(self) -> tuple[int, int, int]:
-        """Return how far the rank is, to compare: step, phase within it, micro-step."""
+        """Return the rank's position in comparable form: step, phase within it, micro-step."""
         order = {"loading": -1, "training": 0, "updating": 1, "saving": 2, "evaluating": 2, "leaving": 3}
         return (self.step or 0, order.get(self.phase, 0), self.micro_step or 0)
 
@@ -115,18 +113,18 @@ class Beat:
 
 
 def address_of(mark: str) -> str:
-    """Return the name of a launch's socket (a leading zero byte: it stands in no folder)."""
+    """Return the name of a launch's socket; the leading zero byte makes it abstract, in no folder."""
     return f"\0sft-play-{mark}"
 
 
 class Listener:
-    """The launcher's end."""
+    """The launcher's end of the heartbeats."""
 
     def __init__(self, mark: str) -> None:
         self.latest: dict[int, Beat] = {}
-        """Rank -> its last beat."""
+        """Rank -> its last heartbeat."""
         self.heard: dict[int, float] = {}
-        """Rank -> when that came (monotonic seconds)."""
+        """Rank -> when its last heartbeat arrived (monotonic seconds)."""
         self._socket: socket.socket | None = None
         if sys.platform == "linux":
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -134,21 +132,21 @@ class Listener:
             self._socket.bind(address_of(mark))
 
     def receive(self) -> set[int]:
-        """Take up what has come; return the ranks that sent something."""
+        """Read the heartbeats that have arrived; return their ranks."""
         sent: set[int] = set()
         while self._socket is not None:
             try:
                 content = self._socket.recv(LARGEST_BYTES)
             except BlockingIOError:
                 break
-            with contextlib.suppress(ValueError, TypeError):  # of a worker whose code is newer than this launcher's
+            with contextlib.suppress(ValueError, TypeError):  # from a worker with newer code than this launcher
                 beat = Beat.from_bytes(content)
                 sent.add(beat.rank)
                 self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
         return sent
 
     def quiet(self, rank: int) -> float:
-        """Seconds for which the training thread of a rank is known to have made no progress."""
+        """Return the seconds for which a rank's training thread has made no progress."""
         return self.latest[rank].quiet + time.monotonic() - self.heard[rank]
 
     def close(self) -> None:
@@ -157,7 +155,7 @@ class Listener:
 
 
 class Sender:
-    """A worker's end."""
+    """A worker's end of the heartbeats."""
 
     def __init__(self, mark: str | None) -> None:
         self._socket: socket.socket | None = None
@@ -168,13 +166,11 @@ class Sender:
 
     @property
     def works(self) -> bool:
-        """Whether there is a launcher that listens, on a system that can tell when it is gone."""
+        """Whether a launcher listens, on a system that can detect when it is gone."""
         return self._socket is not None
 
     def send(self, beat: Beat) -> bool:
-        """Send a beat; return `False` when nobody will ever listen again. A launcher that is only slow is no reason to
-        leave.
-        """
+        """Send a heartbeat; return `False` if the launcher is gone, but not if it is only slow."""
         if self._socket is None:
             return True
         try:
@@ -187,14 +183,12 @@ class Sender:
 
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Answered by faulthandler in C, so that a rank whose Python stands still answers too."""
+"""Handled by faulthandler in C, so that a rank whose Python code is blocked answers too."""
 STACKS_SECONDS = 3.0
 
 
 def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[int, str]:
-    """Ask every worker for the stacks of all its threads; return rank -> what it wrote to `logs/stack-rank{N}.txt`
-    now.
-    """
+    """Ask every worker for the stacks of its threads; return rank -> what it appends to `logs/stack-rank{N}.txt`."""
     before = {rank: _size(run, rank) for rank in workers}
     for worker in workers.values():
         with contextlib.suppress(psutil.Error):
@@ -207,7 +201,7 @@ def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[i
 
 
 def remove_empty(run: RunFolder, ranks: range) -> None:
-    """Remove the files of ranks that were never asked."""
+    """Remove the stack files of ranks that were never asked."""
     for path in map(run.rank_stack, ranks):
         if path.is_file() and not path.stat().st_size:
             path.unlink(missing_ok=True)
@@ -223,32 +217,30 @@ def _from(run: RunFolder, rank: int, start: int) -> str:
     return path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
 
 
-# ---- What the kernel says
+# ---- Memory kills
 #
-# A process that the kernel kills can say nothing. SIGKILL alone proves nothing either: a person may have sent it.
+# A process that the kernel kills cannot report it, and SIGKILL alone proves nothing: a person may have sent it.
 # cgroup v2 counts such kills in `memory.events`, as `oom_kill N` (Linux, Documentation/admin-guide/cgroup-v2.rst).
 
 COUNTED = re.compile(r"^oom_kill (\d+)$", re.M)
 
 
 class MemoryKills:
-    """Counters of the cgroups of this process and of every process that is followed, and of their parents, from now
-    on.
-    """
+    """Watches kill counters of the cgroups of this process, of followed processes, and of their parents."""
 
     def __init__(self) -> None:
         self.before: dict[Path, int] = {}
-        """Counter file -> kills when it was first looked at."""
+        """Counter file -> its count when it was first read."""
         self.follow(os.getpid())
 
     def follow(self, pid: int) -> None:
-        """Take note of the cgroups of a process, which may have been moved."""
+        """Add the cgroups of a process, which may have been moved since the last call."""
         for file in counters_of(pid):
             if file not in self.before and (count := read_counter(file)) is not None:
                 self.before[file] = count
 
     def evidence(self) -> str | None:
-        """Return in words what shows that a process was killed for memory since, `None` when nothing does."""
+        """Return the evidence that a process was killed for memory since then, in words, or `None`."""
         for file, count in self.before.items():
             now = read_counter(file)
             if now is not None and now > count:
@@ -257,7 +249,7 @@ class MemoryKills:
 
 
 def read_counter(file: Path) -> int | None:
-    """Return the kills that a cgroup's file counts; `None` where there is no such file or line."""
+    """Return the number of kills in a cgroup's file; `None` without such a file or line."""
     try:
         match = COUNTED.search(file.read_text(encoding="ascii"))
     except OSError:
@@ -266,13 +258,14 @@ def read_counter(file: Path) -> int | None:
 
 
 def counters_of(pid: int, proc: Path = Path("/proc"), top: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Return the counter files of a process's cgroup and of all its parents, those that exist."""
+    """Return the existing counter files of a process's cgroup and of its parents."""
     try:
         groups = (proc / str(pid) / "cgroup").read_text(encoding="utf-8")
-    except OSError:  # it has gone, or this is no Linux
+    except OSError:  # the process has ended, or this is not Linux
         return []
     parts = Path(groups.rpartition("0::")[2].strip()).parts[1:] if "0::" in groups else ()
-    seen = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))  # a container sees the tree below its own
-    inner = next((folder for folder in seen if folder.is_dir()), top)
+    # A container sees only the tree below its own cgroup.
+    candidates = (top.joinpath(*parts[skipped:]) for skipped in range(len(parts)))
+    inner = next((folder for folder in candidates if folder.is_dir()), top)
     folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
     return [path for folder in folders if (path := folder / "memory.events").is_file()]

@@ -57,7 +57,7 @@ PEER_SECONDS = 10.0
 
 
 class Machines:
-    """A machine's part in a run on several: `open`, for each attempt `meet`, `share`, `settle` and `follow`, `close`."""
+    """A machine's part in a run on several: `open`; per attempt `meet`, `share`, `settle`, `follow`; then `close`."""
 
     def __init__(self, node: Node, *, host: str, run: str, patience: float, silent_seconds: float) -> None:
         """Prepare without connecting; `patience` is how many seconds to wait for machines that have not joined."""
@@ -171,7 +171,7 @@ class Machines:
         return self.share("facts", facts(late), compare, answer)
 
     def share(self, step: str, mine: Facts, compare: Compare, answer: Answer) -> Facts:
-        """Share facts and return node 0's answer after all machines have shared theirs. Raise what `compare` refuses."""
+        """Share facts and return node 0's answer after all machines shared theirs. Raise what `compare` refuses."""
         name, store, ours = f"{self.attempt}/{step}", self._connection, {"from": self._mine, "facts": _plain(mine)}
         if self.node.rank:
             other = store.ask(lambda raw: store.first(raw, f"{name}/{self.node.rank}", ours))["from"]
@@ -198,7 +198,7 @@ class Machines:
         return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
 
     def _gather(self, name: str, mine: Facts, compare: Compare) -> dict[int, Facts]:
-        """Return, on node 0, the facts of all machines in a step, comparing each with node 0's as soon as it arrives."""
+        """Return, on node 0, the facts of all machines in a step, comparing each with node 0's when it arrives."""
         of_all, waiting, meets = {0: mine["facts"]}, Waiting(), name.endswith("/facts")
         while True:
             self._raise_end()

@@ -276,20 +276,20 @@ def _wait(
     looked, announced, killed = 0.0, False, False
     ended: Outcome | None = None
     while process.poll() is None or (not killed and _orphans_may_save(process, stop, watch)):
-        if time.monotonic() - looked > LIMITS.look or (stop.wanted and not announced):
+        if time.monotonic() - looked > LIMITS.look or (stop.requested and not announced):
             looked = time.monotonic()
             watch.look()
-            if stop.wanted:
+            if stop.requested:
                 stop.ask(process, watch)
-        if stop.wanted and not announced:
+        if stop.requested and not announced:
             announced = True
             announce(
                 "stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
             )
-        elsewhere = watch.machines.ended_elsewhere(stopping=stop.wanted) if watch.machines and not killed else None
+        elsewhere = watch.machines.ended_elsewhere(stopping=stop.requested) if watch.machines and not killed else None
         if isinstance(elsewhere, int):
             stop.note(elsewhere)
-        elif elsewhere and not stop.wanted and not watch.loss:
+        elif elsewhere and not stop.requested and not watch.loss:
             ended = elsewhere
         if not killed and (why := _reason_to_kill(stop, watch, ended)) is not None:
             killed = True
@@ -297,7 +297,7 @@ def _wait(
                 announce(why)
             kill_descendants(process, others)
         time.sleep(AGENT_POLL_SECONDS)
-    if process.returncode < 0 and not killed and not stop.wanted:
+    if process.returncode < 0 and not killed and not stop.requested:
         # The workers leave with the agent, so no rank is to blame.
         name = signal.Signals(-process.returncode).name
         text = f"the process that had started the workers (`accelerate launch`) was killed by {name}"
@@ -315,7 +315,7 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
         return "killing the workers"
     if late := stop.late(watch):
         return f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers"
-    if watch.loss and watch.is_over(stopping=stop.wanted):
+    if watch.loss and watch.is_over(stopping=stop.requested):
         return watch.loss.text and f"stopping all ranks: {watch.loss.text}"
     return "" if stop.is_done(watch) else None
 
@@ -324,7 +324,7 @@ def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch
     """Whether workers outlive a parent that a request to stop has ended; pass the request on to them."""
     if process.returncode is not None and -process.returncode in STOPS:
         stop.note(-process.returncode)
-    return stop.wanted and any(is_alive(worker) for worker in watch.workers)
+    return stop.requested and any(is_alive(worker) for worker in watch.workers)
 
 
 SAME_SIGNAL_SECONDS = 0.5
@@ -350,7 +350,7 @@ class Stop:
             self.signals.append(number)
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         """Whether a stop was requested."""
         return bool(self.signals)
 
@@ -377,11 +377,11 @@ class Stop:
     def is_done(self, watch: Watch) -> bool:
         """Whether all workers have left with a record, so that their parent's clean-up need not be awaited."""
         gone = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
-        return self.wanted and gone and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
+        return self.requested and gone and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
 
     def late(self, watch: Watch) -> list[int]:
         """Return the ranks that should have left by now and are not writing a checkpoint."""
-        if not self.wanted or time.monotonic() - self.since < LIMITS.leave:
+        if not self.requested or time.monotonic() - self.since < LIMITS.leave:
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
 

@@ -1,6 +1,4 @@
-"""A command as a process: signals that end it, children that end with it, a console that may close, and no words of
-make's own.
-"""
+"""A command as a process: signals that end it, children that end with it, a console that may close, a silent make."""
 
 from __future__ import annotations
 
@@ -17,27 +15,25 @@ from types import FrameType
 from typing import Any, TextIO
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a command to stop: Ctrl-C, a scheduler's or `kill`'s, Slurm's early warning, a terminal that is
-closed.
-"""
+"""Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's early warning, a closed terminal."""
 REPEATED_SECONDS = 2.0
-"""A signal that comes again within this time is the same request, sent to us and to all our processes."""
+"""A repeated signal within this time is the same request, sent to this process and to all of its group."""
 _heard: list[int] = []
-"""Signals that came inside `end_by_signals` and have not ended it yet."""
+"""Signals received inside `end_by_signals` that have not ended it yet."""
 
 
 def signals_to_hear() -> list[signal.Signals]:
-    """Return `STOPS`, without SIGHUP where `nohup` has it ignored."""
+    """Return `STOPS`, without SIGHUP if `nohup` ignores it."""
     return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def stop_code(number: int) -> int:
-    """Return the exit code of a stop that this signal asked for."""
+    """Return the exit code of a stop by a signal."""
     return 130 if number == signal.SIGINT else 143
 
 
 class StoppedBySignal(SystemExit):
-    """Ends this command with the exit code of a stop; whoever ends it says by what."""
+    """Exit with the code of a stop by a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(stop_code(number))
@@ -46,19 +42,17 @@ class StoppedBySignal(SystemExit):
 
 @contextlib.contextmanager
 def end_by_signals() -> Iterator[None]:
-    """Turns SIGTERM, SIGUSR1 and SIGHUP into an orderly end with code 143, so that children are stopped and nothing
-    half-made is left.
+    """Turn SIGTERM, SIGUSR1 and SIGHUP into an orderly exit with code 143, which stops children and cleans up.
 
-    Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser): long loops ask
-    `raise_what_was_heard`, so that no signal is lost, Ctrl-C included.
+    Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser), so long loops
+    call `raise_what_was_heard` to lose no signal, including Ctrl-C.
     """
-
     first = 0.0
 
     def end(number: int, _frame: FrameType | None) -> None:
         nonlocal first
         again = bool(_heard) and time.monotonic() - first < REPEATED_SECONDS
-        if not again:  # a second exception would only disturb the clearing up
+        if not again:  # a second exception would only disturb the clean-up
             _heard.append(number)
             first = time.monotonic()
             raise_what_was_heard()
@@ -72,7 +66,7 @@ def end_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hear_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let `handler` hear the signals that ask to stop, meanwhile."""
+    """Handle signals that ask to stop by `handler` during the body."""
     previous = {number: signal.signal(number, handler) for number in signals_to_hear()}
     try:
         yield
@@ -82,7 +76,7 @@ def hear_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[N
 
 
 def raise_what_was_heard() -> None:
-    """Raise `KeyboardInterrupt` or `StoppedBySignal` when a signal came; called again, it raises again."""
+    """Raise `KeyboardInterrupt` or `StoppedBySignal` if a signal was received, on every call."""
     if _heard:
         raise KeyboardInterrupt if _heard[0] == signal.SIGINT else StoppedBySignal(_heard[0])
 
@@ -93,9 +87,10 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def bind_to_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """Return a `preexec_fn` for `subprocess.Popen`: the child gets the signal `number` when this process has gone.
+    """Return a `preexec_fn` for `subprocess.Popen` that sends the child a signal when this process ends.
 
-    Call it in the main thread: the kernel goes by the thread that made the child. `None` where there is no such thing.
+    The child must be started in the main thread, since the kernel watches the thread that created it. `None` except on
+    Linux.
     """
     if _libc is None:
         return None
@@ -103,18 +98,18 @@ def bind_to_parent(number: signal.Signals) -> Callable[[], None] | None:
 
     def bind() -> None:
         libc.prctl(SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it was killed in between
+        if os.getppid() != parent:  # the parent was killed in between
             os._exit(128 + int(number))
 
     return bind
 
 
 STOPPED = 128
-"""Codes from here on are of a stop, which make hears of too."""
+"""Exit codes from here on mean a stop by a signal, which make receives too."""
 
 
 class Console(io.TextIOBase):
-    """A text stream until its reader goes; from then on what is written is dropped."""
+    """A text stream that drops what is written after its reader has closed it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -149,34 +144,33 @@ class Console(io.TextIOBase):
         except OSError:  # EPIPE of a pipe, EIO of a terminal
             self.has_gone = True
             with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())  # for the rest of the buffer, and for children
+                os.dup2(nowhere.fileno(), self._stream.fileno())  # for the rest of the buffer and for children
 
 
 @contextlib.contextmanager
 def console_may_go() -> Iterator[None]:
-    """Let nothing that is printed within end this process because nobody reads it."""
-    kept = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = out, err = Console(kept[0]), Console(kept[1])
+    """Keep a closed stdout or stderr from ending this process during the body."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = out, err = Console(streams[0]), Console(streams[1])
     try:
         yield
     finally:
         out.flush()
         err.flush()
-        sys.stdout, sys.stderr = kept
+        sys.stdout, sys.stderr = streams
 
 
 def end_make(code: int) -> int:
-    """End make with code 1 where the command failed, and return what this process is to end with then.
+    """End make with code 1 if the command failed, and return the exit code for this process.
 
-    make prints `*** [Makefile:56: data] Error 4` under whatever a failed command has said; at SIGQUIT it leaves without
-    a word, once its child has ended well. Where it does not catch that signal (in the background of a script) it says
-    what it always says.
+    make prints `*** [Makefile:56: data] Error 4` below a failed command's output; after SIGQUIT it exits silently when
+    its child exits with 0. Where it does not catch that signal (in the background of a script), make prints its line.
     """
     parent, quits = Path(f"/proc/{os.getppid()}"), 1 << (signal.SIGQUIT - 1)
     try:
         caught = next(line for line in (parent / "status").read_text().splitlines() if line.startswith("SigCgt:"))
         is_make = (parent / "comm").read_text().strip() in ("make", "gmake") and int(caught.split()[1], 16) & quits
-    except (OSError, StopIteration):  # no Linux
+    except (OSError, StopIteration):  # not Linux
         return code
     if not is_make or not 0 < code < STOPPED:
         return code
@@ -186,5 +180,5 @@ def end_make(code: int) -> int:
 
 
 def announce(text: str) -> None:
-    """Tell the user, on stderr."""
+    """Print a message to stderr, after an empty line."""
     print(f"\n{text}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""What follows the end of an attempt: another one after a lost rank (`launch.max_restarts`), or with less at a time
-when memory ran out.
+"""Decisions after an attempt: a restart after a lost rank (`launch.max_restarts`), or less memory after it ran out.
 
-Deciding is pure; `attempt.run_attempts` does it. This is the launcher's work, not torchrun's, which knows nothing of
-checkpoints. When memory runs out (STATUS B10), it is half the micro-batch and twice the accumulation, else
-recomputation, else an answer; the rows of each step stay the same, so the losses do too.
+Decisions are pure; `attempt.run_attempts` carries them out. The launcher decides, not torchrun, which knows nothing
+about checkpoints. After memory ran out (STATUS B10), the next attempt has half the micro-batch and twice the
+accumulation, or otherwise recomputation; if neither helps, the run ends with advice. The rows of each step, and so the
+losses, stay the same.
 """
 
 from __future__ import annotations
@@ -27,43 +27,41 @@ EVENT = "recovered"
 RESTARTED = "restarted"
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
 CONTROLLED = "SFT_PLAY_CLUSTER"
-"""Variable of a launcher that `train-cluster` has started, which says itself what can be typed next."""
+"""Variable of a launcher started by `train-cluster`, which itself reports what to type next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Following:
-    """What follows the end of an attempt: the end, or another attempt. Node 0 decides, and sends it to all machines as
-    JSON.
-    """
+    """What follows an attempt: the end, or another attempt. Node 0 decides, and sends it to all machines as JSON."""
 
     again: bool = False
     outcome: Outcome | None = None
-    """How the run ended, with the reason why it does not continue; `None` where nothing is to be added."""
+    """How the run ended, with the reason why it does not continue; `None` if there is nothing to add."""
     message: str = ""
     event: str | None = None
-    """Recorded by every machine, with `facts`."""
+    """Event that every machine records, with `facts`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     pause: float = 0.0
     """Seconds before the next attempt."""
     less: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the launch's request that change because memory ran out."""
     recovered: Mapping[str, Any] | None = None
-    """What that changes, as the plan keeps it."""
+    """The change in the form that the plan keeps."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as fields."""
+        """Return the fields as plain data."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Following:
-        """Return what another machine sent, which is of this version."""
+        """Return the decision that node 0 sent; all machines have the same version."""
         return Following(**{**value, "outcome": Outcome(**value["outcome"]) if value.get("outcome") else None})
 
 
 def remedy(
     config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
 ) -> LaunchRequest | str:
-    """Return the launch to try next after `retries` of them, or why there is none, with what to choose from."""
+    """Return the request of the next attempt after `retries`, or why there is none, with remedies."""
     assert outcome.cause == OUT_OF_MEMORY
     most, phase = config.launch.max_oom_retries, outcome.doing.get("phase")
     if retries >= most:
@@ -82,16 +80,14 @@ def remedy(
     else:
         state = "on already" if plan.gradient_checkpointing else "off as configured"
         why = f"the micro-batch is 1 already and gradient checkpointing is {state}"
-    found = ways_out(config, shape, plan, request, plan.ranks[outcome.rank or 0])
+    ways = ways_out(config, shape, plan, request, plan.ranks[outcome.rank or 0])
     return f"{why}\n\nhint: " + (
-        "choose one: " + "; ".join(map(str, found)) if found else "use a smaller model, or more memory"
+        "choose one: " + "; ".join(map(str, ways)) if ways else "use a smaller model, or more memory"
     )
 
 
 def rows_of(plan: Plan, outcome: Outcome) -> int:
-    """Return the rows (with packing: packs) that the rank which failed had at a time: of its micro-batch, or of
-    evaluation.
-    """
+    """Return the rows (with packing: packs) that the failed rank had at a time, in training or evaluation."""
     if outcome.doing.get("phase") == "evaluating":
         return plan.eval_batch_size
     in_force = outcome.doing.get("micro_batch")
@@ -102,9 +98,7 @@ def rows_of(plan: Plan, outcome: Outcome) -> int:
 
 
 def has_grown(plan: Plan, outcome: Outcome) -> bool:
-    """Whether the rank that failed had more at a time than planned, by shares that were found while training
-    (`training.balance`).
-    """
+    """Whether the failed rank had more rows at a time than planned, by shares from training (`training.balance`)."""
     failed = _failed(plan, outcome)
     return (
         outcome.doing.get("phase") != "evaluating"
@@ -118,7 +112,7 @@ def _failed(plan: Plan, outcome: Outcome) -> RankPlan | None:
 
 
 def division(plan: Plan) -> dict[str, Any]:
-    """Return how a plan divides the work, as events and stamps keep it."""
+    """Return how a plan divides the work, for events and stamps."""
     steps = [rank.accumulation for rank in plan.ranks]
     return {
         "micro_batches": [rank.micro_batch for rank in plan.ranks],
@@ -131,7 +125,7 @@ def division(plan: Plan) -> dict[str, Any]:
 
 
 def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the event's fields."""
+    """Return the fields of the event `recovered`."""
     return {
         "rank": outcome.rank,
         "cause": outcome.cause,
@@ -145,7 +139,7 @@ def facts(before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None) 
 def announcement(
     config: Config, before: Plan, after: Plan, outcome: Outcome, checkpoint: Path | None, retry: int
 ) -> str:
-    """Return the one line that says what happened, what changes and where it continues."""
+    """Return a line that says what happened, what changes and where the run continues."""
     what = outcome.first_line
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
@@ -180,9 +174,7 @@ def _slots(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _divided(plan: Plan) -> str:
-    """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` where ranks make unlike numbers of
-    micro-steps.
-    """
+    """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` if micro-steps differ."""
     slots = list(dict.fromkeys(_slots(plan)))
     if len({steps for _, steps in slots}) == 1:
         return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
@@ -190,7 +182,7 @@ def _divided(plan: Plan) -> str:
 
 
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return what was changed in a run because memory ran out, oldest first."""
+    """Return the changes of a run after memory ran out, oldest first."""
     return _events(run, EVENT, ("rank", "cause", "doing", "before", "after", "checkpoint"))
 
 
@@ -200,17 +192,17 @@ def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
 
 
 def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return what plan, stamp and `training_metrics.json` keep of events."""
+    """Return the fields of events that plan, stamp and `training_metrics.json` keep."""
     events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
     return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
 LESS: Mapping[str, Any] = {"halvings": 0, "force_checkpointing": False, "unpack": False}
-"""Field of a launch's request by which less is done at a time -> its value before memory has run out."""
+"""Field of a launch's request that reduces memory -> its value before memory ran out."""
 
 
 def remedies_so_far(run: RunFolder) -> dict[str, Any]:
-    """Return `LESS` as the run's last launch had it."""
+    """Return the values of `LESS` in the run's last launch."""
     last = next((event["launch"] for event in reversed(read_events(run)) if event.get("launch")), LESS)
     return {name: last.get(name, value) for name, value in LESS.items()}
 
@@ -220,7 +212,7 @@ def remedies_so_far(run: RunFolder) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class Restarts:
-    """Counts the restarts of one launch: so many in a row without a newer checkpoint are allowed."""
+    """Counts the restarts of a launch, of which `limit` in a row are allowed without a newer checkpoint."""
 
     limit: int
     step: int
@@ -228,12 +220,10 @@ class Restarts:
     used: int = 0
     """Restarts since a newer checkpoint appeared."""
     retries: int = 0
-    """Attempts with less at a time."""
+    """Attempts after memory ran out."""
 
     def following(self, outcome: Outcome, checkpoint: Path | None) -> Following:
-        """Return the next start from `checkpoint` of a run that lost a rank, which it counts, in 2, 4, 8, ... at most
-        60 s; or its end.
-        """
+        """Return and count a restart from `checkpoint` after a lost rank, in 2, 4, 8, ... up to 60 s, or the end."""
         step = step_of(checkpoint) if checkpoint else 0
         if step > self.step:
             self.used, self.step = 0, step

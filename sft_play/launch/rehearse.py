@@ -1,4 +1,4 @@
-"""`make plan`, and the plan of a run that a scheduler starts elsewhere. Starts nothing, writes nothing."""
+"""`make plan`, and the plan of a run that a scheduler starts on other machines; neither starts nor writes anything."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ from sft_play.runs.prepared import Prepared
 
 
 def main(call: Call) -> int:
-    """Print the plan, as plan.json with `JSON=1`, and return 0; what does not fit is shown part by part before the
-    error.
-    """
+    """Print the plan, with `JSON=1` as plan.json, and return 0; show the parts of a misfit before its error."""
     with explain_misfit(call):
         return _rehearse(call)
 
 
 @contextlib.contextmanager
 def explain_misfit(call: Call) -> Iterator[None]:
-    """Show what does not fit part by part, before the error goes on."""
+    """Show the parts of what does not fit before the error propagates."""
     try:
         yield
     except DoesNotFitError as error:
@@ -57,7 +55,7 @@ def explain_misfit(call: Call) -> Iterator[None]:
 
 def _rehearse(call: Call) -> int:
     if call.options.get("RUN"):
-        find_run(call.options["RUN"])  # an unknown run is told as such, before its configuration is missed
+        find_run(call.options["RUN"])  # reports an unknown run before its missing configuration
     why = call.flag("WHY") or "WHY" not in call.options
     loaded = call.load_config()
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
@@ -90,9 +88,7 @@ def _rehearse(call: Call) -> int:
 
 
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
-    """Prepare model and data, and probes the plan on this machine; what is measured stays in the cache. Raise
-    `UserError`.
-    """
+    """Prepare model and data, and probe the plan on this machine, which caches the measurements. Raise `UserError`."""
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
             "`SOURCE=probe` measures on this machine, and the plan is for other hardware",
@@ -109,7 +105,7 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
 
 
 def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
-    """Return the request of `RUN`'s own launch, with what was typed now in its place."""
+    """Return the request with the settings of `RUN`'s launch where nothing is typed now."""
     if not call.options.get("RUN"):
         return request
     path = find_run(call.options["RUN"]).plan
@@ -136,28 +132,28 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
 
 
 def _prepared(call: Call) -> Prepared | None:
-    """Return what the preparation of `RUN` found, unless an override changes model or data."""
-    if not call.options.get("RUN") or any(o.key.startswith(("model.", "data.")) for o in call.overrides):
+    """Return the facts of `RUN`'s preparation, unless an override changes model or data."""
+    changed = any(override.key.startswith(("model.", "data.")) for override in call.overrides)
+    if not call.options.get("RUN") or changed:
         return None
     run = find_run(call.options["RUN"])
     return Prepared.load(run.prepared) if run.prepared.is_file() else None
 
 
 def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions) -> str:
-    """Return the command that would train by this plan."""
+    """Return the command that would train with this plan."""
     target = command_of(plan.strategy)
     if launch.accelerate_config and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
         target = target.replace("deepspeed", "distributed")
-    given = {"ACCELERATE_CONFIG": str(launch.accelerate_config or ""), **call.options}
+    values = {"ACCELERATE_CONFIG": str(launch.accelerate_config or ""), **call.options}
     names = ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
-    options = [f"{name}={given[name]}" for name in names if given.get(name)]
-    return shlex.join(["make", target, *options, *(o.origin.removeprefix("make ") for o in call.overrides)])
+    options = [f"{name}={values[name]}" for name in names if values.get(name)]
+    overrides = (override.origin.removeprefix("make ") for override in call.overrides)
+    return shlex.join(["make", target, *options, *overrides])
 
 
 def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
-    """Return a request with the nodes of described hardware, and with one process where the configuration needs no
-    more.
-    """
+    """Return a request with the nodes of described hardware, and for one process if no more are needed."""
     if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
         request = replace(request, num_nodes=hardware.nodes)
     single = request.command_strategy == "auto" and not needs_several(loaded, hardware, request)
@@ -166,7 +162,7 @@ def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ahead:
-    """What is known of a run before the machines are there."""
+    """What is known about a run before its machines are available."""
 
     loaded: LoadedConfig
     options: LaunchOptions
@@ -175,12 +171,12 @@ class Ahead:
 
     @property
     def processes(self) -> int:
-        """Ranks on each node."""
+        """Number of ranks per node."""
         return self.plan.world_size // self.plan.num_nodes
 
     @property
     def target(self) -> str:
-        """The command that trains by this plan, such as `train-distributed`."""
+        """The command that trains with this plan, such as `train-distributed`."""
         return command_of(self.plan.strategy)
 
 
@@ -193,9 +189,9 @@ def usual_strategy(call: Call) -> CommandStrategy:
 
 
 def plan_ahead(call: Call) -> Ahead:
-    """Return the configuration and the plan of a call, for `HARDWARE` or else hardware like this machine's.
+    """Return the configuration and the plan of a call, for `HARDWARE` or for hardware like this machine's.
 
-    Raise `UserError`; what does not fit is shown before.
+    Raise `UserError`, after showing the parts of what does not fit.
     """
     loaded = call.load_config()
     hardware = hardware_of(call)

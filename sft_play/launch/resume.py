@@ -98,7 +98,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
 
 
 def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan) -> Any:
-    """Return the strategy that the run's command implies, or the one typed now: states fit any strategy and world size."""
+    """Return the strategy by the run's command, or the one typed now: states fit any strategy and world size."""
     command, planned = facts["command"], before.strategy
     strategies = (override.text for override in call.overrides if override.key == "launch.strategy")
     typed = next((strategy for strategy in strategies if strategy != planned), "auto")
@@ -119,7 +119,7 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
 def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None:
     """Return and report the newest valid checkpoint, after removing leftovers of killed processes.
 
-    Raise `CheckpointError` on the first node for a folder that belongs to another node, since checkpoints are on node 0.
+    Raise `CheckpointError` on the first node for a folder of another node, since checkpoints are on node 0.
     """
     for path in clean_up(run):
         print(f"removed: {path}", file=sys.stderr)
@@ -198,7 +198,7 @@ def check_overrides(call: Call) -> None:
 
 
 def steps_asked(config: Config, plan: Plan) -> int:
-    """Return the total optimizer steps that a configuration asks for, with the steps per epoch of the run's last plan."""
+    """Return the total optimizer steps that a configuration asks for, by the steps per epoch of the run's last plan."""
     if config.train.max_steps > 0 or not plan.steps_per_epoch:
         return max(config.train.max_steps, 0)
     return max(1, math.ceil(config.train.epochs * plan.steps_per_epoch))

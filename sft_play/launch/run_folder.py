@@ -37,7 +37,7 @@ from sft_play.runs.manifest import SHARDED
 from sft_play.text import as_typed
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
-"""Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and never taken for an option."""
+"""Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and not taken for an option."""
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
@@ -198,7 +198,7 @@ def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any
 
 
 def has_started(run: RunFolder) -> bool:
-    """Whether workers were ever started in this folder, by its events or, since these may be lost, by workers' files."""
+    """Whether workers were ever started in this folder, by its events or, as these may be lost, by workers' files."""
     return any(event.get("event") in {"started", "resumed"} for event in read_events(run)) or has_trained(run)
 
 
@@ -236,7 +236,7 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
 
 
 def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
-    """Return the run that a command's `RUN` names. Raise `UserError` without `RUN`, `CheckpointError` like `find_run`."""
+    """Return the run that a command's `RUN` names. Raise `UserError` without `RUN`, and like `find_run`."""
     if not call.options.get("RUN"):
         raise UserError(
             f"`make {call.command}` needs `RUN=name-or-folder`",

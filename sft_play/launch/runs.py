@@ -1,4 +1,4 @@
-"""`make runs`, `make stop` and `make logs`; the summaries of runs for other commands, and the launchers that hold locks."""
+"""`make runs`, `make stop` and `make logs`; summaries of runs for other commands, and the launchers that hold locks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Accelerate's config file: a user's own read strictly, a run's own written, and `make setup-accelerate`, which writes
-one for this machine.
+"""Accelerate's config file: reading a user's strictly, writing a run's, and `make setup-accelerate`, which writes one
+for this machine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sft_play.plan.plan import Plan, Precision, Strategy, command_of
 from sft_play.text import plural
 
 NO_FILE = "none"
-"""`ACCELERATE_CONFIG=none`: not even accelerate's default file is read."""
+"""Value of `ACCELERATE_CONFIG` that ignores even accelerate's default file."""
 NO_DEFAULT_FILE = f"ACCELERATE_CONFIG={NO_FILE}"
-"""For commands that a scheduler or another machine starts: their plan knows nothing of such a file there."""
+"""Option for commands that a scheduler or another machine starts, whose plan does not consider a default file there."""
 WRITTEN = "# Written by `make setup-accelerate`"
 DEFAULT_OUT = "accelerate_configs/local.yaml"
 DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
@@ -59,15 +59,15 @@ TAKEN: Mapping[str, Any] = {
     "fsdp_config.fsdp_reshard_after_forward": bool | None,
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": str | None,
 }
-"""Keys that are used, with their types; what they mean to DeepSpeed and FSDP these libraries check."""
+"""Keys that are used -> their types; DeepSpeed and FSDP check the values in their sections."""
 Only = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Keys that may be in a section with one meaning only: the values, and the reason why another one is refused."""
+"""Key of a section -> its only allowed values, and the reason for refusing others."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 WITHOUT_COMPILER: tuple[Any, ...] = ("NO", "no", False, None)
 ONLY: Only = {
     "compute_environment": (("LOCAL_MACHINE",), "only `LOCAL_MACHINE` is supported"),
     "use_cpu": ((True, False, None), ""),
-    "debug": (NOTHING, "`debug` is not supported; the rank logs tell what failed"),
+    "debug": (NOTHING, "`debug` is not supported; the rank logs say what failed"),
     "main_training_function": (("main", None), "the program that runs is `sft_play.train`"),
     "rdzv_backend": (("static", None), "only the static rendezvous is used: ranks keep to their machines"),
     "same_network": ((True, *NOTHING), ""),
@@ -99,7 +99,7 @@ DEEPSPEED_KEYS: Mapping[str, str] = {
 }
 DEEPSPEED_ONLY: Only = {
     "deepspeed_multinode_launcher": (("standard",), "every node starts its own processes: expected `standard`"),
-    "zero3_init_flag": ((True, False, None), ""),  # the worker decides how weights are first placed
+    "zero3_init_flag": ((True, False, None), ""),  # the worker decides where weights are placed at first
 }
 FSDP_READ = frozenset(key.partition(".")[2] for key in TAKEN if key.startswith("fsdp_config."))
 FSDP_ONLY: Only = {
@@ -124,7 +124,7 @@ WITHOUT_EFFECT = (("fsdp_state_dict_type", "FULL_STATE_DICT"), ("fsdp_cpu_ram_ef
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccelerateChoices:
-    """What the file decides; `None` and empty where it decides nothing."""
+    """The decisions of an accelerate config; `None` or empty where it decides nothing."""
 
     path: Path | None = None
     strategy: Literal["single", "ddp", "zero", "fsdp2"] | None = None
@@ -137,15 +137,16 @@ class AccelerateChoices:
     deepspeed: UserDeepSpeed | None = None
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     cpu: bool = False
-    """Whether GPUs are left alone."""
+    """Whether it asks to ignore GPUs."""
     train: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of `train.` that it sets: `bf16`, `fp16`, `gradient_checkpointing`."""
+    """Values of `train.` keys: `bf16`, `fp16`, `gradient_checkpointing`."""
     notices: tuple[str, ...] = ()
 
 
 def machines_and_strategy(path: Path) -> tuple[int, str]:
-    """Return the machines that a file names, and its strategy where that is not plain data parallelism; 1 and nothing
-    of no such file.
+    """Return the number of machines in a file, and its strategy unless that is plain data parallelism.
+
+    A file that cannot be read counts as one machine without a strategy.
     """
     try:
         settings = read_plain_yaml(path)
@@ -158,8 +159,9 @@ def machines_and_strategy(path: Path) -> tuple[int, str]:
 
 
 def read_accelerate_config(path: Path) -> AccelerateChoices:
-    """Return the choices of `path`: every key is used, agrees with us, or is refused. Raise `UserError` with all that
-    are refused.
+    """Return the choices in `path`, whose every key is used, has no other meaning for us, or is refused.
+
+    Raise `UserError` with all refused keys.
     """
     source = read_yaml(path)
     settings = source.plain()
@@ -218,21 +220,21 @@ Refuse = Callable[..., None]
 
 
 def _check_types(source: YamlNode, settings: dict[str, Any], refuse: Refuse) -> None:
-    """Refuse values of another type than a key takes, and take them out, so that nothing else has to look."""
+    """Refuse values of a wrong type, and set them to `None`, so that later checks can rely on types."""
     for dotted, annotation in TAKEN.items():
         section, _, key = dotted.rpartition(".")
         values: Any = settings.get(section) if section else settings
         if isinstance(values, dict):
             holder, problems = source.value[section] if section else source, list[Mismatch]()
             value = convert(holder.value.get(key, YamlNode(None)), annotation, dotted, problems)
-            for one in problems:
-                refuse(dotted, f"`{one.key}` {one.problem}", one.hint)
+            for problem in problems:
+                refuse(dotted, f"`{problem.key}` {problem.problem}", problem.hint)
             if key in values:
                 values[key] = None if value is INVALID else value
 
 
 def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], refuse: Refuse) -> None:
-    """Refuse keys of a section that are not understood, and values other than those that a key can `only` have."""
+    """Refuse unknown keys of a section, and values other than the allowed ones in `only`."""
     for key, value in section.items():
         if key in only and value not in only[key][0]:
             refuse(f"{prefix}{key}", f"`{prefix}{key}` is `{value}`: {only[key][1]}")
@@ -253,7 +255,7 @@ def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDee
             dotted = f"deepspeed_config.{key}"
             refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
         if not Path(file).is_file():
-            hint = "accelerate counts a path from the folder in which it is started, here that of `make`"
+            hint = "accelerate resolves a path from the folder in which it is started, here that of `make`"
             refuse(
                 "deepspeed_config.deepspeed_config_file",
                 f"`deepspeed_config_file` is `{file}`, and there is no such file",
@@ -274,7 +276,7 @@ def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDee
 
 def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:
     version = section.get("fsdp_version", "missing, which means 1")
-    if version != 2:  # the keys of version 1 have other meanings
+    if version != 2:  # keys have other meanings in version 1
         hint = "run `accelerate config` again, or write `fsdp_version: 2`"
         refuse("fsdp_config", f"`fsdp_config.fsdp_version` is {version}; only FSDP2 is supported", hint)
         return {}
@@ -291,10 +293,10 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
 def accelerate_settings(
     *, strategy: Strategy, device: str, precision: Precision, processes: int, node: Node, deepspeed_file: Path | None
 ) -> dict[str, Any]:
-    """Return the content of an accelerate config file for `processes` in all over `node.count` machines.
+    """Return the content of an accelerate config file for `processes` in total on `node.count` machines.
 
-    `MULTI_GPU` on a CPU is no slip: with `MULTI_CPU` or `use_cpu` accelerate starts one process; the workers'
-    environment says what the device is.
+    `MULTI_GPU` on a CPU is intended: with `MULTI_CPU` or `use_cpu` accelerate would start a single process, and the
+    workers' environment determines the device.
     """
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -317,7 +319,7 @@ def accelerate_settings(
             "deepspeed_multinode_launcher": "standard",
             "zero3_init_flag": strategy == "zero3",
         }
-    if deepspeed_file is None:  # else precision, stage and offload are in that file; accelerate refuses them in both
+    if deepspeed_file is None:  # otherwise that file has precision, stage and offload, which accelerate refuses in both
         settings["mixed_precision"] = "no" if precision == "fp32" else precision
     if strategy == "fsdp2":
         settings["fsdp_config"] = {
@@ -327,16 +329,14 @@ def accelerate_settings(
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": False,
             "fsdp_offload_params": False,
-            # Recomputation is the trainer's own, one switch for every strategy.
+            # The trainer recomputes, by the same switch for every strategy.
             "fsdp_activation_checkpointing": False,
         }
     return settings
 
 
 def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
-    """Return the text of a run's `accelerate.yaml`; `fsdp` holds what a user's own accelerate config says
-    differently.
-    """
+    """Return the text of a run's `accelerate.yaml`; `fsdp` has the different settings of a user's accelerate config."""
     settings = accelerate_settings(
         strategy=plan.strategy,
         device=plan.device,
@@ -351,9 +351,7 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
 
 
 def main(call: Call) -> int:
-    """`make setup-accelerate`: writes the file, and prints the choices, or JSON. Raise `UserError` and
-    `HardwareError`.
-    """
+    """Write the config file for this machine, and print the choices; return 0. Raise `UserError` or `HardwareError`."""
     path = Path(call.options.get("OUT") or DEFAULT_OUT)
     require_ours(path, WRITTEN, call.command)
     hardware, reasons = detect(), list[str]()
@@ -366,9 +364,9 @@ def main(call: Call) -> int:
         precision=precision,
         processes=num_gpus * num_nodes,
         node=Node(count=num_nodes, master_port=29500 if num_nodes > 1 else 0),
-        deepspeed_file=None,  # by its stage; a run's own DeepSpeed JSON is rendered from that
+        deepspeed_file=None,  # the stage is enough to render a run's DeepSpeed JSON
     )
-    if num_nodes > 1:  # each machine's own, given with the command
+    if num_nodes > 1:  # these differ between machines, and are options of the command
         del content["main_process_ip"], content["machine_rank"]
     write_text(path, f"{WRITTEN}; used by runs with ACCELERATE_CONFIG=<this file>.\n{dump_yaml(content)}")
     if call.json:
@@ -380,10 +378,10 @@ def main(call: Call) -> int:
 
 
 def require_ours(path: Path, mark: str, command: str) -> None:
-    """Raise `UserError` where `path` holds a file that `command`, which puts the `mark` at the top, has not written."""
+    """Raise `UserError` if `path` is a file that `command`, which writes `mark` at the top, did not write."""
     try:
         ours = mark in path.read_text(encoding="utf-8", errors="replace")[:300]
-    except OSError:  # whoever writes it says why that cannot be done
+    except OSError:  # writing the file will report the problem
         return
     if not ours:
         raise UserError(
@@ -394,10 +392,11 @@ def require_ours(path: Path, mark: str, command: str) -> None:
 
 
 def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int, int]:
-    """Return the processes of each machine, and the machines."""
+    """Return the number of processes per machine, and of machines."""
     cuda = hardware.kind == "cuda"
     available = len(hardware.devices) if cuda else hardware.cpu_threads
-    what = ", ".join(sorted({d.name for d in hardware.devices})) if cuda else f"a CPU with {available} threads"
+    names = ", ".join(sorted({device.name for device in hardware.devices}))
+    what = names if cuda else f"a CPU with {available} threads"
     typed, nodes = call.integer("NUM_GPUS", minimum=1), call.integer("NUM_NODES", minimum=1)
     if typed and cuda and typed > available:
         raise HardwareError(
@@ -411,7 +410,7 @@ def _processes(call: Call, hardware: Hardware, reasons: list[str]) -> tuple[int,
 
 
 def _precision(typed: str | None, hardware: Hardware, reasons: list[str]) -> Precision:
-    cuda, without = hardware.kind == "cuda", sorted({d.name for d in hardware.devices if not d.bf16})
+    cuda, without = hardware.kind == "cuda", sorted({device.name for device in hardware.devices if not device.bf16})
     if typed is not None and typed not in PRECISIONS:
         raise UserError(f"`MIXED_PRECISION` is `{typed}`; expected `no`, `bf16` or `fp16`")
     if (typed == "bf16" and cuda and without) or (typed == "fp16" and not cuda):
@@ -428,13 +427,13 @@ def _precision(typed: str | None, hardware: Hardware, reasons: list[str]) -> Pre
 
 
 def _strategy(typed: str | None, world: int, reasons: list[str]) -> Strategy:
-    known: Mapping[str, Strategy] = {name: name for name in DISTRIBUTED_TYPE}
-    if typed is not None and typed not in known:
-        raise UserError(f"`STRATEGY` is `{typed}`; expected one of {', '.join(f'`{name}`' for name in known)}")
+    strategies: Mapping[str, Strategy] = {name: name for name in DISTRIBUTED_TYPE}
+    if typed is not None and typed not in strategies:
+        raise UserError(f"`STRATEGY` is `{typed}`; expected one of {', '.join(f'`{name}`' for name in strategies)}")
     if typed is not None and (typed == "single") != (world == 1):
         text = f"`STRATEGY` is `{typed}`, and the number of processes is {world}"
         raise UserError(text, hint="omit it; or STRATEGY=single for one process, another one for NUM_GPUS=2 and more")
     unasked = ("single", "one process") if world == 1 else ("ddp", "the simplest; a plan says when it does not fit")
     chosen, why = unasked if typed is None else (typed, "STRATEGY")
     reasons.append(f"strategy {chosen}: {why}")
-    return known[chosen]
+    return strategies[chosen]

@@ -1,8 +1,9 @@
-"""One machine's connection to the torch `TCPStore` that the launchers of a run share (`launch/machines.py`).
+"""A machine's connection to the torch `TCPStore` that the launchers of a run share (`launch/machines.py`).
 
-Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. One thread uses the connection and beats once a second: whatever
-the main thread does, its machine is seen to live, and a store that hangs keeps nobody waiting. Values are compressed
-JSON. With a key (`MASTER_KEY`) each carries an HMAC over run, name and value; what does not verify counts as absent.
+Node 0's launcher serves it on MASTER_ADDR:MASTER_PORT. A separate thread uses the connection and sends a heartbeat
+every second: the machine shows signs of life whatever its main thread does, and a store that hangs does not block the
+main thread. Values are compressed JSON. With a key (`MASTER_KEY`) each has an HMAC over run, name and value; a value
+that does not verify counts as absent.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from sft_play.launch.process import raise_what_was_heard
 
 PROTOCOL = 5
 PERIOD_SECONDS, POLL_SECONDS = 1.0, 0.2
-"""Between two beats of a machine; between two looks at a value, an answer or a signal that Python dropped."""
+"""Interval of a machine's heartbeats, and of checks for a value, an answer or a signal that Python dropped."""
 CONNECT_SECONDS, HEARD_SECONDS, REQUEST_SECONDS = 3.0, 8.0, 300.0
-"""To connect; to answer as our store does (torch looks up the name of each peer first); what torch allows a request:
-how long it really may take is `launch.silent_seconds`.
+"""Limits to connect, for the store's first answer (torch looks up each peer's name before), and of torch for a request,
+whose actual limit is `launch.silent_seconds`.
 """
 RESOLVE_SECONDS = 30.0
-"""How long a name may be unknown: a cluster's names appear when its machines do."""
-SAY_SECONDS, FIRST_SECONDS = 15.0, 2.0
-"""Between two lines that say who is waited for, and until the first of them."""
+"""How long a name may be unknown, since a cluster's names appear when its machines do."""
+REPORT_SECONDS, FIRST_SECONDS = 15.0, 2.0
+"""Interval between lines about missing machines, and time until the first of them."""
 
 
 class StoreGone(RetryableError):
@@ -54,7 +55,8 @@ UNREACHED: tuple[tuple[type[Exception], str, str], ...] = (
     (
         TimeoutError,
         "no answer: a firewall on the way drops what is sent, or no machine has this address",
-        "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip address` there",
+        "open MASTER_PORT (and the high ports) in the firewall of node 0, and compare MASTER_ADDR with `ip address`"
+        " there",
     ),
     (
         OSError,
@@ -63,42 +65,40 @@ UNREACHED: tuple[tuple[type[Exception], str, str], ...] = (
     ),
     (
         StoreGone,
-        "something listens there that is no launcher of SFT-Play",
+        "something listens there that is not a launcher of SFT-Play",
         "choose another MASTER_PORT, the same on every node",
     ),
 )
-"""Why node 0 was not reached -> words and a hint; the first that fits."""
+"""Error, reason and hint for failing to reach node 0; the first match counts."""
 
 
 class Waiting:
-    """Says from time to time what is waited for."""
+    """Reports from time to time what a loop waits for."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._said = self._began - SAY_SECONDS + FIRST_SECONDS
+        self._reported_at = self._began - REPORT_SECONDS + FIRST_SECONDS
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """Duration of the wait so far."""
         return time.monotonic() - self._began
 
     def report(self, text: str) -> None:
-        """Print a line, every `SAY_SECONDS`."""
-        if time.monotonic() - self._said >= SAY_SECONDS:
-            self._said = time.monotonic()
+        """Print a line, at most once in `REPORT_SECONDS`."""
+        if time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = time.monotonic()
             print_line(f"{text} ({self.seconds:.0f} s so far)")
 
 
 class Store:
-    """The connection and its thread, which ends with the process. Functions that take `raw`, torch's own store, run in
-    that thread.
-    """
+    """The connection and its daemon thread, in which functions that take `raw`, torch's own store, run."""
 
     def __init__(self, connect: Callable[[], Any], *, key: str | None, seconds: float) -> None:
-        """`seconds`: how long an answer may take."""
+        """Start the thread; `seconds` is how long an answer may take."""
         self.key, self.seconds, self.nonce = key, seconds, ""
         self.heard = time.monotonic()
-        """When the last beat was answered."""
+        """When the last heartbeat was answered."""
         self.broken: Exception | None = None
         self._connect = connect
         self._each: Callable[[Any], None] | None = None
@@ -120,16 +120,17 @@ class Store:
                     due = time.monotonic() + PERIOD_SECONDS
                     self._each(raw)
                     self.heard = time.monotonic()
-        except Exception as error:  # noqa: BLE001 - torch's errors of a store are RuntimeErrors of many kinds; each is the end of it
+        except Exception as error:  # noqa: BLE001 - torch's store raises many kinds of errors, each of which ends it
             self.broken = error
 
     def beat(self, each: Callable[[Any], None]) -> None:
-        """Begin to call `each` every `PERIOD_SECONDS`."""
+        """Start calling `each` every `PERIOD_SECONDS`."""
         self.heard, self._each = time.monotonic(), each
 
     def ask(self, do: Callable[[Any], Any]) -> Any:
-        """Return what `do` makes of torch's store. Raise `StoreGone` when it does not answer in time, and what a signal
-        asks for.
+        """Return the result of `do` on torch's store.
+
+        Raise `StoreGone` if it does not answer in time, and the exception of a received signal.
         """
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((do, answer))
@@ -150,12 +151,12 @@ class Store:
         self._thread.join(PERIOD_SECONDS)
 
     def pack(self, name: str, value: Any) -> bytes:
-        """Return a value as it is in the store."""
+        """Return a value in the form that the store holds."""
         body = zlib.compress(json.dumps(value, allow_nan=False).encode())
         return (proof(self.key, *self._signed(name, body)) if self.key else "-" * 64).encode() + body
 
     def unpack(self, name: str, packed: bytes) -> Any:
-        """Return a value; `None` for what is none of this run's."""
+        """Return the value in a store's bytes; `None` if it does not belong to this run."""
         signature, body = packed[:64].decode(errors="replace"), packed[64:]
         if self.key and not proves(self.key, signature, *self._signed(name, body)):
             return None
@@ -168,32 +169,32 @@ class Store:
         return (self.nonce, name, hashlib.sha256(body).hexdigest())
 
     def read(self, raw: Any, name: str) -> Any:
-        """Return a value; `None` where there is none of this run."""
+        """Return a value; `None` if this run has none by that name."""
         return self.unpack(name, raw.get(name)) if raw.check([name]) else None
 
     def first(self, raw: Any, name: str, value: Any) -> Any:
-        """Write a value where there is none, and return the one that is there then."""
+        """Write a value if there is none, and return the value that is then in the store."""
         mine = self.pack(name, value)
         present = self.unpack(name, raw.compare_set(name, "", mine))
-        if present is None:  # a stranger's
+        if present is None:  # what is there is not of this run
             raw.set(name, mine)
         return value if present is None else present
 
     def get(self, name: str) -> Any:
-        """`read`, for any thread."""
+        """Return a value like `read`, from any thread."""
         return self.ask(lambda raw: self.read(raw, name))
 
     def set(self, name: str, value: Any) -> None:
-        """Write a value."""
+        """Write a value, from any thread."""
         packed = self.pack(name, value)
         self.ask(lambda raw: raw.set(name, packed))
 
 
 def serve(node: Node, host: str, run: str, seconds: float) -> Store:
-    """Return node 0's store. Raise `HardwareError` for a port that is taken."""
+    """Serve and return node 0's store. Raise `HardwareError` for a port that is taken."""
     port = node.master_port
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))  # one descriptor a machine
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))  # each machine needs a descriptor
     try:
         raw = tcp_store()("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=_delta(HEARD_SECONDS))
     except RuntimeError as error:
@@ -209,11 +210,10 @@ def serve(node: Node, host: str, run: str, seconds: float) -> Store:
 
 
 def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> tuple[Store, dict[str, Any]]:
-    """Return the store of node 0, which may start later, and what node 0 says of the run with both addresses of the
-    connection.
+    """Return the store of node 0, which may start later, and node 0's facts with both addresses of the connection.
 
-    `name` is how messages call this machine. Raise `RetryableError` without node 0, `UserError` where it is another
-    run's: this machine ends, and that run goes on.
+    `name` is this machine's name in messages. Raise `RetryableError` if node 0 cannot be reached, `UserError` if it
+    belongs to another run, which is not disturbed.
     """
     waiting = Waiting()
     while True:
@@ -236,9 +236,7 @@ def reach(node: Node, name: str, run: str, patience: float, seconds: float) -> t
 
 
 def _connect(node: Node, name: str, run: str, limit: float) -> tuple[Store, dict[str, Any]]:
-    """Do as `reach`, once, within `limit` seconds or a little more. Raise `OSError`, and `StoreGone` for what is no
-    store.
-    """
+    """Try `reach` once, within about `limit` seconds. Raise `OSError`, or `StoreGone` if the peer is not a store."""
     place = socket.getaddrinfo(node.master_address, node.master_port, type=socket.SOCK_STREAM)[0]
     with socket.socket(place[0], socket.SOCK_STREAM) as sock:
         sock.settimeout(min(CONNECT_SECONDS, limit))
@@ -261,7 +259,7 @@ def _connect(node: Node, name: str, run: str, limit: float) -> tuple[Store, dict
 
 
 def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
-    """Return what node 0 says of the run. Raise `UserError` where that is another one."""
+    """Return node 0's facts about the run. Raise `UserError` if it is another run."""
     facts = store.get("session")
     if not facts or (facts.get("key") and not node.key):
         raise UserError(f"node 0 has another `{VARIABLE}` than {name}, or one of them has none", hint=MAKE_ONE)
@@ -271,25 +269,25 @@ def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
     if facts["run"] != run:
         raise UserError(
             f"the nodes have different runs: node 0 ({facts['host']}): `{facts['run']}`, {name}: `{run}`",
-            hint="give every node the same RUN_NAME (or RUN); where that one is another run, choose another MASTER_PORT",
+            hint="give every node the same RUN_NAME (or RUN); if that is another run, choose another MASTER_PORT",
         )
     store.nonce = facts["word"]
     return dict(facts)
 
 
 def print_line(text: str) -> None:
-    """Print a line; what others sent may be in it."""
+    """Print a line that may contain text from other machines."""
     print(printable(text[:500]), file=sys.stderr, flush=True)
 
 
 def pause(seconds: float) -> None:
-    """Wait; a signal that came is raised."""
+    """Sleep, then raise the exception of a received signal."""
     time.sleep(seconds)
     raise_what_was_heard()
 
 
 def tcp_store() -> Any:
-    """Return torch's class. Its C++ writes stack traces for every connection that fails, which we report ourselves."""
+    """Return torch's class, without its C++ stack traces for failed connections, which we report ourselves."""
     level = "TORCH_CPP_LOG_LEVEL"
     if level not in os.environ:
         os.putenv(level, "FATAL")

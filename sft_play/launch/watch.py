@@ -1,6 +1,4 @@
-"""The live panel of a run: above it the lines of rank 0, in it what the run's files say. `make watch RUN=` shows it of
-any run.
-"""
+"""The live panel of a run, with facts from its files below rank 0's lines; `make watch RUN=` shows it of any run."""
 
 from __future__ import annotations
 
@@ -28,37 +26,35 @@ if TYPE_CHECKING:
 
 PANEL_SECONDS, LINE_SECONDS = 1.0, 10.0
 ALIVE_SECONDS = 120.0
-"""A run whose launcher is on another machine counts as under way while its files change this often."""
+"""A run whose launcher is on another machine counts as running while its files change at least this often."""
 MOST_RANKS = 8
 UNDER_WAY = ("preparing", "running")
 
 
 class Follower:
-    """The rows of a metrics file that grows."""
+    """Reads the rows of a growing metrics file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.rows, self._read = path, list[dict[str, Any]](), 0
 
     def look(self) -> list[dict[str, Any]]:
-        """Return all rows so far, of a long file those of `metric_rows`; a file that has become shorter is read
-        again.
-        """
+        """Return all rows so far, or those of `metric_rows` for a long file; read a file that has shrunk again."""
         with contextlib.suppress(OSError), open_plain(self.path) as stream:
             size = stream.seek(0, os.SEEK_END)
             if size < self._read:
                 self.rows, self._read = [], 0
-            if not self._read and size > WHOLE_BYTES:  # a line that is being written now is lost
+            if not self._read and size > WHOLE_BYTES:  # loses a line that is being written now
                 self.rows, self._read = metric_rows(self.path), size
             stream.seek(self._read)
-            is_appended = stream.read()
-            whole = is_appended.rfind(b"\n") + 1
+            content = stream.read()
+            whole = content.rfind(b"\n") + 1
             self._read += whole
-            self.rows += measured(json_rows(is_appended[:whole].splitlines()))
+            self.rows += measured(json_rows(content[:whole].splitlines()))
         return self.rows
 
 
 def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableType:
-    """Return what is known of a run as a panel."""
+    """Return the facts of a run as a panel."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -91,7 +87,7 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
         )
         memory.add_row(Text(f"rank {rank}", style="dim"), bar, f"{size or 0:.2f} of {limit:.1f} GiB", device)
     rest = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
-    words = [Text(f"! {one.text}", style="yellow") for one in findings(rows, _spikes(run))]
+    words = [Text(f"! {finding.text}", style="yellow") for finding in findings(rows, _spikes(run))]
     return Panel(
         Group(top, facts, memory, *rest, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan"
     )
@@ -142,15 +138,13 @@ def _spikes(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def is_terminal(console: TextIO) -> bool:
-    """Whether a panel can be shown there."""
+    """Whether the console can show a panel."""
     return console.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextlib.contextmanager
 def show_live(run: RunFolder, console: TextIO, *, enabled: bool) -> Iterator[int]:
-    """Yield the descriptor that rank 0 prints to: on a terminal a pipe, whose lines come above a live panel, else the
-    console's own.
-    """
+    """Yield the descriptor that rank 0 prints to: if `enabled`, a pipe to a live panel, otherwise the console's."""
     if not enabled:
         yield console.fileno()
         return
@@ -175,7 +169,7 @@ def show_live(run: RunFolder, console: TextIO, *, enabled: bool) -> Iterator[int
 
 @contextlib.contextmanager
 def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Iterator[Any]:
-    """Show the panel on a terminal and keep it up to date in a thread; what is printed meanwhile comes above it."""
+    """Show the panel on a terminal and update it in a thread; output of the body appears above it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -197,8 +191,9 @@ def live_panel(console: TextIO, run: RunFolder, state: Callable[[], str]) -> Ite
 
 
 def main(call: Call) -> int:
-    """`make watch RUN=`: the panel of a run until it ends; on no terminal its lines of progress, with `JSON=1` its
-    rows.
+    """Show the panel of a run until it ends, or without a terminal its progress lines, with `JSON=1` its rows.
+
+    Return 0.
     """
     run = find_named_run(call)
     if node := node_of(run):
@@ -216,30 +211,34 @@ def main(call: Call) -> int:
 
 
 def _state_seen(run: RunFolder) -> str:
-    """Return the state of a run; one whose launcher is not to be seen from here runs while its files change."""
+    """Return the state of a run; one whose launcher is not visible here counts as running while its files change."""
     state = state_of(run)
     return "running" if state == "killed" and age_of(run) < ALIVE_SECONDS else state
 
 
 def _print_lines(call: Call, run: RunFolder) -> None:
-    rows, shown, told = Follower(run.metrics), 0, 0.0
+    rows, shown, printed_at = Follower(run.metrics), 0, 0.0
     while True:
-        state = _state_seen(run)  # before the rows, so that the last ones are not missed
-        found = rows.look()
-        shown = min(shown, len(found))
-        for place in range(shown, len(found)):
-            row, last = found[place], place == len(found) - 1 and state not in UNDER_WAY
+        state = _state_seen(run)  # read before the rows, so that the last ones are not missed
+        rows_so_far = rows.look()
+        shown = min(shown, len(rows_so_far))
+        for place in range(shown, len(rows_so_far)):
+            row, last = rows_so_far[place], place == len(rows_so_far) - 1 and state not in UNDER_WAY
             due = row.get("kind") == "eval" or (
-                row.get("kind") == "train" and (last or time.monotonic() - told > LINE_SECONDS)
+                row.get("kind") == "train" and (last or time.monotonic() - printed_at > LINE_SECONDS)
             )
             if call.json:
                 print(json.dumps(row), flush=True)
             elif due:
-                told = time.monotonic()
-                print(line_of(found[: place + 1], read_facts(run.plan).get("steps")), flush=True)
-        shown = len(found)
+                printed_at = time.monotonic()
+                print(line_of(rows_so_far[: place + 1], read_facts(run.plan).get("steps")), flush=True)
+        shown = len(rows_so_far)
         if state not in UNDER_WAY:
             break
         time.sleep(PANEL_SECONDS)
     if not call.json:
-        print(*(f"warning: {one.text}" for one in findings(found, _spikes(run))), f"`{run.name}`: {state}", sep="\n")
+        print(
+            *(f"warning: {finding.text}" for finding in findings(rows_so_far, _spikes(run))),
+            f"`{run.name}`: {state}",
+            sep="\n",
+        )
