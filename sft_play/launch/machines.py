@@ -277,7 +277,9 @@ class Machines:
             return
         if "errors" in end:
             raise_all(_errors_from(end["errors"]))
-        hint = "its own output says why, if it could still say anything; the same command on every node starts again"
+        hint = (
+            "its own output says why, if it could still print anything; the same command on every node restarts the run"
+        )
         who = self.names([end["lost"] if "lost" in end else end["node"]])
         raise RetryableError(f"{who} has left, or cannot be reached any more, before the workers started", hint=hint)
 

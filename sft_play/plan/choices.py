@@ -104,7 +104,7 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
             "`model.dtype` is `float16`, but every weight is trained: small updates vanish in it, and loss scaling"
             " refuses it",
             hint=(
-                "leave `model.dtype` to `auto` (TRAIN_FP16=true computes in it all the same), or `bfloat16` for half"
+                "leave `model.dtype` to `auto` (TRAIN_FP16=true still computes in it), or `bfloat16` for half"
                 " the memory"
             ),
         )
@@ -195,7 +195,7 @@ def why_padded(request: Request, setup: Setup, rows: int, row_tokens: int) -> st
     """Return why the rows of the largest micro-batch cannot be flattened; empty where they can."""
     family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attn_implementation
     if backend == "unsloth":
-        return "unsloth tells rows apart by an attention mask only"
+        return "unsloth keeps rows apart only by an attention mask"
     if family not in (VARLEN_MODEL_TYPES if attention == VARLEN else FLATTENED_MODEL_TYPES):
         return f"`{family}` is not among the families proven to keep flattened rows apart"
     if attention == "eager" and rows > 1:

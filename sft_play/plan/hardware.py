@@ -172,7 +172,7 @@ def device_of(label: str, card: Card) -> Device:
 def _nonsense(part: str, text: str) -> HardwareError:
     meant = did_you_mean(part.split("x", 1)[-1] if re.match(r"\d+\s*x", part) else part)
     return HardwareError(
-        f"`{part}` is not hardware that is known",
+        f"`{part}` is not known hardware",
         place=f"HARDWARE={text}",
         hint=(f"did you mean `{meant}`? " if meant else "")
         + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, cpu, or a count and a name of docs/hardware.md, such as"

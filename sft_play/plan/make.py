@@ -382,8 +382,8 @@ def _check_loading(request: Request, setup: Setup) -> None:
     if hardware.ram_known and need > hardware.ram_bytes:
         raise HardwareError(
             f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {plural(processes, 'process')}"
-            f" holds all weights {'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are shared"
-            f" out, {need / GIB:.1f} GiB of this machine's memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
+            f" holds all weights {'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are"
+            f" sharded, {need / GIB:.1f} GiB of this machine's memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
             hint="; or ".join(remedies.remedies_for_loading(request, _decide)) or "a machine with more memory",
         )
 

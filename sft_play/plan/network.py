@@ -268,7 +268,7 @@ def check_gathering(request: Request, setup: Setup) -> None:
         f"{setup.strategy} over {slow} would mostly wait for weights: {gathering_arithmetic(request, setup)}",
         hint=(
             f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a"
-            " smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it all the same"
+            " smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it anyway"
         ),
     )
 
@@ -301,7 +301,7 @@ def check_slices(request: Request) -> dict[str, str]:
         ),
         (
             heads % size > 0,
-            f", but {shape.heads} {what} cannot be shared out evenly among so many ranks",
+            f", but {shape.heads} {what} cannot be divided evenly among {size} ranks",
             f"{variable}={fitting}",
         ),
         (
@@ -312,9 +312,8 @@ def check_slices(request: Request) -> dict[str, str]:
         ),
         (
             key == TENSOR_KEY and shape.model_type not in TENSOR_PARALLEL_MODEL_TYPES,
-            f", but the layers of `{shape.model_type}` are not among those that can be shared out; see"
-            " docs/parallelism.md",
-            f"{variable}=1; `make train-fsdp` shares out the weights of any model",
+            f", but the layers of `{shape.model_type}` are not among those that can be sliced; see docs/parallelism.md",
+            f"{variable}=1; `make train-fsdp` shards the weights of any model",
         ),
         (
             key == TENSOR_KEY and shape.ffn_size % size > 0,
@@ -431,7 +430,7 @@ def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[
         raise UserError(
             f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be stages, since they read more"
             " than the layer before",
-            hint="`make train-fsdp` shares out the weights of any model",
+            hint="`make train-fsdp` shards the weights of any model",
         )
     devices = request.ranks.devices[:stages]
     if any(request.ranks.devices[first : first + stages] != devices for first in range(0, world, stages)):

@@ -188,9 +188,7 @@ def show_misfit(error: DoesNotFitError) -> str:
     """Return the memory that a rank would need by part, and each remedy with its saving and its cost in speed."""
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
-    lines.append(
-        "to make it fit" if any(remedy.fits for remedy in error.remedies) else "nothing by itself makes it fit"
-    )
+    lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "no single change makes it fit")
     return "\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)])
 
 

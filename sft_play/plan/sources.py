@@ -67,7 +67,9 @@ UNSLOTH = (
 def plan_by_source(request: Request, source: Source) -> Plan:
     """Return the plan by this source. Raise like `make_plan`, and `UserError` for a probe of pipeline stages."""
     if source == "probe" and request.config.launch.strategy == "pipeline":
-        raise UserError("`SOURCE=probe` measures whole models, and `launch.strategy` is `pipeline`", hint="omit SOURCE")
+        raise UserError(
+            "`SOURCE=probe` measures complete models, and `launch.strategy` is `pipeline`", hint="omit SOURCE"
+        )
     try:
         return _plan_by(request, source)
     finally:
@@ -183,10 +185,10 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
 def _traced(setup: Setup) -> str:
     """Return which part of a step was traced, in words; shards are arithmetic, since a single process cannot gather."""
     if not setup.zero and setup.strategy != "fsdp2":
-        return "the very step that trains"
+        return "the training step itself"
     name = "FSDP2" if setup.strategy == "fsdp2" else f"ZeRO-{setup.strategy[-1]}"
     return (
-        f"a whole replica's forward and backward pass; what {name} shards, gathers and buffers, and its optimizer's"
+        f"a complete replica's forward and backward pass; what {name} shards, gathers and buffers, and its optimizer's"
         " step, by formula"
     )
 

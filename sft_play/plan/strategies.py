@@ -66,7 +66,7 @@ def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
     elif command == "single" or (len(request.ranks.devices) == 1 and configured in ("auto", "ddp")):
         chosen, why = "single", "one process"
     elif configured == "auto":
-        chosen, why = "ddp", "each rank holds a whole replica, and gradients alone are exchanged"
+        chosen, why = "ddp", "each rank holds a complete replica, and only gradients are exchanged"
     else:
         chosen, why = configured, "`launch.strategy`"
     reasons["strategy"] = f"strategy {chosen}: {why}"
@@ -88,14 +88,14 @@ def _check(request: Request, chosen: str) -> None:
         raise UserError(conflict)
     if tensor > 1 and chosen.startswith("zero"):
         raise UserError(
-            f"`launch.tensor_parallel` is {tensor}, but {chosen} shares out the weights itself",
+            f"`launch.tensor_parallel` is {tensor}, but {chosen} shards the weights itself",
             hint="use make train-distributed or make train-fsdp, or LAUNCH_TENSOR_PARALLEL=1",
         )
     columns = request.shape.heads * request.shape.head_dim, request.shape.ffn_size
     if tensor > 1 and chosen == "fsdp2" and any(width % world for width in columns):
         raise UserError(
-            f"`launch.tensor_parallel` with fsdp2 shares out columns among all {world} ranks, and {columns[0]} of"
-            f" attention or {columns[1]} of the feed-forward layers cannot be divided so",
+            f"`launch.tensor_parallel` with fsdp2 divides columns among all {world} ranks, and {columns[0]} of"
+            f" attention or {columns[1]} of the feed-forward layers cannot be divided evenly",
             hint="a number of ranks that divides both, or LAUNCH_STRATEGY=ddp",
         )
     if config.train.spike_guard == "skip" and chosen.startswith("zero"):
@@ -177,7 +177,7 @@ def _share_model(
     replica, network = _replica(request, setup, fitting), slow_network(request)
     shards = None if network else _shards(request, decide)
     if isinstance(shards, Plan):
-        why = f"{replica}, so weights are shared out{_if_quantised(request, setup)}"
+        why = f"{replica}, so weights are sharded{_if_quantised(request, setup)}"
         return _rename_strategy(shards, shards.strategy, why)
     for way, changed in _ways(request):
         plan = try_plan(request, changed, decide)
@@ -186,7 +186,7 @@ def _share_model(
             if network:
                 why += f"; fsdp2 over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
             elif shards:
-                why += f"; with weights shared out by fsdp2 still {shards.need_bytes / GIB:.1f} GiB"
+                why += f"; with weights sharded by fsdp2 still {shards.need_bytes / GIB:.1f} GiB"
             return _rename_strategy(plan, plan.strategy, why)
     return shards
 
@@ -227,7 +227,11 @@ def _if_quantised(request: Request, setup: Setup) -> str:
     frozen = "bfloat16" if setup.precision == "bf16" else "float16"
     case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
     quantised = quantising.need(case, request.required_rows)
-    return f" (TUNING_MODE=qlora would fit whole: {quantised / GIB:.1f} GiB)" if quantised <= min(request.room) else ""
+    return (
+        f" (TUNING_MODE=qlora would fit on each rank: {quantised / GIB:.1f} GiB)"
+        if quantised <= min(request.room)
+        else ""
+    )
 
 
 def _small_optimizer(
@@ -287,22 +291,22 @@ def _refusal(
     network = slow_network(request)
     if network and setup.strategy not in GATHERING:
         unasked = (
-            "`auto` does not share out weights"
+            "`auto` does not shard weights"
             if is_automatic(request.config, request.launch)
-            else "weights are not shared out"
+            else "weights are not sharded"
         )
         allowed = " LAUNCH_SLOW_NETWORK=allow" if hardware.network_bytes_per_second else ""
         why = f"{unasked} over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
         notes.append(f"{why}; LAUNCH_STRATEGY=fsdp2{allowed} forces it")
     if sharded and sharded.need_bytes - sharded.capacity_bytes < error.need_bytes - error.capacity_bytes:
-        after = f", with weights shared out by fsdp2; a whole replica needs {error.need_bytes / GIB:.1f} GiB"
+        after = f", with weights sharded by fsdp2; a complete replica needs {error.need_bytes / GIB:.1f} GiB"
         return sharded.add(notes=tuple(notes), after=after)
     return error.add(notes=tuple(notes))
 
 
 def _replica(request: Request, setup: Setup, fitting: tuple[int, ...]) -> str:
     need, room = request.need(setup, request.required_rows), request.room[fitting.index(min(fitting))]
-    return f"a whole replica on each needs {need / GIB:.1f} of {room / GIB:.1f} GiB"
+    return f"a complete replica on each needs {need / GIB:.1f} of {room / GIB:.1f} GiB"
 
 
 def _rename_strategy(plan: Plan, strategy: str, why: str) -> Plan:
@@ -325,7 +329,7 @@ def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> st
     if backend == "unsloth" and strategy not in ("single", "ddp"):
         return (
             f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass"
-            " by kernels that need whole weights on every GPU. It allows one GPU, or `ddp` with a whole copy on each"
+            " by kernels that need complete weights on every GPU. It allows one GPU, or `ddp` with a complete copy on each"
         )
     shape = tuning.lora if tuning.mode != "full" else LoraSettings()
     if shape.init in MUTATING and strategy in ("zero3", "pipeline"):
@@ -345,8 +349,8 @@ def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> st
         )
     if int8 and strategy == "zero3":
         return (
-            "int8 and ZeRO-3 do not go together: bitsandbytes keeps the whole int8 weights in a second place (`CB`), so"
-            " that nothing would be shared out. Use `tuning.quantization: nf4`, or `zero2`"
+            "int8 and ZeRO-3 do not go together: bitsandbytes keeps the complete int8 weights in a second place (`CB`), so"
+            " that nothing would be sharded. Use `tuning.quantization: nf4`, or `zero2`"
         )
     if int8 and strategy == "fsdp2":
         return (

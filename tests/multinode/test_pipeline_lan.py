@@ -77,7 +77,7 @@ def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path
         run = machines.run("unasked")
     plan = Plan.load(run.plan)
     assert len(plan.stages) == 3
-    assert any("pipeline, since a whole replica on each needs" in reason for reason in plan.reasons.values()), (
+    assert any("pipeline, since a complete replica on each needs" in reason for reason in plan.reasons.values()), (
         plan.reasons
     )
     assert len(losses(run)) == 3 and (run.path / "model" / "model.safetensors").is_file()

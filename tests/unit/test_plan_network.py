@@ -155,7 +155,7 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
     ("hardware", "size", "changes", "said"),
     [
         ("8xH100", 3, {}, "does not divide 8 processes"),
-        ("8xH100", 8, {}, "28 attention heads cannot be shared out evenly"),
+        ("8xH100", 8, {}, "28 attention heads cannot be divided evenly"),
         ("2xH100", 2, {"moving": True}, "rotary angles depend on the longest position"),
         ("1xH100@1Gbit", 2, {"num_nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
     ],

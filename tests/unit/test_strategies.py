@@ -34,7 +34,7 @@ def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
 def test_auto_shards_what_does_not_fit_as_replicas() -> None:
     plan = plan_of("8xH100", **FULL_8B)
     assert (plan.strategy, plan.optim, plan.global_batch_size) == ("fsdp2", "adamw_torch_fused", 32)
-    assert "a whole replica on each needs 135.8 of 73.4 GiB, so weights are shared out" in plan.reasons["strategy"]
+    assert "a complete replica on each needs 135.8 of 73.4 GiB, so weights are sharded" in plan.reasons["strategy"]
     assert plan_of("8x192GB", **FULL_8B).strategy == "ddp"
 
 
@@ -52,7 +52,7 @@ def test_what_shards_do_not_hold_or_a_network_does_not_carry_is_shared_by_rule(
 ) -> None:
     """Lines before layers, which need NVLink; else a pipeline."""
     plan = plan_of(hardware, name=LLAMA_70B, command_strategy="auto", **case)
-    assert plan.reasons["strategy"].startswith(f"strategy ddp: {way}, since a whole replica on each needs ")
+    assert plan.reasons["strategy"].startswith(f"strategy ddp: {way}, since a complete replica on each needs ")
     sizes = plan.sequence_parallel, plan.tensor_parallel, len(plan.stages)
     key, _, size = way.partition(" ")
     assert sizes == (
@@ -141,7 +141,7 @@ def test_learning_rate_scaling(rule: Any, rows: int, expected: float) -> None:
 def test_a_quantised_base_in_shards_is_quantised_in_the_machines_memory() -> None:
     """nf4 of 70B takes 37 GiB, which need not fit on a card; its scales are no parameters, and stay whole."""
     case: dict[str, Any] = {"name": LLAMA_70B, "mode": "qlora", "max_seq_len": 512, "command_strategy": "fsdp2"}
-    assert "each of 4 processes holds all weights quantised before they are shared out" in message(
+    assert "each of 4 processes holds all weights quantised before they are sharded" in message(
         HardwareError, with_ram("4xRTX3090", 128), **case
     )
     four, eight = (plan_of(with_ram(cards, 512), **case).ranks[0].memory_bytes for cards in ("4xRTX3090", "8xRTX3090"))
@@ -156,7 +156,7 @@ def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
     refused = message(HardwareError, with_ram("8xH100", 200), **FULL_8B | {"command_strategy": "fsdp2"})
     needed = 8 * (8_030_261_248 * 4 + CONTEXT_BYTES["cpu"]) / GIB
     assert (
-        f"under fsdp2: each of 8 processes holds all weights in fp32 before they are shared out, {needed:.1f} GiB"
+        f"under fsdp2: each of 8 processes holds all weights in fp32 before they are sharded, {needed:.1f} GiB"
         in refused
     )
     assert "make train-deepspeed" in refused
