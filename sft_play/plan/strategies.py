@@ -328,8 +328,8 @@ def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> st
     backend, int8 = tuning.backend, tuning.mode == "qlora" and tuning.quantization == "int8"
     if backend == "unsloth" and strategy not in ("single", "ddp"):
         return (
-            f"`tuning.backend: unsloth` and `{strategy}` do not go together: Unsloth replaces the model's forward pass"
-            " by kernels that need complete weights on every GPU. It allows one GPU, or `ddp` with a complete copy on each"
+            f"`tuning.backend: unsloth` cannot be combined with `{strategy}`: Unsloth replaces the model's forward pass"
+            " with kernels that need complete weights on every GPU. It allows one GPU, or `ddp` with a copy on each"
         )
     shape = tuning.lora if tuning.mode != "full" else LoraSettings()
     if shape.init in MUTATING and strategy in ("zero3", "pipeline"):
@@ -349,12 +349,12 @@ def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> st
         )
     if int8 and strategy == "zero3":
         return (
-            "int8 and ZeRO-3 do not go together: bitsandbytes keeps the complete int8 weights in a second place (`CB`), so"
-            " that nothing would be sharded. Use `tuning.quantization: nf4`, or `zero2`"
+            "int8 and ZeRO-3 cannot be combined: bitsandbytes keeps the complete int8 weights in a second place (`CB`),"
+            " so that nothing would be sharded. Use `tuning.quantization: nf4`, or `zero2`"
         )
     if int8 and strategy == "fsdp2":
         return (
-            "int8 and FSDP2 do not go together: FSDP2 replaces each weight by a shard of it, and bitsandbytes' int8"
+            "int8 and FSDP2 cannot be combined: FSDP2 replaces each weight by a shard of it, and bitsandbytes' int8"
             " weights lose their scales by that (`'Parameter' object has no attribute 'CB'`). Use `tuning.quantization:"
             " nf4`, or `ddp`"
         )

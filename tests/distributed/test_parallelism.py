@@ -225,7 +225,7 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
         (["NUM_GPUS=2", TP2, "TUNING_MODE=qlora"], "cannot be sliced"),
         (["NUM_GPUS=2", TP2, SP2], "`launch.sequence_parallel` is 2"),
         (["NUM_GPUS=2", TP2, "LAUNCH_LOCAL_STEPS=4"], "`launch.local_steps` is 4"),
-        (["NUM_GPUS=2", TP2, "LAUNCH_STRATEGY=zero2"], "ZeRO shards the weights itself"),
+        (["NUM_GPUS=2", TP2, "LAUNCH_STRATEGY=zero2"], "ZeRO shares out the weights itself"),
         (["NUM_GPUS=5", PP], "5 stages, but the model has 4 layers"),
         (["NUM_GPUS=3", PP, "LAUNCH_STAGES=2"], "2 stages on 3 processes"),
         (["NUM_GPUS=2", "LAUNCH_STAGES=2"], "LAUNCH_STRATEGY=pipeline"),
