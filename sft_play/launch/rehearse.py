@@ -181,9 +181,7 @@ class Ahead:
 
 
 def usual_strategy(call: Call) -> CommandStrategy:
-    """Return what a run is whose command does not say: one process, or several where there are several GPUs or they are
-    asked for.
-    """
+    """Return the strategy of a command that implies none: one process, or several with several GPUs or if asked for."""
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
     return "auto" if needs_several(loaded, hardware_of(call), options.request) else "single"
 

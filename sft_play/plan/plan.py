@@ -341,7 +341,7 @@ def make_stamp(config: Config, plan: Plan, prepared: Prepared) -> Stamp:
 
 
 def parent_facts(config: Config, prepared: Prepared) -> dict[str, Any] | None:
-    """Return what a stamp says of the adapter that a run started from."""
+    """Return a stamp's facts about the adapter from which a run started; `None` without one."""
     adapter = prepared.adapter
     if adapter is None:
         return None

@@ -469,7 +469,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
         )
     if isinstance(lora.target_modules, str):
         return
-    on_experts = any(one.kind == "experts" for one in shape.adapter_targets(lora.target_modules))
+    on_experts = any(matrix.kind == "experts" for matrix in shape.adapter_targets(lora.target_modules))
     if on_experts and (lora.variant != "lora" or lora.init != "default" or lora.bias != "none"):
         raise UserError(
             "`tuning.lora.target_modules` names experts, on which PEFT supports only plain LoRA",

@@ -334,14 +334,17 @@ def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> st
     shape = tuning.lora if tuning.mode != "full" else LoraSettings()
     if shape.init in MUTATING and strategy in ("zero3", "pipeline"):
         return (
-            f"`tuning.lora.init: {shape.init}` and `{strategy}` do not go together: it takes whole weights apart, which no"
-            " rank holds there. Use `ddp`, `zero2` or `fsdp2`"
+            f"`tuning.lora.init: {shape.init}` cannot be combined with `{strategy}`: it decomposes complete weights,"
+            " which no rank holds there. Use `ddp`, `zero2` or `fsdp2`"
         )
     if shape.modules_to_save and strategy == "pipeline":
-        return "`tuning.lora.modules_to_save` and `pipeline` do not go together: a stage has no other stage's modules"
+        return "`tuning.lora.modules_to_save` cannot be combined with `pipeline`: a stage has no other stage's modules"
     rows = embeddings_of(shape, new_tokens) if tuning.mode != "full" else "none"
     if (rows == "new" and strategy in ("zero3", "fsdp2")) or (rows != "none" and strategy == "pipeline"):
-        return f"`{strategy}` shares out the embedding, whose {rows} rows PEFT trains where it is whole. Use `ddp` or `zero2`"
+        return (
+            f"`{strategy}` shards the embedding, whose {rows} rows PEFT trains only in a complete one. Use `ddp` or"
+            " `zero2`"
+        )
     if backend == "unsloth" and int8:
         return (
             "`tuning.backend: unsloth` quantises to nf4: use `tuning.quantization: nf4`, or `tuning.backend: bnb` for"
