@@ -1,1 +1,1 @@
-"""Scoring: loss of held-out rows, generated answers and their scores, and comparing them."""
+"""Score held-out rows by loss and by generated answers, and compare the scores of runs."""

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 ROWS = 5
 BYTES = " (bytes)"
 SPECIAL = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|\[/?INST\]|<(?:bos|eos|(?:start|end)_of_turn)>")
-"""Tokens by which chat templates part turns: of a prompt only its text is shown."""
+"""Tokens that separate turns in chat templates; they are removed from prompts that are shown."""
 LEAST_WIDTH = 100
-"""Columns of the output where it does not go to a terminal."""
+"""Columns of the output when it does not go to a terminal."""
 NOT_SETTINGS = ("data.train_path", "data.val_path")
-"""Keys that only stand for others."""
+"""Keys that are shorthand for others."""
 
 
 def main(call: Call) -> int:
-    """Compare, and prints tables, or JSON."""
+    """Compare the runs and print tables, or JSON."""
     if "RUNS" not in call.options:
         raise UserError(
             "`RUNS` is missing", hint='make compare RUNS="first second", or RUNS="run@base run@step-000040 run"'
@@ -52,14 +52,14 @@ def main(call: Call) -> int:
     return 0
 
 
-def compare(sides: Sequence[Side], wanted: str | None, count: int) -> dict[str, Any]:
-    """Return everything that is shown. `wanted` is the metric by which `count` rows are chosen. Raise `UserError`."""
+def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[str, Any]:
+    """Return everything that is shown; `count` rows are chosen by `metric_name`. Raise `UserError`."""
     rows, notes = common_rows(sides)
     metrics = [name for name in sides[0].metrics if all(name in side.metrics for side in sides)]
-    metric = _metric(wanted, metrics)
+    metric = _metric(metric_name, metrics)
     if not metrics:
         notes.append(
-            "no score of answers is common to all; `make eval` scores answers, with EVAL_METRICS= for the same metrics"
+            "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= scores answers"
         )
     benchmarks = _side_by_side([side.benchmarks() for side in sides])
     return {
@@ -78,17 +78,17 @@ def compare(sides: Sequence[Side], wanted: str | None, count: int) -> dict[str, 
     }
 
 
-def _metric(wanted: str | None, metrics: Sequence[str]) -> str | None:
+def _metric(metric_name: str | None, metrics: Sequence[str]) -> str | None:
     """Return the metric by which rows are chosen."""
-    if wanted is None:
+    if metric_name is None:
         return "rougeL" if "rougeL" in metrics else next(iter(metrics), None)
-    name = wanted.removeprefix("eval_")
+    name = metric_name.removeprefix("eval_")
     if name not in metrics:
         close = get_close_matches(name, metrics, n=1, cutoff=0.5)
-        known = f"all of them have {', '.join(f'`{m}`' for m in metrics) or 'no score of answers'}"
+        choices = f"they have in common: {', '.join(f'`{m}`' for m in metrics) or 'no score of answers'}"
         raise UserError(
-            f"`METRIC` is `{wanted}`, which not all of them have",
-            hint=f"did you mean `METRIC={close[0]}`? {known}" if close else known,
+            f"`METRIC` is `{metric_name}`, which not all of the runs have",
+            hint=f"did you mean `METRIC={close[0]}`? {choices}" if close else choices,
         )
     return name
 
@@ -100,9 +100,9 @@ def _labels(sides: Sequence[Side]) -> dict[str, list[Any]]:
 
 
 def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return name -> one value a side, `None` where it has none."""
+    """Return name -> the value of each side, `None` for a side without it."""
     return {
-        name: [found.get(name) for found in each] for name in dict.fromkeys(name for found in each for name in found)
+        name: [facts.get(name) for facts in each] for name in dict.fromkeys(name for facts in each for name in facts)
     }
 
 
@@ -111,24 +111,24 @@ def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> lis
     from sft_play.evaluation.scores import paired_difference
 
     values = [[side.score(row, metric) for row in rows] for side in sides]
-    if None in values[0]:  # a metric of the whole set, with nothing for a single answer
+    if None in values[0]:  # a metric of all answers together has no scores to pair
         return [None] * len(sides)
-    known = higher_is_better(metric) is True
-    return [None, *(asdict(paired_difference(values[0], other, more_is_better=known)) for other in values[1:])]
+    more_is_better = higher_is_better(metric) is True
+    return [None, *(asdict(paired_difference(values[0], other, more_is_better=more_is_better)) for other in values[1:])]
 
 
 def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:
-    """Return the `count` rows whose scores lie furthest apart."""
+    """Return the `count` rows whose scores differ most."""
     scored = {row: [side.score(row, metric) for side in sides] for row in rows}
     gaps = {row: max(values) - min(values) for row, values in scored.items() if None not in values}
-    found = []
+    entries = []
     for row in sorted(gaps, key=lambda row: (-gaps[row], row))[:count]:
         answers = [
             {"run": side.name, "answer": side.answers[row]["answer"], "score": score}
             for side, score in zip(sides, scored[row], strict=True)
         ]
         first = sides[0].answers[row]
-        found.append(
+        entries.append(
             {
                 "row": row,
                 "gap": gaps[row],
@@ -137,14 +137,14 @@ def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: 
                 "answers": answers,
             }
         )
-    return found
+    return entries
 
 
 # ---- What the user reads
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print tables for settings, facts and scores, then the rows that differ most."""
+    """Print tables of settings, facts and scores, then the rows that differ most."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -171,7 +171,7 @@ def show(result: Mapping[str, Any]) -> None:
             Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold")
         )
         texts = {"prompt": SPECIAL.sub("", part["prompt"]), "reference": part["reference"]}
-        texts |= {f"{one['run']} ({one['score']:.3f})": one["answer"] for one in part["answers"]}
+        texts |= {f"{answer['run']} ({answer['score']:.3f})": answer["answer"] for answer in part["answers"]}
         for label, text in texts.items():
             indented = text.strip().replace("\n", "\n    ")
             console.print(Text(f"  {label}: {indented}"))
@@ -185,10 +185,10 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
     for metric, values in result["scores"].items():
         label = label_of_metric(metric)
         lines[label] = [f"{v['mean']:.4f} [{v['low']:.4f}, {v['high']:.4f}], n = {v['n']}" for v in values]
-        if any(found := result["differences"].get(metric) or []):
+        if any(differences := result["differences"].get(metric) or []):
             lines[f"  {label}, paired difference"] = [
                 f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else ""
-                for d in found
+                for d in differences
             ]
     for label, values in result["labels"].items():
         lines[f"  {label}: F1, precision, recall"] = [
@@ -207,19 +207,19 @@ def _shown(value: Any, name: str) -> str:
     return f"{value:,}" if type(value) is int else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# The runs that are compared: what their evaluations left, and which of their rows are the same.
+# The runs that are compared: their evaluations, and the rows that they have in common.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One of the compared."""
+    """One of the runs that are compared."""
 
     name: str
-    """As the user said: `run` or `run@step-000040`."""
+    """As the user typed it: `run` or `run@step-000040`."""
     run: RunFolder
     weights: Weights
     folder: Path
-    """Where its scores are."""
+    """Holds its scores."""
     scores: Mapping[str, Any]
     answers: Mapping[int, Mapping[str, Any]]
     """Row -> a line of `predictions.jsonl`."""
@@ -232,13 +232,13 @@ class Side:
         return metrics_of(self.scores)
 
     def score(self, row: int, metric: str) -> Any:
-        """Return the score of one answer, `None` where the metric has none."""
+        """Return the score of one answer, `None` for a metric without per-answer scores."""
         return self.answers[row]["scores"].get(metric)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of its training and size."""
-        plan, prepared, one = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
-        found = {
+        """Return the known facts of its training and size."""
+        plan, prepared, summary = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
+        facts = {
             "weights": f"{self.weights.label} (step {self.weights.step})",
             "model": prepared.model.name,
             "strategy": plan.strategy,
@@ -247,28 +247,26 @@ class Side:
             "global batch": plan.global_batch_size,
             "training rows": prepared.train.rows if prepared.train else None,
             "training tokens": prepared.train.tokens if prepared.train else None,
-            "steps": one.step or None,
-            "training seconds": one.seconds if one.step else None,
-            "tokens/s": one.tokens_per_second,
-            "peak memory (bytes)": one.peak_memory_bytes,
-            "energy (kWh)": one.energy_kwh,
-            "training loss, last step": one.loss,
+            "steps": summary.step or None,
+            "training seconds": summary.seconds if summary.step else None,
+            "tokens/s": summary.tokens_per_second,
+            "peak memory (bytes)": summary.peak_memory_bytes,
+            "energy (kWh)": summary.energy_kwh,
+            "training loss, last step": summary.loss,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in facts.items() if value is not None}
 
     def benchmarks(self) -> dict[str, float]:
-        """Return its figures of standard benchmarks, by task and metric."""
+        """Return its standard benchmark scores by task and metric."""
         tasks = (read_benchmarks(self.run.evaluation(self.weights.step)) or {}).get("tasks", {})
         return {f"{task} {metric}": v["value"] for task, part in tasks.items() for metric, v in part["metrics"].items()}
 
 
 def read_sides(names: Sequence[str], data: str | None) -> list[Side]:
-    """Return what is known of each `run` or `run@checkpoint`. Raise `UserError` or `CheckpointError` for what is
-    missing.
-    """
+    """Read each `run` or `run@checkpoint`. Raise `UserError` or `CheckpointError` for missing runs or scores."""
     if len(set(names)) < max(2, len(names)):
         raise UserError(
-            f"`RUNS` names {' '.join(names)}; expected two or more different ones",
+            f"`RUNS` is `{' '.join(names)}`; expected two or more different runs",
             hint='make compare RUNS="first second", or one run at two steps: RUNS="a@base a"',
         )
     return [_side(name, data) for name in names]
@@ -296,21 +294,17 @@ def _side(name: str, data: str | None) -> Side:
 
 
 def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return the folder and the scores of these weights on the run's own rows, or on `data`: its path, or a folder's
-    name.
-    """
+    """Return the folder and scores of these weights on the run's own rows, or on `data` (a path or a folder name)."""
     own = run.evaluation(weights.step)
     folders = [own, *sorted(run.path.glob(f"eval/{own.name}-*"), key=lambda folder: -folder.stat().st_mtime)]
-    known = {folder: scores for folder in folders if (scores := read_scores(folder)) is not None}
-    for folder, scores in known.items():
-        made_of = scores["settings"]
-        if (
-            folder != own
-            if data is None
-            else data not in (made_of.get("data"), folder.name.removeprefix(f"{own.name}-"))
-        ):
+    evaluations = {folder: scores for folder in folders if (scores := read_scores(folder)) is not None}
+    for folder, scores in evaluations.items():
+        settings = scores["settings"]
+        data_names = (settings.get("data"), folder.name.removeprefix(f"{own.name}-"))
+        matches = folder == own if data is None else data in data_names
+        if not matches:
             continue
-        if made_of.get("weights") == weights.label and made_of.get("weights_sha256") not in (None, weights.content):
+        if settings.get("weights") == weights.label and settings.get("weights_sha256") not in (None, weights.content):
             raise CheckpointError(
                 f"the scores of `{name}` are older than its weights",
                 place=str(folder),
@@ -318,82 +312,77 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
             )
         return folder, scores
     how = f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
-    others = sorted(str(scores["settings"].get("data")) for folder, scores in known.items() if folder != own)
+    others = sorted(str(scores["settings"].get("data")) for folder, scores in evaluations.items() if folder != own)
     raise CheckpointError(
-        f"`{name}` has no scores{f' on `{data}`' if data else ''} of its step {weights.step}",
+        f"`{name}` has no scores{f' on `{data}`' if data else ''} for step {weights.step}",
         place=str(run.path / "eval"),
         hint=f"score it: {how}{f' DATA={data}' if data else ''}"
-        + (f"; or compare what it was scored on: DATA={others[0]}" if others and not data else ""),
+        + (f"; or compare on the data that it was scored on: DATA={others[0]}" if others and not data else ""),
     )
 
 
 def _settings(run: RunFolder) -> dict[str, Any]:
-    """Return key -> value of the configuration; of a plain model without what is about training, which it never had."""
-    found = flatten(read_config(run.config))
+    """Return key -> value of the configuration; for a plain model only the keys that do not concern training."""
+    settings = flatten(read_config(run.config))
     for key in ("data.sources", "data.validation"):
-        for index, source in enumerate(found[key] if isinstance(found[key], list) else ()):
-            found |= {f"{key}[{index}].{k}": v for k, v in source.items() if v not in (None, False, "auto", {})}
-        if isinstance(found[key], list):
-            del found[key]
+        for index, source in enumerate(settings[key] if isinstance(settings[key], list) else ()):
+            settings |= {f"{key}[{index}].{k}": v for k, v in source.items() if v not in (None, False, "auto", {})}
+        if isinstance(settings[key], list):
+            del settings[key]
     trained = has_started(run)
     return {
         key: value
-        for key, value in found.items()
+        for key, value in settings.items()
         if key not in NOT_SETTINGS and (trained or key.startswith(("model.", "tuning.")))
     }
 
 
 def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Return the keys in which the configurations differ, each with one value a side; `None` where a side has no such
-    key.
-    """
-    found = _side_by_side([side.settings for side in sides])
-    known = {key: [side.settings[key] for side in sides if key in side.settings] for key in found}
-    return {key: values for key, values in found.items() if any(value != known[key][0] for value in known[key])}
+    """Return the keys whose values differ, each with the value of every side, `None` for a side without that key."""
+    settings = _side_by_side([side.settings for side in sides])
+    present = {key: [side.settings[key] for side in sides if key in side.settings] for key in settings}
+    return {key: values for key, values in settings.items() if any(value != present[key][0] for value in present[key])}
 
 
 def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
-    """Return the rows that all sides answered, and what the user must know about the others.
+    """Return the rows that all sides answered, and notes for the user about the others.
 
-    Rows are the same when number and reference are, and the prompt, unless another tokenizer or template wrote it: then
-    every prompt differs, and that is said. Raise `DataError` when no row is common.
+    Rows are the same if number, reference and prompt are. Under another tokenizer or template every prompt differs:
+    then number and reference are enough, and a note says so. Raise `DataError` when there is no common row.
     """
     first, notes = sides[0], []
 
-    def alike(rows: Sequence[int], key: str) -> list[int]:
+    def agreeing(rows: Sequence[int], key: str) -> list[int]:
         return [row for row in rows if all(side.answers[row][key] == first.answers[row][key] for side in sides)]
 
-    same = alike([row for row in first.answers if all(row in side.answers for side in sides)], "reference")
-    asked = alike(same, "prompt")
+    same = agreeing([row for row in first.answers if all(row in side.answers for side in sides)], "reference")
+    paired = agreeing(same, "prompt")
     template = any(side.tokenizer != first.tokenizer or _template(side) != _template(first) for side in sides)
-    if same and not asked and template:
+    if same and not paired and template:
         notes.append("the prompts differ, since templates or tokenizers do; rows are paired by number and reference")
-        asked = same
-    if all(side.answers for side in sides) and not asked:
+        paired = same
+    if all(side.answers for side in sides) and not paired:
         raise DataError(
             f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data"
             " differ",
-            hint=(
-                "score them on the same rows: make eval RUN=... DATA=file.jsonl for each, then make compare ..."
-                " DATA=file.jsonl"
-            ),
+            hint="score each on the same rows: make eval RUN=... DATA=file.jsonl, then make compare ... DATA=file.jsonl",
         )
     for side in sides:
-        if left := len(side.answers) - len(asked):
+        if skipped := len(side.answers) - len(paired):
             notes.append(
-                f"{left} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
+                f"{skipped} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
             )
         if side.scores.get("complete") is False:
-            notes.append(f"`{side.name}` was scored in part only: its time budget ended (`eval.max_seconds`)")
+            notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
     if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append(
-            "the validation rows are not all the same: losses are of different rows, answers of the common ones"
+            "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"
         )
     for key in ("max_new_tokens", "num_beams"):
-        made = [side.scores["settings"].get(key) for side in sides if side.answers]
-        if len({value for value in made if value is not None}) > 1:
-            notes.append(f"the answers were made differently: {key} {', '.join(map(str, made))}")
-    return asked, notes
+        values = [side.scores["settings"].get(key) for side in sides if side.answers]
+        if len({value for value in values if value is not None}) > 1:
+            notes.append(f"the answers were generated with different settings: {key} {', '.join(map(str, values))}")
+    return paired, notes
 
 
 def _template(side: Side) -> list[Any]:

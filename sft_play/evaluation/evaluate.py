@@ -1,6 +1,4 @@
-"""`make eval`: which weights (of a run, or a plain model) are scored on which rows, in which way; kept, shown again at
-once. No torch.
-"""
+"""`make eval`: decide which weights are scored on which rows and how, and show saved scores again. No torch."""
 
 from __future__ import annotations
 
@@ -53,14 +51,14 @@ SCORING = frozenset(
         "train.generation_max_new_tokens",
     }
 )
-"""What may differ from the run's configuration on its own rows."""
+"""Keys that may differ from the run's configuration when its own rows are scored."""
 OTHER_ROWS = frozenset({"data.val_path", "data.validation", "data.overlong", "data.num_proc", "model.max_seq_len"})
-"""What may differ too, since it makes other rows than the run's own."""
+"""Keys that may differ as well when other rows are scored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Which weights of a run are scored."""
+    """The weights of a run that are scored."""
 
     label: str
     folder: Path | None
@@ -72,19 +70,19 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRows:
-    """The rows that are scored."""
+    """The rows to score."""
 
     split: PreparedSplit
     name: str | None = None
-    """Names the evaluation's folder; `None` for a run's own validation rows."""
+    """Part of the evaluation folder's name; `None` for a run's own validation rows."""
     path: str | None = None
-    """As the user said; `None` for a run's own."""
+    """As the user typed it; `None` for a run's own."""
     model: ResolvedModel | None = None
-    """The model whose tokenizer made them; `None` for a run's own."""
+    """The model whose tokenizer prepared them; `None` for a run's own."""
 
 
 def main(call: Call) -> int:
-    """Scores, or shows the kept scores when weights, data and settings are the same."""
+    """Score, or show the saved scores if weights, data and settings are the same."""
     check_options(call)
     run = find_run(call.options["RUN"], writes=True) if "RUN" in call.options else None
     weights = find_weights(run, call.options.get("CHECKPOINT")) if run else None
@@ -96,18 +94,16 @@ def main(call: Call) -> int:
     rows = find_rows(call, loaded, run)
     if rows is None or not rows.split.rows:
         named = f"the run `{run.name}`" if run else f"`{call.options.get('CONFIG')}`"
-        hint = (
-            "DATA=file.jsonl scores other rows; `data.validation` (a fraction or sources) holds some out when training"
-        )
+        hint = "DATA=file.jsonl scores other rows; `data.validation` (a fraction or sources) holds rows out of training"
         raise DataError(f"{named} has no validation rows to score", hint=hint)
     if run is None:
-        assert rows.model is not None, "only a run has its own rows"
+        assert rows.model is not None, "only a run has rows of its own"
         run = plain_run(loaded, rows.model)
         weights = find_weights(run, BASE)
     assert weights is not None, "a run has weights, and a plain model is its own base"
     folder, settings = run.evaluation(weights.step, rows.name), settings_of(loaded.config, run, weights, rows)
     scores = read_scores(folder)
-    # Scores that a time budget cut short are never taken for all.
+    # Scores that a time budget cut short are never reused.
     if scores and scores.get("complete") is not False and scores.get("settings", {}).get("key") == settings["key"]:
         tell("scored before: weights, data and settings are the same")
     else:
@@ -120,10 +116,10 @@ def main(call: Call) -> int:
 
 
 def _show(
-    call: Call, run: RunFolder, weights: Weights, folder: Path, found: Mapping[str, Any], lines: Sequence[str]
+    call: Call, run: RunFolder, weights: Weights, folder: Path, figures: Mapping[str, Any], lines: Sequence[str]
 ) -> int:
     if call.json:
-        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **found}, indent=2))
+        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **figures}, indent=2))
     else:
         name = "untuned base" if weights.label == BASE else weights.label
         print(f"run          {run.name}, {name} (step {weights.step})", *lines, f"files        {folder}", sep="\n")
@@ -138,12 +134,12 @@ def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights
         run = plain_run(loaded, find_model(loaded.config))
     weights = weights or find_weights(run, BASE)
     folder = run.evaluation(weights.step)
-    found = measure(run, weights.folder, weights.content, folder, tasks, limit, loaded.config)
-    return _show(call, run, weights, folder, found, lines(found))
+    figures = measure(run, weights.folder, weights.content, folder, tasks, limit, loaded.config)
+    return _show(call, run, weights, folder, figures, lines(figures))
 
 
 def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return what the user reads."""
+    """Return the lines of the report that the user reads."""
     lines = []
     if data := scores["settings"].get("data"):
         lines.append(f"data         {data}")
@@ -179,7 +175,7 @@ def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def find_model(config: Config) -> ResolvedModel:
-    """Return where a plain model is, fetched when it must be. Raise `DataError`."""
+    """Return a plain model, downloaded if necessary. Raise `DataError`."""
     if not Path(config.model.name).expanduser().is_dir():
         offline_unless_reachable()
     from sft_play.model.scratch import resolve
@@ -188,25 +184,25 @@ def find_model(config: Config) -> ResolvedModel:
     return with_chat(resolve(config), chat_format(config.data))
 
 
-def find_weights(run: RunFolder, wanted: str | None) -> Weights:
-    """Return the weights that `CHECKPOINT=` names (`step-000040`, `best`, `last`, `base`); `model/`, else the last, for
-    `None`.
+def find_weights(run: RunFolder, checkpoint: str | None) -> Weights:
+    """Return the weights that `CHECKPOINT=` names: `step-000040`, `best`, `last` or `base`.
 
-    A folder in which nothing was ever trained (a plain model's) has only its base. Raise `CheckpointError` when there
-    are none, with those that exist.
+    `None` means `model/`, or the last checkpoint if there is no `model/`. A folder in which nothing was trained (a
+    plain model's) has only its base. Raise `CheckpointError`, which lists the existing checkpoints.
     """
     untrained = not has_started(run) and not run.model.is_dir() and not run.checkpoints.is_dir()
-    if wanted == BASE or (wanted is None and untrained):
+    if checkpoint == BASE or (checkpoint is None and untrained):
         return Weights(label=BASE, folder=None, step=0, content=Prepared.load(run.prepared).model.fingerprint)
-    folder = weights_folder(run, wanted)
+    folder = weights_folder(run, checkpoint)
     check_trained(folder)
     step = Stamp.load(folder).step if folder == run.model else int(folder.name.removeprefix("step-"))
     return Weights(label=label_of(run, folder), folder=folder, step=step, content=_content(folder))
 
 
 def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose) -> None:
-    """Print what differs from what made `weights`. Raise `CheckpointError` for another base, tokenizer, backend or
-    adapter shape.
+    """Print how this configuration differs from the stamp of `weights`.
+
+    Raise `CheckpointError` for another base, tokenizer, backend or adapter shape.
     """
     now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
     for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
@@ -214,7 +210,7 @@ def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose)
 
 
 def check_options(call: Call) -> None:
-    """Raise `UserError` for options that do not go together, or that leave open what is scored."""
+    """Raise `UserError` for options that conflict, or that do not determine what is scored."""
     options = call.options
     keys = {override.key for override in call.overrides}
     if "RUN" in options:
@@ -234,12 +230,12 @@ def check_options(call: Call) -> None:
         if changed and not _gives_rows(call):
             raise UserError(
                 f"`{changed[0]}` would change how the run's own rows were made",
-                hint="it goes with other rows only: DATA=file.jsonl",
+                hint="use it with other rows only: DATA=file.jsonl",
             )
         return
     if "CHECKPOINT" in options:
         raise UserError(
-            "`CHECKPOINT` is one of a run, and `RUN` is missing", hint="make eval RUN=name-of-a-run CHECKPOINT=best"
+            "`CHECKPOINT` belongs to a run, and `RUN` is missing", hint="make eval RUN=name-of-a-run CHECKPOINT=best"
         )
     if "MODEL" not in options and "CONFIG" not in options:
         hint = "make eval RUN=name-of-a-run, or make eval MODEL=folder-or-hub-id DATA=file.jsonl"
@@ -256,9 +252,7 @@ def _gives_rows(call: Call) -> bool:
 
 
 def read_settings(call: Call) -> LoadedConfig:
-    """Return the run's configuration, or a plain model's, with what the user changed for this evaluation. Raise
-    `UserError`.
-    """
+    """Return the configuration of the run or plain model, with the overrides of this call. Raise `UserError`."""
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override, config_path
     from sft_play.config.load import load_config, override_config, read_config
@@ -288,32 +282,31 @@ def read_settings(call: Call) -> LoadedConfig:
 
 
 def _within_context(loaded: LoadedConfig) -> LoadedConfig:
-    """Lower the default of `model.max_seq_len` to what a plain model knows, since nobody typed it."""
+    """Lower the default of `model.max_seq_len` to the model's context length, since nobody typed it."""
     model = loaded.config.model
     length = min(model.max_seq_len, shape_of(model).max_positions or model.max_seq_len)
     return replace(loaded, config=replace(loaded.config, model=replace(model, max_seq_len=length)))
 
 
 def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> ScoredRows | None:
-    """Return the rows to score, prepared when they are not yet: those that were given, else the run's own or the
-    file's.
+    """Return the rows to score, prepared if necessary: the ones the call names, else those of the run or the YAML file.
 
-    `None` where there are none. Raise `DataError` for data that cannot be prepared, `UserError` for a fraction of
-    nothing.
+    Return `None` if there are none. Raise `DataError` for data that cannot be prepared, and `UserError` for a fraction
+    without data.
     """
     config = loaded.config
-    given = config.data.validation
+    validation = config.data.validation
     if run is not None and not _gives_rows(call):
         return _own_rows(run)
-    if isinstance(given, list):
-        prepared = _prepare(replace(loaded, config=only_rows(config, given, run)), "--scored")
-        split, path = prepared.train, ", ".join(source.path for source in given)
-    elif given and run is not None:
+    if isinstance(validation, list):
+        prepared = _prepare(replace(loaded, config=only_rows(config, validation, run)), "--scored")
+        split, path = prepared.train, ", ".join(source.path for source in validation)
+    elif validation and run is not None:
         raise UserError(
-            f"`data.validation` is `{given}`: a fraction of which data?",
+            f"`data.validation` is `{validation}`: a fraction of which data?",
             hint="DATA=file.jsonl scores all rows of a file",
         )
-    elif given:
+    elif validation:
         prepared = _prepare(loaded)
         split, path = prepared.validation, ", ".join(source.path for source in config.data.sources)
     else:
@@ -331,7 +324,7 @@ def _own_rows(run: RunFolder) -> ScoredRows | None:
     if not Path(split.path).is_dir():
         from sft_play.config.load import read_config
 
-        tell(f"the prepared rows are gone from `{split.path}`: they are prepared again")
+        tell(f"the prepared rows are missing from `{split.path}`; preparing them again")
         again = _prepare(read_config(run.config), day=split.day).validation
         if again is None or again.fingerprint != split.fingerprint:
             hint = "restore the data, or score it as it is now: DATA=file.jsonl"
@@ -341,16 +334,14 @@ def _own_rows(run: RunFolder) -> ScoredRows | None:
 
 
 def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) -> Config:
-    """Return the configuration that prepares `sources` as the run prepares its rows: same model, template, masks and
-    style.
-    """
+    """Return the configuration that prepares `sources` with the run's model, template, masks and style."""
     from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
 
     model = replace(config.model, adapter=None)
     if run is not None and (model.init == "random" or model.tokenizer is not None):
-        # The run made its model or tokenizer, perhaps of its training data: here they must be those, not made again.
-        made = Path(Prepared.load(run.prepared).model.path)
-        name = str(made if made.is_dir() else run.model)
+        # The run created its model or tokenizer, perhaps from its training data: use those, do not create new ones.
+        folder = Path(Prepared.load(run.prepared).model.path)
+        name = str(folder if folder.is_dir() else run.model)
         model = ModelConfig(name=name, max_seq_len=model.max_seq_len, trust_remote_code=model.trust_remote_code)
     train = TrainConfig(seed=config.train.seed, loss_on=config.train.loss_on)
     data = replace(config.data, sources=sources, validation=None, train_path=None, val_path=None, group_by=None)
@@ -360,14 +351,14 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
 
 
 def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepared:
-    """Return what preparation finds for a configuration, from the cache's index (no torch) or by a separate process."""
+    """Return the prepared data of a configuration, from the cache's index (no torch) or from a separate process."""
     from sft_play.config.load import save_config
     from sft_play.launch.attempt import obtain_prepared
     from sft_play.launch.process import end_by_signals
     from sft_play.runs.prepared import lookup
 
-    if (known := lookup(loaded.config)) and (day is None or (known.validation and known.validation.day == day)):
-        return known
+    if (cached := lookup(loaded.config)) and (day is None or (cached.validation and cached.validation.day == day)):
+        return cached
     cache_folder().mkdir(parents=True, exist_ok=True)
     with end_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
@@ -377,9 +368,9 @@ def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepa
 
 
 def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
-    """Return the folder in which evaluations of a plain model are kept: a run that trained nothing, with its plan.
+    """Return the run folder, with a plan but no training, that holds the evaluations of a plain model.
 
-    Its name is the model's and a hash of its settings, so the same model finds it again.
+    It is named after the model and a hash of its settings, so that the next evaluation of that model finds it.
     """
     from sft_play.config.load import save_config
     from sft_play.config.schema import DataConfig, EvalConfig, TrainConfig
@@ -387,11 +378,11 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
     from sft_play.plan.plan import LaunchRequest
     from sft_play.plan.sources import plan_for
 
-    # Nothing is trained: the smallest training there is stands for what the plan must find room for.
+    # Nothing is trained, but a plan needs a training to fit in memory: use the smallest.
     train = TrainConfig(batch_size=1, global_batch_size=1, gradient_checkpointing=True)
     tuning = replace(loaded.config.tuning, mode="qlora" if loaded.config.tuning.mode == "qlora" else "lora")
-    said = loaded.config.data
-    data = DataConfig(chat_template=said.chat_template, system=said.system, style=said.style)
+    typed_data = loaded.config.data
+    data = DataConfig(chat_template=typed_data.chat_template, system=typed_data.system, style=typed_data.style)
     config = replace(loaded.config, data=data, train=train, eval=EvalConfig(), tuning=tuning)
     leaf = Path(config.model.name.rstrip("/")).name or "model"
     shaped = hashlib.sha256(repr([config.model, tuning, data]).encode()).hexdigest()
@@ -408,7 +399,7 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
 
 
 def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRows) -> dict[str, Any]:
-    """Return how the scores are made, with `key`: a hash over that, the weights and the rows."""
+    """Return the settings of an evaluation, with `key`: their hash, weights and rows included."""
     prepared, plan = Prepared.load(run.prepared), Plan.load(run.plan)
     settings: dict[str, Any] = {
         "weights": weights.label,
@@ -429,9 +420,7 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRo
 
 
 def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
-    """Return the rows evaluated together: the plan's, fewer where these rows are longer than those that were planned
-    for.
-    """
+    """Return the plan's rows per batch, or fewer if these rows are longer than the plan assumed."""
     if config.eval.batch_size != "auto":
         return config.eval.batch_size
     planned = max(plan.longest_row, plan.row_tokens, 1)
@@ -440,7 +429,7 @@ def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:
 
 
 def _content(folder: Path) -> str:
-    """Return one hash over the names and contents of the weights and what shapes them."""
+    """Return one hash over the names and contents of the weight files and the files that shape them."""
     weights = sorted(
         path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin") and not is_state_file(path.name)
     )

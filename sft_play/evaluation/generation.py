@@ -1,4 +1,4 @@
-"""Answering conversations: template, batches kept full, generation to the end of the turn."""
+"""Answer conversations: apply the template, keep batches full, generate to the end of the turn."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Answer:
     """One completion."""
 
     text: str
-    """What is said: without thought and calls."""
+    """The visible answer, without thought and tool calls."""
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
     stopped: bool
     """Whether the model ended its turn itself."""
     thought: str = ""
     calls: tuple[str, ...] = ()
-    """As `data.answers.Said` has them."""
+    """As in `data.answers.Said`."""
 
     @property
     def said(self) -> Said:
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerSettings:
-    """How answers are made; greedy, or by beams."""
+    """How answers are generated: greedily, or by beam search."""
 
     max_new_tokens: int = 128
     num_beams: int = 1
@@ -60,12 +60,12 @@ class AnswerSettings:
 def prompt_ids(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, **variables: Any
 ) -> list[int]:
-    """Return the tokens of a conversation, which may call `tools`, up to where the assistant begins to speak.
+    """Return the tokens of a conversation, which may call `tools`, up to the start of the assistant's turn.
 
-    `variables` are the chat template's.
+    `variables` are passed to the chat template.
 
     Raise `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order)
-    or leaves out its tools, a call or a result.
+    or omits its tools, a call or a result.
     """
     import jinja2
 
@@ -78,18 +78,18 @@ def prompt_ids(
             check_written(messages, tools, render)
         text = render(messages, tools, True)
     except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise DataError(f"the chat template does not take this conversation: {error}") from error
+        raise DataError(f"the chat template does not accept this conversation: {error}") from error
     # The template writes its own special tokens; the tokenizer must not add a second BOS.
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def context_length(model: Any) -> int:
-    """Return the most positions that the model knows; a huge number where its configuration names none."""
+    """Return the model's maximum number of positions, or a huge number if its configuration names none."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
 
 def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) -> GenerationConfig:
-    """Return greedy (or beam) settings that end where a turn ends and within `room` more tokens."""
+    """Return greedy or beam settings that stop at the end of a turn, and after `room` tokens at the latest."""
     return GenerationConfig(
         max_new_tokens=max(1, min(settings.max_new_tokens, room)),
         num_beams=settings.num_beams,
@@ -100,9 +100,7 @@ def generation_settings(tokenizer: Any, settings: AnswerSettings, *, room: int) 
 
 
 def use_our_settings(model: Any) -> None:
-    """Drop the folder's own generation settings: transformers would take from them (sampling, penalties) what a call
-    omits.
-    """
+    """Drop the model folder's own generation settings, with which transformers would fill in sampling and penalties."""
     for part in (model, getattr(model, "get_base_model", lambda: model)()):
         part.generation_config = GenerationConfig()
 
@@ -115,9 +113,7 @@ def answer_all(
     *,
     progress: Show | None = None,
 ) -> list[Answer]:
-    """Answers prompts (lists of tokens) in batches of similar length, padded on the left; return answers in the given
-    order.
-    """
+    """Answer prompts (lists of tokens) in left-padded batches of similar length; keep the order of `prompts`."""
     use_our_settings(model)
     settings = settings_for(model, settings, longest=max(map(len, prompts), default=0))
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
@@ -131,8 +127,9 @@ def answer_all(
 
 
 def settings_for(model: Any, settings: AnswerSettings, *, longest: int) -> AnswerSettings:
-    """Return the settings for prompts of at most `longest` tokens: one at a time where rotary factors may change within
-    an answer, or padding before a prompt changes it.
+    """Return the settings for prompts of at most `longest` tokens.
+
+    The batch size is 1 if rotary factors may change within an answer, or if padding before a prompt changes it.
     """
     alone = model.config.get_text_config().model_type in PROMPTED_ALONE
     return (
@@ -152,10 +149,10 @@ def answer_batch(
     synced: bool = False,
     enough: Enough | None = None,
 ) -> list[Answer]:
-    """Answers prompts, padded on the left: `settings.batch_size` at once where `refills`, else all of them together.
+    """Answer left-padded prompts: `settings.batch_size` at a time if the model `refills`, else all of them together.
 
-    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2). `enough` is asked at each token: when it
-    says yes, the answers are cut there.
+    `synced` keeps forward passes in step with other ranks (ZeRO-3, FSDP2). `enough` is called at each token; the
+    answers are cut when it returns true.
     """
     generation = generation_settings(tokenizer, settings, room=context_length(model) - max(map(len, prompts)))
     device = device or model.device
@@ -177,44 +174,45 @@ def answer_batch(
 
 
 def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
-    """Whether prompts take the places of answers that have ended, and may therefore be given in more than a batch.
+    """Return whether prompts can replace finished answers in a batch, so that more than one batch may be passed.
 
-    Not where ranks must take equally many steps, where beams need each other, where the model's own `generate` changes
-    rotary factors, nor with Unsloth's.
+    They cannot if ranks must take equally many steps, with beam search, if the model's own `generate` changes rotary
+    factors, or with Unsloth's `generate`.
     """
     return not synced and settings.num_beams == 1 and "generate" not in vars(model) and switch_length(model) is None
 
 
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in stops), None)
-    kept = tokens if end is None else tokens[:end]
-    text, thought, calls = parts_of(tokenizer, kept)
-    return Answer(text=text, thought=thought, calls=calls, tokens=len(kept), stopped=end is not None)
+    answer_tokens = tokens if end is None else tokens[:end]
+    text, thought, calls = parts_of(tokenizer, answer_tokens)
+    return Answer(text=text, thought=thought, calls=calls, tokens=len(answer_tokens), stopped=end is not None)
 
 
 class Stream:
-    """Prints an answer while it is made, without what is thought before it; `said` has its parts."""
+    """Print an answer while it is generated, without the thought before it; `said` holds its parts."""
 
     def __init__(self, tokenizer: Any, stops: set[int]) -> None:
         self.said = Said("")
         self._tokenizer, self._stops, self._marks = tokenizer, stops, marks_of(tokenizer)
         self._tokens: list[int] | None = None
-        """`None` until the prompt was given."""
+        """`None` until the prompt has arrived."""
         self._shown = ""
 
     def put(self, value: Tensor) -> None:
-        """Called by `generate` with the prompt, then with each token."""
+        """Take the prompt, then each token, from `generate`."""
         if self._tokens is None:
             self._tokens = []
             return
         self._tokens += [token for token in value.flatten().tolist() if token not in self._stops]
         self.said = parts_of(self._tokenizer, self._tokens)
         if not self._marks.awaits(self._tokenizer.decode(self._tokens)):
-            self._show(self.said.text.removesuffix("\ufffd"))  # a letter whose other bytes are to come
+            # The replacement character is a letter whose other bytes are still to come.
+            self._show(self.said.text.removesuffix("\ufffd"))
 
     def end(self) -> None:
-        """Called by `generate` at the end."""
-        if not self.said.shown.startswith(self._shown):  # what looked like an answer was not one
+        """Print the rest at the end of `generate`."""
+        if not self.said.shown.startswith(self._shown):  # the text shown so far turned out not to be the answer
             print()
             self._shown = ""
         self._show(self.said.shown)
@@ -226,9 +224,9 @@ class Stream:
             self._shown = text
 
 
-# A batch is kept full: answers that have ended leave it, waiting prompts take their places. transformers computes a
-# batch to the end of its longest answer, and where answers differ in length most of that is for nothing. Its own
-# `generate` does every step here; it is interrupted, the batch and its cache are changed, and it continues.
+# A batch is kept full: waiting prompts replace finished answers. transformers computes a batch to the end of its
+# longest answer, which is mostly wasted when answers differ in length. Its own `generate` does every step here; it is
+# interrupted, the batch and its cache are changed, and it continues.
 
 
 SHARE_STOPPED = 0.25
@@ -236,7 +234,7 @@ SHARE_STOPPED = 0.25
 
 
 Enough = Callable[[], bool]
-"""Asked at each token; yes cuts all answers there."""
+"""Called at each token; all answers are cut when it returns true."""
 
 
 class _Cut(StoppingCriteria):
@@ -248,36 +246,36 @@ class _Cut(StoppingCriteria):
 
 
 def cut_when(enough: Enough | None) -> StoppingCriteriaList:
-    """Return the criterion that ends all answers when `enough` says so; none without it."""
+    """Return the criterion that ends all answers when `enough` returns true, or no criterion without `enough`."""
     return StoppingCriteriaList([_Cut(enough)] if enough else [])
 
 
 @dataclass(slots=True)
 class Batch:
-    """The prompts that are being answered, padded on the left; T grows with their answers."""
+    """The prompts that are being answered, left-padded; T grows with their answers."""
 
     ids: Tensor
     """[B, T]"""
     mask: Tensor
     """[B, T], 0 where padded."""
     places: list[int]
-    """Which prompt each row is."""
-    left: Tensor
-    """[B] new tokens that each may still get."""
+    """Index of each row's prompt."""
+    tokens_left: Tensor
+    """[B] new tokens that each row may still get."""
     cache: Any = field(default=None)
-    """Keys and values of the first T - 1 tokens; `None` where they must be computed (again)."""
+    """Keys and values of the first T - 1 tokens; `None` if they must be computed (again)."""
 
 
 class _EnoughStopped(StoppingCriteria):
-    """Interrupts generation when enough of the batch has ended, by a token that stops or by its own limit."""
+    """Interrupt generation when enough rows have ended, by a stop token or by their own limit."""
 
-    def __init__(self, stops: Tensor, left: Tensor, share: float) -> None:
-        self.stops, self.left, self.share, self.steps = stops, left, share, 0
-        self.stopped = torch.zeros(len(left), dtype=torch.bool, device=left.device)
+    def __init__(self, stops: Tensor, tokens_left: Tensor, share: float) -> None:
+        self.stops, self.tokens_left, self.share, self.steps = stops, tokens_left, share, 0
+        self.stopped = torch.zeros(len(tokens_left), dtype=torch.bool, device=tokens_left.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         self.steps += 1
-        self.stopped |= torch.isin(input_ids[:, -1], self.stops) | (self.left <= self.steps)
+        self.stopped |= torch.isin(input_ids[:, -1], self.stops) | (self.tokens_left <= self.steps)
         return (self.stopped.float().mean() >= self.share).expand(len(self.stopped))
 
 
@@ -290,55 +288,56 @@ def generate_refilling(
     device: Any,
     enough: Enough | None = None,
 ) -> list[list[int]]:
-    """Return each prompt's new tokens, with the one that ended it where one did; at most `generation.max_new_tokens`.
+    """Return each prompt's new tokens, with its stop token if it has one; at most `generation.max_new_tokens`.
 
-    What happens when depends on `prompts` and `at_once` alone, in their order. Caches other than plain keys and values
-    (recurrent states, sliding windows) are not refilled: such a batch only shrinks, or is computed again from its
-    tokens.
+    The batches depend only on `prompts`, their order, and `at_once`. Caches other than plain keys and values (recurrent
+    states, sliding windows) are not refilled: such a batch only shrinks, or is computed again from its tokens.
     """
-    most = int(generation.max_new_tokens)
+    limit = int(generation.max_new_tokens)
     stops = torch.tensor(generation.eos_token_id, device=device)
-    found: list[list[int]] = [[] for _ in prompts]
+    answers: list[list[int]] = [[] for _ in prompts]
     waiting = list(range(len(prompts)))
     batch: Batch | None = None
     while (waiting or batch is not None) and not (enough and enough()):
         room = at_once - (len(batch.places) if batch else 0)
         if waiting and room and (batch is None or refillable(batch.cache)):
             chosen, waiting = waiting[:room], waiting[room:]
-            batch = admit(model, batch, pad_left(prompts, chosen, most, generation.pad_token_id, device))
-        assert batch is not None, "a batch that is not there yet always admits prompts"
-        changes = len(batch.places) > 1 or bool(waiting) or bool((batch.left < int(batch.left.max())).any())
-        ended = [_EnoughStopped(stops, batch.left, SHARE_STOPPED)] if changes else []
+            batch = admit(model, batch, pad_left(prompts, chosen, limit, generation.pad_token_id, device))
+        assert batch is not None, "a missing batch always admits prompts"
+        changes = (
+            len(batch.places) > 1 or bool(waiting) or bool((batch.tokens_left < int(batch.tokens_left.max())).any())
+        )
+        ended = [_EnoughStopped(stops, batch.tokens_left, SHARE_STOPPED)] if changes else []
         criteria = StoppingCriteriaList([*cut_when(enough), *ended])
-        batch = advance(model, batch, generation, stops, criteria, found=found)
-    return [tokens[:most] for tokens in found]
+        batch = advance(model, batch, generation, stops, criteria, answers=answers)
+    return [tokens[:limit] for tokens in answers]
 
 
 def pad_left(
     prompts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     chosen: Sequence[int],
-    most: int,
+    limit: int,
     pad_token: int,
     device: Any,
 ) -> Batch:
-    """Return the batch of the `chosen` of `prompts`, which may each get `most` new tokens."""
+    """Return a batch of the `chosen` prompts, each with at most `limit` new tokens."""
     longest = max(len(prompts[place]) for place in chosen)
     ids = torch.full((len(chosen), longest), pad_token, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, place in enumerate(chosen):
         ids[row, longest - len(prompts[place]) :] = torch.tensor(list(prompts[place]), dtype=torch.long)
         mask[row, longest - len(prompts[place]) :] = 1
-    left = torch.full((len(chosen),), most, device=device)
-    return Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), left=left)
+    tokens_left = torch.full((len(chosen),), limit, device=device)
+    return Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), tokens_left=tokens_left)
 
 
 def admit(model: Any, batch: Batch | None, new: Batch) -> Batch:
-    """Return `batch` with `new` in it; the keys and values of new prompts are computed here, but for the last token."""
+    """Return `batch` with `new` added, after computing the keys and values of the new prompts up to the last token."""
     if batch is None:
         return new
     positions = (new.mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]
     new.cache = DynamicCache()
-    if new.ids.shape[1] < 2:  # nothing stands before the last token
+    if new.ids.shape[1] < 2:  # there is nothing before the last token
         new.ids, new.mask = pad(new.ids, (1, 0)), pad(new.mask, (1, 0))
         positions = torch.zeros_like(new.ids[:, :-1])
     model(
@@ -350,25 +349,25 @@ def admit(model: Any, batch: Batch | None, new: Batch) -> Batch:
         logits_to_keep=1,
     )
     width = max(batch.ids.shape[1], new.ids.shape[1])
-    one, two = _widen(batch, width), _widen(new, width)
-    for mine, theirs in zip(one.cache.layers, two.cache.layers, strict=True):
-        mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+    batch, new = _widen(batch, width), _widen(new, width)
+    for layer, added in zip(batch.cache.layers, new.cache.layers, strict=True):
+        layer.keys, layer.values = torch.cat([layer.keys, added.keys]), torch.cat([layer.values, added.values])
     return Batch(
-        ids=torch.cat([one.ids, two.ids]),
-        mask=torch.cat([one.mask, two.mask]),
-        places=one.places + two.places,
-        left=torch.cat([one.left, two.left]),
-        cache=one.cache,
+        ids=torch.cat([batch.ids, new.ids]),
+        mask=torch.cat([batch.mask, new.mask]),
+        places=batch.places + new.places,
+        tokens_left=torch.cat([batch.tokens_left, new.tokens_left]),
+        cache=batch.cache,
     )
 
 
 def _widen(batch: Batch, width: int) -> Batch:
-    """Return the batch with more padding on the left (or less: `width` counts from the right), its cache too."""
-    more = width - batch.ids.shape[1]
-    if more:
-        batch.ids, batch.mask = pad(batch.ids, (more, 0)), pad(batch.mask, (more, 0))
+    """Return the batch, cache included, padded or cut on the left to `width` columns."""
+    padding = width - batch.ids.shape[1]
+    if padding:
+        batch.ids, batch.mask = pad(batch.ids, (padding, 0)), pad(batch.mask, (padding, 0))
         for layer in batch.cache.layers if batch.cache is not None else ():
-            layer.keys, layer.values = (pad(part, (0, 0, more, 0)) for part in (layer.keys, layer.values))
+            layer.keys, layer.values = (pad(part, (0, 0, padding, 0)) for part in (layer.keys, layer.values))
     return batch
 
 
@@ -379,11 +378,11 @@ def advance(
     stops: Tensor,
     criteria: StoppingCriteriaList,
     *,
-    found: list[list[int]] | None = None,
+    answers: list[list[int]] | None = None,
     processors: LogitsProcessorList | None = None,
 ) -> Batch | None:
-    """Generate until `criteria` interrupt it, and add the tokens to `found`; return those that continue, if any."""
-    generation.max_new_tokens = int(batch.left.max())
+    """Generate until `criteria` interrupt, and add the tokens to `answers`; return the rows that continue, if any."""
+    generation.max_new_tokens = int(batch.tokens_left.max())
     generation.return_dict_in_generate = True
     output = model.generate(
         input_ids=batch.ids,
@@ -394,32 +393,32 @@ def advance(
         logits_processor=processors,
     )
     new = output.sequences[:, batch.ids.shape[1] :]
-    for place, tokens, left in zip(batch.places, new.tolist(), batch.left.tolist(), strict=True):
-        if found is not None:
-            found[place] += tokens[:left]
-    keep = (~torch.isin(new, stops).any(dim=1) & (batch.left > new.shape[1])).nonzero()[:, 0]
+    for place, tokens, limit in zip(batch.places, new.tolist(), batch.tokens_left.tolist(), strict=True):
+        if answers is not None:
+            answers[place] += tokens[:limit]
+    keep = (~torch.isin(new, stops).any(dim=1) & (batch.tokens_left > new.shape[1])).nonzero()[:, 0]
     if not len(keep):
         return None
     rest = Batch(
         ids=output.sequences[keep],
         mask=torch.cat([batch.mask, torch.ones_like(new)], dim=1)[keep],
         places=[batch.places[row] for row in keep.tolist()],
-        left=batch.left[keep] - new.shape[1],
+        tokens_left=batch.tokens_left[keep] - new.shape[1],
         cache=output.past_key_values if _selectable(output.past_key_values) else None,
     )
     if rest.cache is not None:
         rest.cache.batch_select_indices(keep)
         if refillable(rest.cache):
-            # Padding that all have is dropped, so that the batch is never wider than its longest row.
+            # Padding common to all rows is dropped, so that the batch is never wider than its longest row.
             return _widen(rest, rest.ids.shape[1] - int(rest.mask.any(dim=0).int().argmax()))
     return rest
 
 
 def _selectable(cache: Any) -> bool:
-    """Whether rows may be taken out of a cache: not where a layer keeps the states of linear attention."""
+    """Return whether rows can be removed from a cache; states of linear attention do not allow it."""
     return isinstance(cache, DynamicCache) and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
 
 
 def refillable(cache: Any) -> bool:
-    """Whether rows may be added to a cache: it holds plain keys and values of all tokens, in every layer."""
+    """Return whether rows can be added to a cache: every layer holds plain keys and values of all tokens."""
     return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -1,8 +1,7 @@
-"""Score held-out rows: their loss, in all and per source, and generated answers, shared out over the ranks; and keep
-the scores in a folder.
+"""Score held-out rows over the ranks, by loss (total and per source) and by generated answers, and save the scores.
 
-Batches are formed before they are shared out, so a prompt meets the same companions on any number of ranks and the
-scores are the same. Ranks that have fewer batches run dummies where every forward pass is a collective (ZeRO-3, FSDP2).
+Batches are formed before they are distributed, so a prompt has the same neighbours on any number of ranks and the
+scores are the same. Ranks with fewer batches run dummy batches if every forward pass is a collective (ZeRO-3, FSDP2).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from sft_play.evaluation.scores import (
     check_library_metrics,
     how_scored,
     perplexity,
-    score_said,
+    score_parts,
     without_words,
 )
 from sft_play.files import remove_half_written, write_json, write_text
@@ -60,7 +59,7 @@ class HeldOut:
     """Nats, mean over all label tokens."""
     label_tokens: int
     sources: Mapping[str, tuple[float, int]]
-    """Where the rows are of several sources: name -> mean loss, label tokens."""
+    """Name -> mean loss, label tokens; empty if the rows come from one source."""
     rows: int
     seconds: float
 
@@ -69,11 +68,11 @@ class HeldOut:
         return self.rows / self.seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return loss and perplexity, in all and per source (`eval_loss/NAME`), for `metrics.jsonl`."""
-        found: dict[str, float] = {"eval_loss": self.loss, "eval_perplexity": perplexity(self.loss)}
+        """Return loss and perplexity, total and per source (`eval_loss/NAME`), for `metrics.jsonl`."""
+        metrics: dict[str, float] = {"eval_loss": self.loss, "eval_perplexity": perplexity(self.loss)}
         for name, (loss, _) in self.sources.items():
-            found |= {f"eval_loss/{name}": loss, f"eval_perplexity/{name}": perplexity(loss)}
-        return found | {"eval_label_tokens": self.label_tokens, "eval_loss_rows_per_second": self.rows_per_second}
+            metrics |= {f"eval_loss/{name}": loss, f"eval_perplexity/{name}": perplexity(loss)}
+        return metrics | {"eval_label_tokens": self.label_tokens, "eval_loss_rows_per_second": self.rows_per_second}
 
 
 def held_out_loss(
@@ -85,10 +84,9 @@ def held_out_loss(
     measure: Callable[[Batch], Tensor],
     ranks: Ranks,
 ) -> HeldOut:
-    """Return the mean loss over all label tokens of `rows`. A batch holds rows of one source; every rank runs as many
-    batches.
+    """Return the mean loss over all label tokens of `rows`; all ranks run the same number of batches.
 
-    `measure` returns a batch's summed loss and label tokens (`loss_and_tokens`).
+    A batch holds rows of one source. `measure` returns its summed loss and label tokens (`loss_and_tokens`).
     """
     started = time.perf_counter()
     names, groups = sources_of(split, rows)
@@ -115,14 +113,12 @@ def held_out_loss(
 
 
 def loss_and_tokens(model: Any, batch: Batch) -> Tensor:
-    """Return [summed loss, label tokens] of a batch on the model's device, 64-bit floats."""
+    """Return [summed loss, label tokens] of a batch as float64 on the model's device."""
     return torch.stack([token_loss_sum(model, batch).double(), label_tokens(batch).double()])
 
 
 def sources_of(split: PreparedSplit | None, rows: Any) -> tuple[list[str], list[int]]:
-    """Return the names of the sources of a split's rows, and for each row which one it is of; one for all in older
-    data.
-    """
+    """Return the names of a split's sources and each row's index into them; older data has one source, `all`."""
     names = [source.name for source in split.sources] if split else []
     if len(names) < 2 or "source" not in rows.column_names:
         return ["all"], [0] * len(rows)
@@ -132,9 +128,9 @@ def sources_of(split: PreparedSplit | None, rows: Any) -> tuple[list[str], list[
 def answer_rows(
     model: Any, tokenizer: Any, rows: Any, ready: Sequence[int], config: Config, *, batch_size: int, **where: Any
 ) -> GenerationResult:
-    """Answers and scores, as `config` says, those rows that `eval.samples` chooses of the ones that are `ready` for it.
+    """Answer and score `eval.samples` of the `ready` row indices, by the settings of `config`.
 
-    `where`: ranks and the like, as `score_by_generation` takes them.
+    `where` is passed to `score_by_generation`: ranks and the like.
     """
     chosen = sorted(random.Random(config.train.seed).sample(ready, min(config.eval.samples, len(ready))))
     return score_by_generation(
@@ -164,7 +160,7 @@ class Prediction:
     """The prompt as the model saw it, template and special tokens included."""
     reference: str
     answer: str
-    """What was said, and each call as a line of JSON; without what was thought before."""
+    """The visible answer, and each tool call as a line of JSON; without the thought before it."""
     thought: str
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
@@ -175,15 +171,15 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
-    """The answers of all ranks, in the order of the rows that were asked; the same on every rank."""
+    """The answers of all ranks, in the order of the rows; the same on every rank."""
 
     predictions: tuple[Prediction, ...]
     scores: Mapping[str, Interval]
     """Metric -> score of all answers with its bootstrap interval."""
     asked: int
-    """Rows that were to be answered; more than there are `predictions` where the time was over first."""
+    """Rows that were to be answered; more than `predictions` if the time budget ended first."""
     seconds: float
-    """Of generating alone, until the last rank was ready."""
+    """Time spent on generation until the last rank was done."""
     warnings: tuple[str, ...]
 
     @property
@@ -192,7 +188,7 @@ class GenerationResult:
         return len(self.predictions) == self.asked
 
     def metrics(self) -> dict[str, float]:
-        """Return `eval_NAME` of every metric and what describes the answers, for `metrics.jsonl`."""
+        """Return `eval_NAME` of every metric and the statistics of the answers, for `metrics.jsonl`."""
         count = len(self.predictions)
         return {
             **{f"eval_{name}": interval.mean for name, interval in self.scores.items()},
@@ -204,7 +200,7 @@ class GenerationResult:
         }
 
     def speed(self) -> dict[str, float]:
-        """Return how long generating took, over all ranks, and how much came of it."""
+        """Return the duration and rates of generation over all ranks."""
         return {
             "generation_seconds": self.seconds,
             "answers_per_second": len(self.predictions) / self.seconds,
@@ -214,17 +210,15 @@ class GenerationResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Time for generating; rank 0's clock counts."""
+    """Time limit of generation, by rank 0's clock."""
 
     seconds: float | None = None
     seed: int = 0
-    """Chooses the order in which batches are answered when there is a limit."""
+    """Chooses the order of the batches if there is a limit."""
     clock: Callable[[], float] = time.perf_counter
 
     def over(self, started: float, turns: int, ranks: Ranks) -> bool:
-        """Return whether another round would probably end past the limit: the same on every rank. The first is always
-        run.
-        """
+        """Return whether another round would probably end past the limit, the same on every rank; one always runs."""
         if self.seconds is None or turns == 0:
             return False
         elapsed = self.clock() - started
@@ -232,16 +226,14 @@ class Budget:
 
 
 def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "eval"] = "train") -> tuple[bool, str]:
-    """Return whether answers are generated and scored, and why, as a sentence for the user. `ready` of the validation
-    rows ask for one.
-    """
+    """Return whether answers are generated and scored, and the reason; `ready` of the `rows` have a reference."""
     asked = config.train.predict_with_generate
     reasons = (
         (not rows, "there are no validation rows (`data.validation`)"),
         (asked is False, "`train.predict_with_generate` is `false`"),
         (config.eval.samples == 0, "`eval.samples` is 0"),
         (not config.eval.metrics, "`eval.metrics` is empty"),
-        (not ready, "no validation row asks for an answer (documents, plain text and tokens have no reference)"),
+        (not ready, "no validation row has a reference answer (documents, plain text and tokens have none)"),
         (
             asked == "auto" and purpose == "train",
             "`make eval` scores answers; `train.predict_with_generate: true` scores them while training too",
@@ -251,17 +243,17 @@ def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "
         if holds:
             return False, f"loss only; {reason}"
     how = "greedy" if config.train.generation_num_beams == 1 else f"{config.train.generation_num_beams} beams"
-    said = f"{_names(config.eval.metrics)} of {min(config.eval.samples, ready)} answers, {how}, "
-    said += f"at most {config.train.generation_max_new_tokens} new tokens"
+    sentence = f"{_names(config.eval.metrics)} of {min(config.eval.samples, ready)} answers, {how}, "
+    sentence += f"at most {config.train.generation_max_new_tokens} new tokens"
     if config.eval.max_seconds is not None:
-        said += f", about {config.eval.max_seconds:g} s"
+        sentence += f", about {config.eval.max_seconds:g} s"
     if ready < rows:
-        said += f"; {rows - ready} of {rows} validation rows have no reference and count for loss only"
-    return True, said
+        sentence += f"; {rows - ready} of {rows} validation rows have no reference and count only for the loss"
+    return True, sentence
 
 
 def _names(metrics: Sequence[str]) -> str:
-    """Return the metrics in words; all of ROUGE by one."""
+    """Return the metrics in words, with all ROUGE scores as `ROUGE`."""
     others = [short_name(metric) for metric in metrics if metric not in ROUGE]
     return ", ".join((["ROUGE"] if len(others) < len(metrics) else []) + others)
 
@@ -280,13 +272,13 @@ def score_by_generation(
     stop: StopOnRequest | None = None,
     alive: Callable[[], None] | None = None,
 ) -> GenerationResult:
-    """Answers every row's `prompt_ids` and scores the answers against its `reference` by `metrics` (`eval.metrics`).
+    """Answer every row's `prompt_ids` and score the answers against its `reference` by `metrics` (`eval.metrics`).
 
-    `rows` hold `row` (an id, unique), `prompt_ids` and `reference`, the same on every rank. `synced` says that a
-    forward pass is a collective operation (ZeRO-3, FSDP2). `progress(done, all)` is called with the batches of this
-    rank, `alive` of every forward pass. `stop` may end it on all ranks with an exception. All ranks must call this
-    together and get the same result. Raise `ValueError` when there are no rows, and `PeerError` on all ranks for what
-    failed on some, but inside of a pass that is a collective operation, and for want of memory.
+    `rows` hold `row` (a unique id), `prompt_ids` and `reference`, the same on every rank. `synced` means that a forward
+    pass is a collective (ZeRO-3, FSDP2). `progress(done, all)` is called after each batch of this rank, `alive` at each
+    forward pass. `stop` may end the evaluation on all ranks with an exception. All ranks must call this together and
+    get the same result. Raise `ValueError` when there are no rows. A failure on some ranks raises `PeerError` on all,
+    unless it happens inside a collective pass or is a shortage of memory: these are raised where they happen.
     """
     if not rows:
         raise ValueError("no rows to answer")
@@ -295,7 +287,8 @@ def score_by_generation(
     spread_by = None if budget.seconds is None else budget.seed
     answers: list[tuple[int, Answer]] = []
     failure: Exception | None = None
-    together_only = synced or budget.seconds is not None  # ranks meet before each batch, so that none may leave alone
+    # With collectives or a budget the ranks meet before each batch, so none may leave alone.
+    together_only = synced or budget.seconds is not None
     started = budget.clock()
     enough = stop.asked_here if stop else None
     if stop:
@@ -319,10 +312,10 @@ def score_by_generation(
             batch = mine[turn] if turn < len(mine) and failure is None else []
             if not batch and not synced:
                 continue
-            # Ranks that have run out of batches keep the others company: every forward pass is a collective.
+            # Every forward pass is a collective, so ranks that are out of batches run a dummy.
             asked = [prompts[index] for index in batch] or [prompts[0][:1]]
             try:
-                given = answer_batch(
+                batch_answers = answer_batch(
                     ready,
                     tokenizer,
                     asked,
@@ -336,20 +329,20 @@ def score_by_generation(
                     raise
                 failure = error
                 continue
-            answers += zip(batch, given[: len(batch)], strict=True)
+            answers += zip(batch, batch_answers[: len(batch)], strict=True)
             if progress:
                 progress(turn + 1, rounds)
     if stop:
         stop.after_batches()
     if problem := ranks.first_problem(named(failure) if failure else None):
         raise PeerError(problem) from failure
-    told = ranks.gather([(index, asdict(answer)) for index, answer in answers])[:: ranks.copies]
+    gathered = ranks.gather([(index, asdict(answer)) for index, answer in answers])[:: ranks.copies]
     everywhere = sorted(
-        ((index, Answer(**answer)) for part in told for index, answer in part), key=lambda part: part[0]
+        ((index, Answer(**answer)) for part in gathered for index, answer in part), key=lambda part: part[0]
     )
     generated = budget.clock()
-    assert len({index for index, _ in everywhere}) == len(everywhere), "no row is answered twice"
-    assert budget.seconds is not None or len(everywhere) == len(rows), "every row is answered"
+    assert len({index for index, _ in everywhere}) == len(everywhere), "a row was answered twice"
+    assert budget.seconds is not None or len(everywhere) == len(rows), "a row was not answered"
     pairs = ranks.attempt(lambda: [compare_parts(tokenizer, rows[index], answer.said) for index, answer in everywhere])
     scored = _score(metrics, pairs, ranks)
     predictions = tuple(
@@ -357,13 +350,13 @@ def score_by_generation(
             row=int(rows[index]["row"]),
             prompt=tokenizer.decode(prompts[index], skip_special_tokens=False),
             reference=reference.shown,
-            answer=said.shown,
-            thought=said.thought,
+            answer=answer_parts.shown,
+            thought=answer_parts.thought,
             tokens=answer.tokens,
             stopped=answer.stopped,
             scores=scores,
         )
-        for (index, answer), (reference, said), scores in zip(everywhere, pairs, scored.each, strict=True)
+        for (index, answer), (reference, answer_parts), scores in zip(everywhere, pairs, scored.each, strict=True)
     )
     return GenerationResult(
         predictions=predictions,
@@ -378,12 +371,10 @@ def score_by_generation(
 
 
 def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ranks) -> Scored:
-    """Return the scores, computed once, on rank 0: metrics of strangers may be slow, or differ from one time to the
-    next. Collective.
-    """
-    found = ranks.broadcast(ranks.attempt(lambda: asdict(score_said(metrics, pairs)) if ranks.first else {}))
-    intervals = {name: Interval(**interval) for name, interval in found["intervals"].items()}
-    return Scored(each=tuple(found["each"]), intervals=intervals, warnings=tuple(found["warnings"]))
+    """Return the scores, computed once on rank 0, since library metrics may be slow or not repeatable. Collective."""
+    scored = ranks.broadcast(ranks.attempt(lambda: asdict(score_parts(metrics, pairs)) if ranks.first else {}))
+    intervals = {name: Interval(**interval) for name, interval in scored["intervals"].items()}
+    return Scored(each=tuple(scored["each"]), intervals=intervals, warnings=tuple(scored["warnings"]))
 
 
 def _warnings(
@@ -392,40 +383,41 @@ def _warnings(
     count = len(predictions)
     wordless = without_words([p.reference for p in predictions]) if set(metrics) & set(ROUGE) else 0
     cut = sum(not p.stopped for p in predictions)
-    found = []
+    warnings = []
     if count < asked:
-        found.append(f"scored {count} of {asked}: `eval.max_seconds` is {seconds:g}; they are spread over all lengths")
+        warnings.append(
+            f"scored {count} of {asked} answers, spread over all lengths: `eval.max_seconds` is {seconds:g}"
+        )
     if wordless:
-        found.append(f"{wordless} of {count} references have no word of a-z or 0-9; ROUGE counts them as 0")
+        warnings.append(f"{wordless} of {count} references have no word of a-z or 0-9; ROUGE scores them as 0")
     if cut > count // 2:
-        found.append(
+        warnings.append(
             f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn"
         )
-    return tuple(found)
+    return tuple(warnings)
 
 
 @contextmanager
 def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | None) -> Iterator[Any]:
-    """Yield the model inside any wrapper, in evaluation mode, with only our generation settings; puts all back
-    afterwards.
+    """Yield the unwrapped model in evaluation mode with only our generation settings; restore everything afterwards.
 
     `generate` of an adapter model calls the causal model below FSDP2's root, so the root's own parameters are gathered
-    here and stay so meanwhile; the layers gather and free theirs as usual.
+    here and stay gathered meanwhile; the layers gather and free theirs as usual.
     """
     while not hasattr(model, "generate"):
         model = model.module
     was_training = model.training
-    kept = model.generation_config
+    own_settings = model.generation_config
     bare = getattr(model, "get_base_model", lambda: model)()
-    bare_kept, attention = bare.generation_config, bare.config._attn_implementation
+    bare_settings, attention = bare.generation_config, bare.config._attn_implementation
     model.eval()
     use_our_settings(model)
-    if attention == VARLEN:  # it knows neither padding on the left nor a cache
+    if attention == VARLEN:  # it supports neither left padding nor a cache
         bare.config._attn_implementation = "sdpa" if bare._supports_sdpa else "eager"
     root = model if synced and isinstance(model, FSDPModule) else None
     if root is not None:
         root.unshard()
-    # Every pass of the model is progress, one that only keeps other ranks company too.
+    # Every forward pass is progress, a dummy one too.
     hook = bare.register_forward_pre_hook(lambda *_: alive()) if alive else None
     try:
         yield model
@@ -434,16 +426,17 @@ def _ready_to_generate(model: Any, *, synced: bool, alive: Callable[[], None] | 
             hook.remove()
         if root is not None:
             root.reshard()
-        model.generation_config, bare.generation_config = kept, bare_kept
+        model.generation_config, bare.generation_config = own_settings, bare_settings
         bare.config._attn_implementation = attention
         model.train(was_training)
 
 
 def share_size(count: int, batch_size: int) -> int:
-    """Return how many prompts are given to a rank together, where `batch_size` at once are answered and others wait.
+    """Return how many prompts a rank gets at a time, of which `batch_size` are answered at once while the others wait.
 
-    Four to eight batches, or one where rows are few. The more of them, the less a batch runs half empty at its end; but
-    there are at least four shares for the ranks. Does not depend on the number of ranks, so neither do the answers.
+    This is four to eight batches, or one if there are few rows. With more batches a rank runs half empty less often at
+    the end of its share, but at least four shares must be there for the ranks. The number does not depend on the number
+    of ranks, so neither do the answers.
     """
     batches = min(8, count // (4 * batch_size))
     return batch_size * (batches if batches >= 4 else 1)
@@ -460,10 +453,10 @@ def share_batches(
 ) -> tuple[list[list[int]], int]:
     """Return this rank's batches of row indices, and how many batches every rank must run.
 
-    Batches hold rows of similar length, the longest first, so that a shortage of memory shows at once; with `groups`
-    (one number a row) each holds rows of one group only. Batch i goes to rank i modulo the world size. A seed in
-    `spread_by` keeps the batches and changes their order: any first part of it is spread evenly over all lengths, each
-    batch as likely to be in it as any other.
+    Batches hold rows of similar length, the longest first, so that a shortage of memory shows at once. With `groups`
+    (one number per row) each batch holds rows of one group. Batch i goes to rank i modulo the world size. The seed
+    `spread_by` changes only the order of the batches: any prefix is spread evenly over all lengths, and contains each
+    batch with equal probability.
     """
     kinds = groups or [0] * len(lengths)
     batches = []
@@ -476,9 +469,7 @@ def share_batches(
 
 
 def spread(count: int, seed: int) -> list[int]:
-    """Return a permutation of `range(count)` of which any first part is spread evenly: van der Corput's order, begun
-    anywhere.
-    """
+    """Return a permutation of `range(count)` with evenly spread prefixes: van der Corput's order from a random start."""
     bits = max(1, (count - 1).bit_length())
     places = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(2**bits))
     start = random.Random(seed).randrange(count) if count else 0
@@ -486,7 +477,7 @@ def spread(count: int, seed: int) -> list[int]:
 
 
 def answerable(rows: Any) -> list[int]:
-    """Return the indices of the rows that ask for an answer; documents and plain text do not."""
+    """Return the indices of the rows that have a prompt; documents and plain text do not."""
     return [index for index, prompt in enumerate(rows["prompt_ids"]) if len(prompt)]
 
 
@@ -500,27 +491,27 @@ def score_run(
     config: Config,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Load the model, score it on the rows of `split`, publishes the folder `out` and return the content of
-    `scores.json`.
+    """Load the model, score it on the rows of `split`, publish the folder `out` and return its `scores.json`.
 
     `weights` is the run's `model/` or a checkpoint; `None` is the base, before any training. `config` is the run's,
-    with what the user changed for this evaluation. Raise `CheckpointError` for weights that do not fit their stamp.
+    with the user's changes for this evaluation. Raise `CheckpointError` for weights that do not match their stamp.
     """
     from sft_play.model.kernels import chunk_head
     from sft_play.model.use import best_device
 
     plan = Plan.load(run.plan)
-    check_library_metrics(config.eval.metrics)  # before minutes go into answers that nothing could score
+    # Checked first, so that no minutes are spent on answers that cannot be scored.
+    check_library_metrics(config.eval.metrics)
     device = best_device()
     rows = Rows(split.path)
     model, tokenizer = load_weights(run, weights, config, device)
     if plan.loss_chunk:
         chunk_head(model, plan.loss_chunk)
     batch_size = int(settings["batch_size"])
-    layout = (
-        "unmasked" if plan.attn_implementation == VARLEN else plan.layout
-    )  # here it is sdpa, whose mask would be quadratic
-    layout = "padded" if switch_length(model) else layout  # only then it sees each row's length
+    # Varlen attention is replaced by sdpa here, whose mask would take quadratic memory.
+    layout = "unmasked" if plan.attn_implementation == VARLEN else plan.layout
+    # Rotary factors that depend on a row's length need a layout that shows it.
+    layout = "padded" if switch_length(model) else layout
 
     scored = 0
 
@@ -529,7 +520,7 @@ def score_run(
         scored += len(batch["rows"])
         show(scored, len(rows))
         return loss_and_tokens(
-            model, {name: one.to(device) if torch.is_tensor(one) else one for name, one in batch.items()}
+            model, {name: entry.to(device) if torch.is_tensor(entry) else entry for name, entry in batch.items()}
         )
 
     collate = Collator(layout, tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
@@ -547,13 +538,13 @@ def score_run(
             )
         for warning in result.warnings:
             tell(f"note: {warning}")
-    for name in (SCORES, PREDICTIONS):  # never older scores with newer answers
+    for name in (SCORES, PREDICTIONS):  # old scores must never be next to new answers
         (out / name).unlink(missing_ok=True)
     return write_evaluation(out, held_out, result, step=step, settings=settings)
 
 
 def load_weights(run: RunFolder, weights: Path | None, config: Config, device: str) -> tuple[Any, Any]:
-    """Return (model, tokenizer) in evaluation mode: of `weights`, or the base as training saw it."""
+    """Return (model, tokenizer) of `weights`, or of the base as training saw it, in evaluation mode."""
     from sft_play.model.tokenizer import load_tokenizer
     from sft_play.model.use import load_for_use, read_base, require_same_base, to_answer
 
@@ -568,11 +559,10 @@ def load_weights(run: RunFolder, weights: Path | None, config: Config, device: s
 def write_evaluation(
     folder: Path, held_out: HeldOut, result: GenerationResult | None, *, step: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Publish `predictions.jsonl` and then `scores.json` in `folder`, on one rank only; return the content of
-    `scores.json`.
+    """Publish `predictions.jsonl`, then `scores.json`, in `folder`; return the scores. Call it on one rank only.
 
-    `settings` says how the answers were made (rows, batch, beams, ...) and identifies model and data. A folder without
-    `scores.json` is an evaluation that was never finished.
+    `settings` says how the answers were generated (rows, batch, beams, ...) and identifies model and data. A folder
+    without `scores.json` is an unfinished evaluation.
     """
     sources = {
         name: {"loss": loss, "perplexity": perplexity(loss), "label_tokens": count}
@@ -596,7 +586,7 @@ def write_evaluation(
     for name in (PREDICTIONS, SCORES):
         remove_half_written(folder / name)
     if result:
-        lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in result.predictions]
+        lines = [json.dumps(asdict(prediction), ensure_ascii=False) + "\n" for prediction in result.predictions]
         write_text(folder / PREDICTIONS, "".join(lines))
     write_json(folder / SCORES, scores)
     return scores

@@ -1,7 +1,7 @@
-"""Scores of answers by the metrics of `eval.metrics`, each with its bootstrap interval, alone and paired. No torch.
+"""Score answers by the metrics of `eval.metrics`, with bootstrap intervals, per run and paired. No torch.
 
-ROUGE by `rouge_score`, BLEU and chrF by `sacrebleu`, exact match and token F1 by SQuAD's own rules: the numbers that
-people quote. Others come from the `evaluate` library.
+ROUGE comes from `rouge_score`, BLEU and chrF from `sacrebleu`, exact match and token F1 from SQuAD's own rules: the
+numbers that people quote. Other metrics come from the `evaluate` library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ USE_STEMMER = True
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 FEW_RESAMPLES = 100
-"""For a metric of the library that is no mean of single scores: each resample computes the whole metric again."""
+"""For a library metric that is not a mean of per-answer scores: each resample computes the complete metric again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +57,9 @@ class Interval:
 
 
 def resamples(count: int, *, times: int = RESAMPLES) -> Iterator[Any]:
-    """Yield `times` arrays of `count` indices below `count`, drawn with replacement, always the same.
+    """Yield `times` arrays of `count` indices below `count`, drawn with replacement from a fixed seed.
 
-    One at a time: a table of 1,000 draws over a hundred thousand answers would take 800 MB.
+    They are yielded, not returned: 1,000 draws over a hundred thousand answers would take 800 MB.
     """
     draws = np.random.default_rng(0)
     for _ in range(times):
@@ -76,36 +76,36 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def share_interval(values: Sequence[float]) -> Interval:
-    """Return `mean_interval`; of answers that are all wrong or all right, where resamples are all alike, the exact
-    interval of a share (Clopper and Pearson 1934).
+    """Return `mean_interval`, or, if all answers are right or all are wrong, the exact interval of a share.
+
+    Resamples would then be all the same. The exact interval is that of Clopper and Pearson (1934).
     """
-    found, same = mean_interval(values), set(values)
-    reach = 1 - ((1 - CONFIDENCE) / 2) ** (1 / len(values))
-    if same == {0.0}:
-        return replace(found, high=reach)
-    return replace(found, low=1 - reach) if same == {1.0} else found
+    interval, distinct = mean_interval(values), set(values)
+    width = 1 - ((1 - CONFIDENCE) / 2) ** (1 / len(values))
+    if distinct == {0.0}:
+        return replace(interval, high=width)
+    return replace(interval, low=1 - width) if distinct == {1.0} else interval
 
 
 Score = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[float | None] | None, Interval]]
-"""Gives, of references and answers in the order of the rows, a score for each answer alone (`None` where one has none),
-and the score of all.
+"""Takes references and answers in row order; returns a score per answer (`None` where an answer has none) and the
+score of all answers.
 """
 
 
 def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Return scores of single answers, whose mean is the score of all."""
+    """Return per-answer scores and their mean, which is the score of all answers."""
     score = OF_SINGLE_ANSWERS.get(name) or (lambda reference, answer: rouge(reference, answer)[name])
     each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
     return each, share_interval(each)
 
 
 def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Return sacrebleu's BLEU or chrF (0 to 100): sentence scores (BLEU with effective order), and the corpus score
-    with its interval.
+    """Return sacrebleu's sentence scores (BLEU with effective order) and the corpus score, 0 to 100.
 
-    The latter is of the answers' summed statistics, no mean. Its interval is that of Koehn (2004), "Statistical
-    Significance Tests for Machine Translation Evaluation", over resampled answers' statistics, as sacrebleu's
-    `--confidence` makes it, with our own draws.
+    The corpus score comes from the answers' summed statistics and is not a mean. Its interval follows Koehn (2004),
+    "Statistical Significance Tests for Machine Translation Evaluation": the statistics of resampled answers, as with
+    sacrebleu's `--confidence`, but with our own draws.
     """
     single = _sacrebleu(name, sentence=True)
     each = [float(single.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
@@ -122,14 +122,14 @@ def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) 
 def rouge(reference: str, answer: str) -> dict[str, float]:
     """Return the F-measures (0 to 1) of one answer, exactly as `rouge_score` computes them.
 
-    Its words are runs of a-z and 0-9, so a text in another script scores 0, and the numbers cannot be compared with
-    ROUGE over other tokenizers (jieba, for one).
+    Words are runs of a-z and 0-9, so text in another script scores 0, and the numbers cannot be compared with ROUGE
+    over other tokenizers, such as jieba.
     """
     return dict(_rouge(reference, answer))
 
 
 def without_words(references: Sequence[str]) -> int:
-    """Return how many references have no word that `rouge_score` knows; their score is 0 whatever the answer."""
+    """Return how many references have no word that `rouge_score` recognises; they score 0 whatever the answer."""
     tokenize = _scorer()._tokenizer.tokenize
     return sum(not tokenize(reference) for reference in references)
 
@@ -155,18 +155,17 @@ def exact_match(reference: str, answer: str) -> float:
 
 
 def token_f1(reference: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall of the normalised answer's words (0 to 1), as SQuAD v2.0's
-    script.
+    """Return the F1 (0 to 1) of the normalised answer's words, as SQuAD v2.0's script computes it.
 
-    Where either text has no words it is 1 if both have none, else 0.
+    If either text has no words, the score is 1 when both have none and 0 otherwise.
     """
-    wanted, given = normalise(reference).split(), normalise(answer).split()
-    if not wanted or not given:
-        return float(wanted == given)
-    common = sum((Counter(wanted) & Counter(given)).values())
+    reference_words, answer_words = normalise(reference).split(), normalise(answer).split()
+    if not reference_words or not answer_words:
+        return float(reference_words == answer_words)
+    common = sum((Counter(reference_words) & Counter(answer_words)).values())
     if common == 0:
         return 0.0
-    precision, recall = common / len(given), common / len(wanted)
+    precision, recall = common / len(answer_words), common / len(reference_words)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -175,20 +174,20 @@ OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {
     "f1": token_f1,
     "accuracy": labels.accuracy,
 }
-"""Built-in metric of single answers but ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` has
-all.
-"""
+"""Built-in metric other than ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` lists all."""
 _PUNCTUATION = frozenset(string.punctuation)
 
 
 @cache
 def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer  # imports nltk: only where answers are scored
+    # Imported here because it imports nltk, which only scoring needs.
+    from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(list(ROUGE), use_stemmer=USE_STEMMER)
 
 
-@lru_cache(maxsize=4096)  # three metrics ask for the same answers, one after the other
+# Cached because the three ROUGE metrics each score the same answers.
+@lru_cache(maxsize=4096)
 def _rouge(reference: str, answer: str) -> tuple[tuple[str, float], ...]:
     scores = _scorer().score(reference, answer)
     return tuple((name, float(scores[name].fmeasure)) for name in ROUGE)
@@ -198,12 +197,12 @@ def _rouge(reference: str, answer: str) -> tuple[tuple[str, float], ...]:
 def _sacrebleu(name: str, *, sentence: bool = False) -> Any:
     from sacrebleu.metrics import BLEU, CHRF
 
-    # `force` only silences a remark about texts that look tokenised.
+    # `force` only silences a warning about texts that look tokenised.
     return {"bleu": partial(BLEU, effective_order=sentence, force=True), "chrf": CHRF}[name]()
 
 
 def signature(name: str) -> str:
-    """Return sacrebleu's signature of a metric that it computed: version and settings, to be quoted with the score."""
+    """Return sacrebleu's signature of its metric `name`: version and settings, to be quoted with the score."""
     scorer = _sacrebleu(name)
     scorer.num_refs = 1
     return str(scorer.get_signature())
@@ -213,32 +212,32 @@ class LibraryMetric:
     """`evaluate:NAME_OR_PATH[:SCORE]`."""
 
     def __init__(self, metric: str) -> None:
-        """Load it. Raise `DataError` when it cannot be loaded, or computes no number from texts."""
+        """Load the metric. Raise `DataError` when it cannot be loaded."""
         self.metric = metric
-        self.where, self.wanted = library_parts(metric)
+        self.where, self.score_name = library_parts(metric)
         self._module = _load(self.metric, self.where)
 
     def check(self) -> None:
-        """Compute the metric of two answers. Raise `DataError` when no number comes of it."""
+        """Score two sample answers. Raise `DataError` when the metric returns no number."""
         self.compute(["the first text", "another one"], ["the first text", "a different one"])
 
     def compute(self, references: Sequence[str], answers: Sequence[str]) -> float:
         """Return the metric of all answers together. Raise `DataError` when it fails or returns no single number."""
         try:
-            found = self._module.compute(predictions=list(answers), references=list(references))
-        except Exception as error:  # a stranger's code raises anything
-            said = first_line(error)
+            scores = self._module.compute(predictions=list(answers), references=list(references))
+        except Exception as error:  # third-party code may raise anything
+            reason = first_line(error)
             hint = "metrics of answers take two lists of texts, `predictions` and `references`"
-            raise DataError(f"the metric `{self.metric}` cannot score texts: {said}", hint=hint) from error
-        return self._number(found or {})
+            raise DataError(f"the metric `{self.metric}` cannot score texts: {reason}", hint=hint) from error
+        return self._number(scores or {})
 
     def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float | None] | None, Interval]:
-        """Return the metric of each answer alone, where their mean is the metric of all, and that with its interval.
+        """Return per-answer scores, if their mean is the score of all answers, and that score with its interval.
 
-        Where all answers together cannot be scored, those that cannot be scored alone are left out; the interval's `n`
-        counts the others. Raise `DataError` where none can be.
+        If the answers cannot be scored together, those that cannot be scored individually are skipped; the interval's
+        `n` counts the others. Raise `DataError` when none can be scored.
         """
-        single = [self._score_of([one], [answer]) for one, answer in zip(references, answers, strict=True)]
+        single = [self._score_of([reference], [answer]) for reference, answer in zip(references, answers, strict=True)]
         total = self._score_of(references, answers)
         if total is None:
             scored = [index for index, value in enumerate(single) if value is not None] or range(len(answers))
@@ -254,47 +253,41 @@ class LibraryMetric:
         return None, Interval.around(total, [value for value in again if value is not None] or [total], n=len(answers))
 
     def _score_of(self, references: Sequence[str], answers: Sequence[str]) -> float | None:
-        """Return the metric, `None` where it fails or is no finite number: of an answer without words, for one."""
+        """Return the metric, or `None` when it fails or is not finite, as for an answer without words."""
         try:
             return self.compute(references, answers)
         except DataError:
             return None
 
-    def _number(self, found: Mapping[str, Any]) -> float:
+    def _number(self, scores: Mapping[str, Any]) -> float:
         numbers = {}
-        for name, value in found.items():
+        for name, value in scores.items():
             if not isinstance(value, str):
                 with contextlib.suppress(TypeError, ValueError):
                     numbers[name] = float(value)
-        wanted = self.wanted or (next(iter(numbers)) if len(numbers) == 1 else Path(self.where).stem)
-        if wanted not in numbers:
-            known = ", ".join(f"`{LIBRARY}{self.where}:{name}`" for name in numbers)
-            problem = (
-                f"has no score `{self.wanted}`"
-                if self.wanted
-                else "has several scores"
-                if numbers
-                else "returns no number"
-            )
-            raise DataError(f"the metric `{self.metric}` {problem}", hint=f"one of {known}" if known else None)
-        if not math.isfinite(numbers[wanted]):
-            raise DataError(f"the metric `{self.metric}` returned {numbers[wanted]}")
-        return numbers[wanted]
+        chosen = self.score_name or (next(iter(numbers)) if len(numbers) == 1 else Path(self.where).stem)
+        if chosen not in numbers:
+            choices = ", ".join(f"`{LIBRARY}{self.where}:{name}`" for name in numbers)
+            problem = "has several scores" if numbers else "returns no number"
+            if self.score_name:
+                problem = f"has no score `{self.score_name}`"
+            raise DataError(f"the metric `{self.metric}` {problem}", hint=f"one of {choices}" if choices else None)
+        if not math.isfinite(numbers[chosen]):
+            raise DataError(f"the metric `{self.metric}` returned {numbers[chosen]}")
+        return numbers[chosen]
 
 
 def _load(metric: str, where: str) -> Any:
-    """Return the library's module for `where`; its files go to a folder of this process, since ranks share nothing
-    here.
-    """
+    """Return the library's module for `where`, with its data in memory, since ranks share no files here."""
     path = typed_path(where)
     local, reached = path.exists(), True
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
         raise DataError(
-            f"the metric `{metric}` is not there: no folder or script `{where}`", hint="a folder holds NAME/NAME.py"
+            f"the metric `{metric}` does not exist: no folder or script `{where}`", hint="a folder holds NAME/NAME.py"
         )
     if not may_run("metrics"):
         raise DataError(
-            f"the metric `{metric}` is Python code, which the configuration of a run asks for, and is not run unasked",
+            f"the metric `{metric}` is Python code named by a run's configuration, and does not run without consent",
             hint=f"read that code; to let it run, type EVAL_METRICS=[{metric}] with the command",
         )
     if not local:
@@ -309,19 +302,19 @@ def _load(metric: str, where: str) -> Any:
             return evaluate.load(str(path) if local else where, keep_in_memory=True)
     except ImportError as error:
         raise DataError(f"the metric `{metric}` needs a package that is not installed: {error}") from error
-    except Exception as error:  # the library raises many kinds for what is one thing: it cannot be had
-        said = first_line(error)
+    except Exception as error:  # the library raises many kinds of error for a metric that cannot be loaded
+        reason = first_line(error)
         if not reached:
-            said = "the hub does not answer, and nothing of that name is kept from before"
+            reason = "the hub does not answer, and no metric of that name is in the cache"
         hint = (
             "check the name at https://huggingface.co/evaluate-metric, or give a local folder: evaluate:path/to/metric"
         )
-        raise DataError(f"the metric `{metric}` cannot be loaded: {said}", hint=hint) from error
+        raise DataError(f"the metric `{metric}` cannot be loaded: {reason}", hint=hint) from error
 
 
 @contextlib.contextmanager
 def _commas_read() -> Iterator[None]:
-    """Let the library read `import a, b`, of which it takes `a,` for a package."""
+    """Let the library read `import a, b`, in which it would take `a,` for a package."""
     from evaluate import loading
 
     def read(path: str) -> list[tuple[Any, ...]]:
@@ -338,7 +331,7 @@ def _commas_read() -> Iterator[None]:
 
 
 def check_library_metrics(names: Sequence[str]) -> None:
-    """Load and tries every metric of the library among `names`. Raise `DataError`."""
+    """Load and try every library metric among `names`. Raise `DataError`."""
     for name in names:
         if name.startswith(LIBRARY):
             LibraryMetric(name).check()
@@ -346,20 +339,18 @@ def check_library_metrics(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """What all metrics say of all answers."""
+    """The scores of all answers by all metrics."""
 
     each: tuple[Mapping[str, float], ...]
-    """For each answer: metric -> its score; a metric that has none for a single answer is left out."""
+    """Per answer: metric -> score; metrics without per-answer scores are omitted."""
     intervals: Mapping[str, Interval]
     """Metric -> score of all answers that it could score."""
     warnings: tuple[str, ...] = ()
-    """What is not measured, or not of all answers, and why."""
+    """What was not measured, or not for all answers, and why."""
 
 
 def scorer_of(name: str) -> Score:
-    """Return what computes an entry of `eval.metrics`. Raise `DataError` for one that the `evaluate` library cannot
-    load.
-    """
+    """Return the function that computes an entry of `eval.metrics`. Raise `DataError` when it cannot be loaded."""
     if name.startswith(LIBRARY):
         return LibraryMetric(name).score
     assert name in OF_ANSWERS, "the rules of the configuration know every metric"
@@ -371,11 +362,10 @@ def scorer_of(name: str) -> Score:
 def score_answers(
     names: Sequence[str], references: Sequence[str], answers: Sequence[str], *, other_calls: Sequence[bool] = ()
 ) -> Scored:
-    """Return what the metrics of these names (`eval.metrics`) say of `answers`; one that fails is a warning. Raise
-    `ValueError` for no answers.
+    """Score `answers` by the metrics `names` (`eval.metrics`); a metric that fails becomes a warning.
 
-    `other_calls`: which answers call otherwise than their references. They match none, however alike their words are
-    once normalised.
+    `other_calls` marks answers whose tool calls differ from the reference's: these never match exactly, even if the
+    words do after normalisation. Raise `ValueError` when there are no answers.
     """
     if not answers:
         raise ValueError("no answers to score")
@@ -386,16 +376,16 @@ def score_answers(
         name = short_name(entry)
         try:
             single, intervals[name] = scorer_of(entry)(references, answers)
-        except Exception as error:  # noqa: BLE001 - whatever a metric does with these texts, the other scores stand
-            said = error.message if isinstance(error, DataError) else f"{type(error).__name__}: {first_line(error)}"
-            warnings.append(f"`{name}` is left out: {said}")
+        except Exception as error:  # noqa: BLE001 - one failing metric must not cost the other scores
+            reason = error.message if isinstance(error, DataError) else f"{type(error).__name__}: {first_line(error)}"
+            warnings.append(f"`{name}` is skipped: {reason}")
             continue
         if short_name(entry) == "exact_match" and single and any(other_calls):
             single = [0.0 if other else value for value, other in zip(single, other_calls, strict=True)]
             intervals[name] = mean_interval([value for value in single if value is not None])
         if (skipped := len(answers) - intervals[name].n) > 0:
             warnings.append(
-                f"`{name}` is of {intervals[name].n} of {len(answers)} answers: it cannot score the other {skipped}"
+                f"`{name}` covers {intervals[name].n} of {len(answers)} answers: it cannot score the other {skipped}"
             )
         for row, value in zip(each, single or (), strict=single is not None):
             if value is not None:
@@ -403,22 +393,20 @@ def score_answers(
     return Scored(each=tuple(each), intervals=intervals, warnings=tuple(warnings))
 
 
-def score_said(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:
-    """Return what the metrics say of answers, each behind its reference: of their words, and of their calls as lines of
-    JSON.
-    """
-    shown = [(reference.shown, said.shown, reference.calls != said.calls) for reference, said in pairs]
+def score_parts(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:
+    """Score (reference, answer) pairs by their words and by their tool calls, each as a line of JSON."""
+    shown = [(reference.shown, answer.shown, reference.calls != answer.calls) for reference, answer in pairs]
     references, answers, other = zip(*shown, strict=True)
     return score_answers(names, references, answers, other_calls=other)
 
 
 def how_scored(names: Sequence[str]) -> dict[str, object]:
-    """Return what must be known to compute the scores again, for `scores.json`."""
-    known: dict[str, object] = {"bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}}
+    """Return the settings needed to reproduce the scores, for `scores.json`."""
+    facts: dict[str, object] = {"bootstrap": {"resamples": RESAMPLES, "confidence": CONFIDENCE}}
     if any(name.startswith("rouge") for name in names):
-        known["use_stemmer"] = USE_STEMMER
+        facts["use_stemmer"] = USE_STEMMER
     signatures = {name: signature(name) for name in map(short_name, names) if name in CORPUS}
-    return known | ({"sacrebleu": signatures} if signatures else {})
+    return facts | ({"sacrebleu": signatures} if signatures else {})
 
 
 def perplexity(loss: float) -> float:
@@ -427,34 +415,36 @@ def perplexity(loss: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference(Interval):
-    """The mean of the second's scores minus the first's, over `n` rows that both answered."""
+class PairedDifference(Interval):
+    """The mean of the second model's scores minus the first's, over `n` rows that both answered."""
 
     better: int
-    """Rows on which the second scores higher."""
+    """Rows on which the second model scores higher."""
     worse: int
-    """Rows on which the first does."""
+    """Rows on which the first model scores higher."""
 
     verdict: str
-    """`better` or `worse` where the interval leaves 0 out (`higher` or `lower` of a score whose direction only the user
-    knows), else `undecided`; `too few to compare` of fewer rows than `LEAST_ROWS`.
+    """`better` or `worse` if the interval excludes 0 (`higher` or `lower` if only the user knows which direction is
+    better), else `undecided`; `too few to compare` below `LEAST_ROWS` rows.
     """
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], *, more_is_better: bool = True) -> Difference:
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], *, more_is_better: bool = True
+) -> PairedDifference:
     """Return the difference of two models' scores of the same rows, in the same order.
 
-    Rows are drawn with replacement, and each draw takes both models' scores of a row: what makes a row easy or hard for
-    both drops out, so the interval is narrower than that of two separate means (Koehn 2004, "Statistical Significance
-    Tests for Machine Translation Evaluation"). Raise `ValueError` for no rows, or different numbers of them.
+    Each draw takes both models' scores of a row: what makes a row easy or hard for both cancels out, so the interval is
+    narrower than that of two separate means (Koehn 2004, "Statistical Significance Tests for Machine Translation
+    Evaluation"). Raise `ValueError` for no rows, or for different numbers of rows.
     """
     if not first or len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} scores are no pairs")
-    gaps = [two - one for one, two in zip(first, second, strict=True)]
+        raise ValueError(f"{len(first)} and {len(second)} scores cannot be paired")
+    gaps = [second_score - first_score for first_score, second_score in zip(first, second, strict=True)]
     mean = mean_interval(gaps)
     up, down = ("better", "worse") if more_is_better else ("higher", "lower")
     verdict = up if mean.low > 0 else down if mean.high < 0 else "undecided"
-    return Difference(
+    return PairedDifference(
         **asdict(mean),
         better=sum(gap > 0 for gap in gaps),
         worse=sum(gap < 0 for gap in gaps),

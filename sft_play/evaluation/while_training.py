@@ -31,28 +31,28 @@ from sft_play.training.states.layout import ShardProof
 from sft_play.training.stopping import EvaluationStopped, StopOnRequest
 
 SHARDED = ("zero3", "fsdp2")
-"""Strategies under which every forward pass is a collective operation."""
+"""Strategies in which every forward pass is a collective."""
 
 
 @dataclass(slots=True)
 class WhileTraining:
-    """Evaluates the model of a trainer between its steps."""
+    """Evaluate the model of a trainer between its steps."""
 
     context: TrainContext
     stop: StopOnRequest
     shard_proof: ShardProof
     split: PreparedSplit | None
-    said: bool = False
+    speed_shown: bool = False
 
     def require_best(self, rows: Any) -> None:
-        """Raise `DataError` where the validation rows cannot give `train.metric_for_best_model`."""
+        """Raise `DataError` if `train.metric_for_best_model` cannot be measured on the validation rows."""
         name = self.context.config.train.metric_for_best_model.removeprefix("eval_")
         kind, slash, source = name.partition("/")
         if slash and kind in ("loss", "perplexity"):
             names, groups = sources_of(self.split, rows)
             if source not in names or names.index(source) not in groups:
                 raise DataError(
-                    f"`train.metric_for_best_model` is `{name}`, but no validation row is of the source `{source}`",
+                    f"`train.metric_for_best_model` is `{name}`, but no validation row is from the source `{source}`",
                     hint="raise `data.validation`, or give it its own validation rows",
                 )
         elif name not in ("loss", "perplexity"):
@@ -61,26 +61,26 @@ class WhileTraining:
                 raise DataError(f"`train.metric_for_best_model` is `{name}`, which is not measured: {reason}")
 
     def evaluate(self, trainer: Trainer, rows: Any) -> dict[str, float]:
-        """Return the metrics of an evaluation at this step, on every rank, and say of the first how it was made and how
-        fast.
-        """
+        """Return the metrics of an evaluation at this step, on every rank; print once how it is done and how fast."""
         config, first, step = self.context.config, self.context.ranks.first, trainer.state.global_step
         held_out = self._loss(trainer, rows)
         metrics = held_out.metrics()
         ready = answerable(rows)
         generate, reason = decide(config, rows=len(rows), ready=len(ready))
-        how_fast, self.said = first and not self.said, self.said or bool(step)
-        if how_fast and step:
+        show_speed, self.speed_shown = first and not self.speed_shown, self.speed_shown or bool(step)
+        if show_speed and step:
             print(f"evaluation: {reason}", flush=True)
-        said = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
+        speed = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
         if generate and (result := self._try_answers(trainer, rows, ready, held_out)):
             metrics |= result.metrics()
             slower = held_out.rows_per_second / metrics["eval_answers_per_second"]
-            said += f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (1 for {slower:,.1f} of loss alone)"
+            speed += (
+                f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (loss alone is {slower:,.1f} x faster)"
+            )
             for warning in result.warnings if first else ():
                 tell(f"evaluation: {warning}")
-        if how_fast:
-            print(said, flush=True)
+        if show_speed:
+            print(speed, flush=True)
         return metrics
 
     def _loss(self, trainer: Trainer, rows: Any) -> HeldOut:
@@ -92,26 +92,25 @@ class WhileTraining:
             self.context.activity.next_batch(batch["rows"])
             batch = trainer._prepare_inputs(batch)
             if trainer.pipeline is not None:
-                found: Tensor = trainer.pipeline.measure(batch)
-                return found
+                sums: Tensor = trainer.pipeline.measure(batch)
+                return sums
             return loss_and_tokens(model, batch)
 
         model.eval()
         self.stop.begin_evaluation()
         size = trainer.args.per_device_eval_batch_size
-        found = held_out_loss(
+        held_out = held_out_loss(
             rows, self.split, batch_size=size, collate=trainer.data_collator, measure=measure, ranks=self.context.ranks
         )
         model.train()
         self.shard_proof.rows_scored = scored
-        return found
+        return held_out
 
     def _try_answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult | None:
-        """Return the answers and their scores; `None`, with a warning, where they failed on any rank: nothing that only
-        scores ends a training.
+        """Return the answers and their scores, or `None` with a warning if they failed on any rank.
 
-        A shortage of memory has its own remedy. What one rank alone meets inside of a pass that is a collective
-        operation leaves the others waiting for it.
+        A failure to score does not end a training. Two failures do: a shortage of memory, which has its own remedy, and
+        an error of one rank inside a collective pass, which leaves the others waiting.
         """
         ranks, step = self.context.ranks, trainer.state.global_step
         try:
@@ -123,16 +122,15 @@ class WhileTraining:
             if ran_out_of_memory(error) or (ranks.world > 1 and not isinstance(error, PeerError)):
                 raise
             count = min(self.context.config.eval.samples, len(ready))
-            said = str(error) if isinstance(error, PeerError) else named(error)
-            tell(f"evaluation: none of {count} answers after step {step} is scored: {said}; training continues")
+            reason = str(error) if isinstance(error, PeerError) else named(error)
+            tell(f"evaluation: none of {count} answers after step {step} is scored: {reason}; training continues")
             return None
         return result
 
     def _answers(self, trainer: Trainer, rows: Any, ready: list[int]) -> GenerationResult:
         context, config = self.context, self.context.config
-        context.activity.enter(
-            "evaluating", step=trainer.state.global_step
-        )  # an error names no rows of the loss any more
+        # From here on an error must not name the rows of the loss.
+        context.activity.enter("evaluating", step=trainer.state.global_step)
         size = trainer.args.per_device_eval_batch_size
         # `generate` of adapters calls the base below the forward pass that accelerate put under autocast.
         narrow = contextlib.nullcontext() if config.tuning.mode == "full" else trainer.accelerator.autocast()
@@ -161,7 +159,6 @@ class WhileTraining:
             "during": "training",
         }
         folder = self.context.run.evaluation(step)
-        with side_file(
-            folder, "the answers of an evaluation"
-        ):  # its scores go to `metrics.jsonl`, which waits for room
+        # The scores go to `metrics.jsonl`, which waits for disk space.
+        with side_file(folder, "the answers of an evaluation"):
             write_evaluation(folder, held_out, result, step=step, settings=settings)

@@ -243,7 +243,9 @@ class Engine:
         if new := self._taken(batch):
             prompts = {number: answering.prompt for number, answering in new.items()}
             joining = pad_left(prompts, list(new), 1, generation.pad_token_id, device)
-            joining.left = torch.tensor([answering.sampling.max_tokens for answering in new.values()], device=device)
+            joining.tokens_left = torch.tensor(
+                [answering.sampling.max_tokens for answering in new.values()], device=device
+            )
             batch = admit(self.model, batch, joining)
         if batch is None:
             return None
@@ -310,6 +312,6 @@ class _Interrupt(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         ended = [row for row, answering in enumerate(self.rows) if answering.done]
-        self.batch.left[ended] = 0
+        self.batch.tokens_left[ended] = 0
         interrupted = bool(ended) or self.engine.stopped or (self.has_room and self.engine.is_asked())
         return torch.full((len(input_ids),), interrupted, device=input_ids.device)

@@ -111,7 +111,7 @@ def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(fo
 
     part, whole = scored(3.0), scored(None)
     assert (len(part.predictions), part.asked, part.complete) == (12, 40, False)
-    assert part.warnings[0] == "scored 12 of 40: `eval.max_seconds` is 3; they are spread over all lengths"
+    assert part.warnings[0] == "scored 12 of 40 answers, spread over all lengths: `eval.max_seconds` is 3"
     answers = {p.row: p.answer for p in whole.predictions}
     assert all(p.answer == answers[p.row] for p in part.predictions), "the same batches, in another order"
     assert part.metrics()["eval_answers_asked"] == 40 and part.scores["rougeL"].n == 12

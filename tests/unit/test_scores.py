@@ -193,7 +193,7 @@ def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
     )
     assert scored.intervals["nan"].mean == 6.0 and [row.get("nan") for row in scored.each] == [3.0, None, 9.0]
     assert set(scored.intervals) == {"per_word", "nan", "f1"} and scored.intervals["f1"].n == 3
-    for said in ("`per_word` is of 2 of 3 answers: it cannot score the other 1", "`never` is left out: the metric"):
+    for said in ("`per_word` covers 2 of 3 answers: it cannot score the other 1", "`never` is skipped: the metric"):
         assert any(said in warning for warning in scored.warnings)
 
 
