@@ -1,6 +1,4 @@
-"""transformers' `TrainingArguments` from configuration and plan: everything that is typed reaches them, or is refused
-with its reason.
-"""
+"""Build transformers' `TrainingArguments`; everything the user typed is passed on, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -24,27 +22,26 @@ from sft_play.training.ranks import uses_cpu_flag
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
     """Return the arguments of this rank (`RANK` in the environment).
 
-    Raise `HardwareError` for what this machine lacks, `UserError` for settings that transformers refuses in
-    combination.
+    Raise `HardwareError` for what this machine lacks, and `UserError` for settings that transformers refuses together.
     """
     if plan.device == "cpu" and plan.precision != "fp32" and not uses_cpu_flag(plan):
         raise HardwareError(
-            f"{plan.strategy} on a CPU computes in fp32 only, and `train.{plan.precision}` is `true`",
-            hint="leave it to `auto`, or use `make train` or `make train-distributed`",
+            f"{plan.strategy} on a CPU computes only in fp32, and `train.{plan.precision}` is `true`",
+            hint="set it to `auto`, or use `make train` or `make train-distributed`",
         )
     values = _values(config, plan, run, has_validation=has_validation)
     try:
         args = TrainingArguments(**values)
         _try_schedule(args)
     except ImportError as error:
-        raise HardwareError(f"`train.` asks for a package that is not installed: {error}") from error
+        raise HardwareError(f"`train.` needs a package that is not installed: {error}") from error
     except (ValueError, TypeError, ArithmeticError) as error:
         raise UserError(f"transformers refuses these settings of `train.`: {error}", place=str(run.config)) from error
     return args
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Make the learning rate's schedule once and ask it for every step, only to try it."""
+    """Build the learning rate schedule once and evaluate every step, to raise its errors now."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
     steps = {"num_warmup_steps": args.get_warmup_steps(args.max_steps), "num_training_steps": args.max_steps}
     schedule = get_scheduler(
@@ -56,16 +53,16 @@ def _try_schedule(args: TrainingArguments) -> None:
 
 
 def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> dict[str, Any]:
-    """Return every argument that is not transformers' default; what was typed beyond the schema comes last and wins."""
+    """Return every argument that is not transformers' default; keys that the user typed beyond the schema win."""
     train = config.train
     assert plan.steps is not None, "a plan with prepared data knows its steps"
     own = ("report_to", "disable_tqdm", NEFTUNE)  # read by `training.trackers`, the progress line and `training.noise`
     extra = {name: value for name, value in train.extra.items() if name not in own}
-    # Between two micro-steps that FSDP2 does not reduce, every rank would hold the gradient of all weights in fp32.
+    # If FSDP2 did not reduce after each micro-step, every rank would hold the gradient of all weights in fp32.
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
     values: dict[str, Any] = {
         "output_dir": str(run.path),
-        # In name only, and the same on every rank, as DeepSpeed compares it: `feeding` gives each its own.
+        # Nominal, and the same on every rank because DeepSpeed compares it; the sampler uses each rank's own.
         "per_device_train_batch_size": max(rank.micro_batch for rank in plan.ranks),
         "gradient_accumulation_steps": turns_of(config, plan),
         "per_device_eval_batch_size": plan.eval_batch_size,
@@ -95,7 +92,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "eval_on_start": has_validation and config.model.adapter is not None,  # what the parent ended with
         "logging_strategy": "steps",
         "logging_steps": train.logging_steps,
-        "logging_nan_inf_filter": False,  # a loss that is not a number stops the run, it is not papered over
+        "logging_nan_inf_filter": False,  # a loss that is not finite stops the run and must not be hidden
         "save_strategy": train.save_strategy,
         "save_steps": train.save_steps,
         "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is intact
@@ -115,5 +112,5 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
 
 
 def wants_tensorboard(config: Config) -> bool:
-    """Whether curves are written: yes, unless `train.report_to` names other trackers only."""
+    """Return whether TensorBoard curves are written: unless `train.report_to` names only other trackers."""
     return bool({OWN, "all"} & set(trackers(config)))

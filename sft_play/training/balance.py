@@ -118,12 +118,12 @@ class Judge:
         if not all(cost.most_rows for cost, (micro, _) in zip(costs, shares, strict=True) if micro):
             return None  # a rank that has work was not measured
         same = together(self.plan)
-        found = within(self.rows, costs, self.turns, same_steps=same)
-        found = found and at_work(self.rows, found, costs, self.turns, self.working, same_steps=same)
-        if found is None or found == shares:
+        best = within(self.rows, costs, self.turns, same_steps=same)
+        best = best and at_work(self.rows, best, costs, self.turns, self.working, same_steps=same)
+        if best is None or best == shares:
             return None
-        before, after = (step_seconds(self.rows, one, costs) for one in (shares, found))
-        return found if before > GAIN * after else None
+        before, after = (step_seconds(self.rows, one, costs) for one in (shares, best))
+        return best if before > GAIN * after else None
 
     def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
         """Return what a row (or pack) costs each rank; one that was never measured can take none."""

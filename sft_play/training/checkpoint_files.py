@@ -85,7 +85,7 @@ class Writing:
             files = self._write(context, trainer)
             times.append(time.perf_counter())
             facts = describe(self.folder, files)
-            self.bytes = sum(int(one["bytes"]) for one in facts.values())
+            self.bytes = sum(int(part["bytes"]) for part in facts.values())
             times.append(time.perf_counter())
             sync(files)
             write_part(self.folder, context.ranks.rank, facts)

@@ -110,9 +110,9 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
     if ran_out_of_disk(problem, run):
         return {"code": 3, "error": describe_full_disk(problem, run), "cause": "disk_full"}
     if ran_out_of_memory(problem):
-        said = str(problem).strip().splitlines()
+        lines = str(problem).strip().splitlines()
         what = f"memory ran out {activity}"  # the allocator's own words are in the log
-        error = f"error: {what} ({type(problem).__name__}{f': {said[0][:400]}' if said else ''})"
+        error = f"error: {what} ({type(problem).__name__}{f': {lines[0][:400]}' if lines else ''})"
         return {"code": LOST, "error": error, "what": what, "cause": "out_of_memory", "doing": activity.facts()}
     if isinstance(problem, OSError):
         return {"code": 3, "error": f"error: {problem.filename or run.path}: {problem.strerror or problem}"}
@@ -341,14 +341,14 @@ def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: flo
     """Wait until all ranks have come. Raise `NotJoined`, which names who has not."""
     store.set(f"here/{rank}", host)
     try:
-        store.wait([f"here/{one}" for one in range(world)], datetime.timedelta(seconds=timeout_seconds))
+        store.wait([f"here/{peer}" for peer in range(world)], datetime.timedelta(seconds=timeout_seconds))
     except RuntimeError as error:  # it timed out, or is gone
-        here = {one: store.get(f"here/{one}").decode() for one in range(world) if store.check([f"here/{one}"])}
-        missing = [one for one in range(world) if one not in here]
+        here = {peer: store.get(f"here/{peer}").decode() for peer in range(world) if store.check([f"here/{peer}"])}
+        missing = [peer for peer in range(world) if peer not in here]
         if not missing:
             raise
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        there = ", ".join(f"{one} ({name})" for one, name in here.items())
+        there = ", ".join(f"{peer} ({name})" for peer, name in here.items())
         text = (
             f"{who} of {world} did not join within {timeout_seconds:g} s (`launch.timeout_seconds`); there are: {there}"
         )
@@ -385,13 +385,13 @@ def keep_trace(path: Path) -> None:
     """Write the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were
     none.
     """
-    if found := next(iter(_dumps(entries=True)), None):
-        write_text(path, json.dumps(found) + "\n")
+    if trace := next(iter(_dumps(entries=True)), None):
+        write_text(path, json.dumps(trace) + "\n")
 
 
 def _dumps(*, entries: bool) -> list[dict[str, Any]]:
     """Return those dumps that know of process groups. torch's own files are pickles; this reads its memory."""
     module = sys.modules.get("torch._C._distributed_c10d")
     functions = [getattr(module, name) for name in DUMPS if hasattr(module, name)]
-    found = [json.loads(function(includeCollectives=entries, onlyActive=False)) for function in functions]
-    return [dump for dump in found if dump.get("pg_status")]
+    dumps = [json.loads(function(includeCollectives=entries, onlyActive=False)) for function in functions]
+    return [dump for dump in dumps if dump.get("pg_status")]

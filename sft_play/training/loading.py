@@ -1,6 +1,4 @@
-"""The processes that make a rank's batches: where they meet, which signals they hear, and that none of them fails in
-silence.
-"""
+"""Set up the processes that load a rank's batches: their sockets, their signals, and their failures."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ from sft_play.launch.process import STOPS
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER = 103 - len("/pymp-12345678/listener-4194304-1000-12345678")
-"""Bytes of a folder below which multiprocessing opens a socket, whose path has at most 107 on Linux and 103 on macOS
-(`sun_path`).
+"""Bytes of a folder's path in which multiprocessing can open a socket, whose path (`sun_path`) has at most 107 bytes on
+Linux and 103 on macOS.
 """
 
 
 def shorten_sockets() -> None:
-    """Let this process and its children share tensors by sockets in a short folder where TMPDIR is too long for them.
+    """Let this process and its children share tensors by sockets in a short folder if TMPDIR is too long.
 
-    Raise `HardwareError` where there is none.
+    Raise `HardwareError` if no short folder is writable.
     """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= LONGEST_FOLDER:
@@ -41,17 +39,17 @@ def shorten_sockets() -> None:
         )
     tempfile.tempdir = short
     try:
-        multiprocessing.util.get_temp_dir()  # made once and kept, for children too
+        multiprocessing.util.get_temp_dir()  # created once and used by children too
     finally:
         tempfile.tempdir = usual
 
 
 def begin_loading(_worker: int = 0) -> None:
-    """For processes that load data (`worker_init_fn`): where all processes of a job get the signal, they must live
-    until the save.
+    """Set up a process that loads data (`worker_init_fn`).
 
-    A batch that cannot be handed over ends the process, of which its rank hears at once. Python would print why, and
-    the rank would wait.
+    It ignores stop signals, which may reach all processes of a job, because it must live until the save. A batch that
+    cannot be passed on ends it, which its rank notices at once; Python would only print the error, and the rank would
+    wait.
     """
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
@@ -59,5 +57,5 @@ def begin_loading(_worker: int = 0) -> None:
 
 
 def _end_loading(error: Exception, _batch: object) -> None:
-    print(f"a batch could not be handed over: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(f"a batch could not be passed to its rank: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -24,12 +24,11 @@ NOT_FOR_THE_MODEL = ("targets", "rows", "lengths", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any], objective: Objective = PLAIN) -> Tensor:
-    """Return the summed loss (nats, fp32, a scalar) of a batch made by `data.batches.Collator`: the cross-entropy, or
-    what a training minimises.
+    """Return the summed loss (nats, an fp32 scalar) of a batch from `data.batches.Collator`, by `objective`.
 
     `logits_to_keep` selects positions inside the model's own forward pass, so the logits are [1, K, V] or [B, P, V] and
-    never [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head that `model.kernels.chunk_head`
-    changed computes the sum itself, chunk by chunk.
+    never [B, T, V], and the hooks of DDP, ZeRO-3 and FSDP2 fire as usual. A head replaced by `model.kernels.chunk_head`
+    computes the sum itself, chunk by chunk.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
     targets = batch["targets"]
@@ -47,13 +46,11 @@ def label_tokens(batch: dict[str, Any]) -> Tensor:
 
 
 IDLE = "idle"
-"""Set in a batch that is empty where nothing is to be done for it: no collective operation is missed."""
+"""Key of a batch, set if it is empty and can be skipped without missing a collective."""
 
 
 def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> GlobalBatchSampler:
-    """Return the order of this rank's micro-batches: mixed by weights where sources have them, packed where the plan
-    says so.
-    """
+    """Return the order of this rank's micro-batches, mixed by the sources' weights and packed as the plan says."""
     config, plan = context.config, context.plan
     assert len(dataset) == split.rows, (len(dataset), split.rows)
     order = row_order(config.data, split, config.train.seed)
@@ -78,7 +75,7 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
 def train_loader(
     sampler: GlobalBatchSampler, dataset: Any, collator: Collator, args: TrainingArguments
 ) -> DataLoaderShard:
-    """Return this rank's micro-batches; accelerate must not share them out again."""
+    """Return the loader of this rank's micro-batches, marked so that accelerate does not divide them again."""
     if args.dataloader_num_workers:
         shorten_sockets()
     loader = DataLoaderShard(

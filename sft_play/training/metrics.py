@@ -342,15 +342,15 @@ class Readings:
         """
         now, spent = time.perf_counter(), time.process_time()
         seconds = max(now - self._then, 1e-9)
-        found = {
+        readings = {
             "memory_gib": peak_memory_bytes() / 2**30,
             "resident_gib": self._process.memory_info().rss / 2**30,
             "cpu_percent": 100 * (spent - self._spent) / seconds,
         }
         if self._sampler:
-            found |= {"reserved_gib": torch.cuda.memory_reserved() / 2**30, **self._sampler.take()}
+            readings |= {"reserved_gib": torch.cuda.memory_reserved() / 2**30, **self._sampler.take()}
         self._then, self._spent = now, spent
-        own = [found.get(name, math.nan) for name in OWN]
+        own = [readings.get(name, math.nan) for name in OWN]
         if not self._first:
             return own + [math.nan] * len(NODE)
         moved = _network_bytes()
@@ -365,9 +365,11 @@ def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
     """
     own = {f"rank_{name}": column for name, column in zip(OWN, zip(*ranks, strict=True), strict=False)}
     nodes = zip(*(row[len(OWN) :] for row in ranks if not math.isnan(row[len(OWN)])), strict=True)
-    found = own | {f"node_{name}": column for name, column in zip(NODE, nodes, strict=True)}
+    columns = own | {f"node_{name}": column for name, column in zip(NODE, nodes, strict=True)}
     return {
-        name: [figures(value) for value in column] for name, column in found.items() if not all(map(math.isnan, column))
+        name: [figures(value) for value in column]
+        for name, column in columns.items()
+        if not all(map(math.isnan, column))
     }
 
 
@@ -377,5 +379,7 @@ def figures(value: float) -> float:
 
 
 def _network_bytes() -> int:
-    found = psutil.net_io_counters(pernic=True)
-    return sum(one.bytes_sent + one.bytes_recv for name, one in found.items() if not name.startswith("lo"))
+    interfaces = psutil.net_io_counters(pernic=True)
+    return sum(
+        counters.bytes_sent + counters.bytes_recv for name, counters in interfaces.items() if not name.startswith("lo")
+    )

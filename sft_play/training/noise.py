@@ -1,6 +1,4 @@
-"""NEFTune by row: each row's noise is drawn by its id and the step and scaled by its own length, whatever shares its
-micro-batch.
-"""
+"""NEFTune per row: noise depends on the row's id and length and on the step, not on its micro-batch."""
 
 from __future__ import annotations
 
@@ -18,12 +16,10 @@ NEFTUNE = "neftune_noise_alpha"
 
 
 class RowNoise:
-    """Adds noise to a model's embeddings (Jain et al. 2023, arXiv 2310.05914): uniform within alpha / sqrt(length x
-    width).
-    """
+    """Add uniform noise up to alpha / sqrt(length x width) to a model's embeddings (Jain et al. 2023, 2310.05914)."""
 
     def __init__(self, model: Any, alpha: float, seed: int, part: tuple[int, int]) -> None:
-        """`part`: the slice of each line that this rank has, as `data.batches.Collator` takes it."""
+        """Hook into the model; `part` is this rank's slice of each line, as in `data.batches.Collator`."""
         self.alpha, self.seed, self.part = alpha, seed, part
         self.rows: list[tuple[int, int]] = []
         self.step = 0
@@ -32,16 +28,16 @@ class RowNoise:
         model.get_input_embeddings().register_forward_hook(self._add)
 
     def begin(self, batch: Batch, step: int) -> None:
-        """Note the rows (id, length) of the next pass."""
+        """Set the rows (id, length) of the next pass."""
         self.rows, self.step = list(zip(batch["rows"], batch["lengths"], strict=True)), step
 
-    def _add(self, module: Any, given: Any, embedded: Tensor) -> Tensor | None:
+    def _add(self, module: Any, inputs: Any, embedded: Tensor) -> Tensor | None:
         """Return the embeddings [B, T, H] with noise."""
         if not module.training or not self.rows:
             return None
         each = [self._noise_of(row, length, embedded) for row, length in self.rows]
-        if embedded.shape[0] > 1 or (len(each) == 1 and self.part[1] == 1):  # a line for each row
-            noise = torch.stack([pad(one, (0, 0, 0, embedded.shape[1] - len(one))) for one in each])
+        if embedded.shape[0] > 1 or (len(each) == 1 and self.part[1] == 1):  # one line per row
+            noise = torch.stack([pad(part, (0, 0, 0, embedded.shape[1] - len(part))) for part in each])
         else:
             (which, number), width = self.part, embedded.shape[1]
             line = torch.cat(each)

@@ -113,8 +113,8 @@ class Activity:
 
     def facts(self) -> dict[str, Any]:
         """Return the same as plain data."""
-        found = {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
-        return found if self.micro_batch is None else found | {"micro_batch": self.micro_batch}
+        facts = {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
+        return facts if self.micro_batch is None else facts | {"micro_batch": self.micro_batch}
 
 
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ Outline = list[tuple[str, list[int], str]]
 
 def outline(tensors: Mapping[str, Tensor]) -> Outline:
     """Return what a rank must know of tensors that it receives."""
-    return [(name, list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+    return [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
 
 
 T = TypeVar("T")
@@ -138,8 +138,8 @@ class Ranks:
             return [mine.tolist()]
         rows = [torch.empty_like(mine) for _ in range(self.world)]
         distributed.all_gather(rows, mine)
-        found: list[list[float]] = torch.stack(rows).tolist()
-        return found
+        table: list[list[float]] = torch.stack(rows).tolist()
+        return table
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum of all ranks' `values`, which lie on `device`; changes them."""
@@ -155,9 +155,9 @@ class Ranks:
         """Return the first rank's problem with its rank (all of them: without), `None` where no rank has one."""
         if not self.any(problem is not None):
             return None
-        found = self.gather(problem)
-        rank, reason = next((rank, reason) for rank, reason in enumerate(found) if reason is not None)
-        return reason if all(found) else f"rank {rank}: {reason}"
+        problems = self.gather(problem)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason is not None)
+        return reason if all(problems) else f"rank {rank}: {reason}"
 
     def attempt(self, work: Callable[[], T]) -> T:
         """Return what `work`, which holds no collective operation, gives here. Raise `PeerError` on every rank where it
@@ -171,8 +171,8 @@ class Ranks:
             result = work()
         except Exception as error:  # noqa: BLE001 - every rank raises it
             problem = named(error)
-        if found := self.first_problem(problem):
-            raise PeerError(found)
+        if reason := self.first_problem(problem):
+            raise PeerError(reason)
         return cast("T", result)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
@@ -182,13 +182,13 @@ class Ranks:
 
     def receive(self, source: int, outline: Outline) -> dict[str, Tensor]:
         """Return what rank `source` sends, on the CPU."""
-        found = {}
+        received = {}
         for name, shape, kind in outline:
             dtype = getattr(torch, kind)
             data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=self.device)
             distributed.recv(data, src=source)
-            found[name] = data.cpu().view(dtype).reshape(shape)
-        return found
+            received[name] = data.cpu().view(dtype).reshape(shape)
+        return received
 
     def _bytes(self, value: Any) -> Tensor:
         return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -272,7 +272,7 @@ def check_peers(plan: Plan, ranks: Ranks) -> None:
         return
     words = ranks.gather(new_word())
     proofs = ranks.gather(proof(key, "rank", ranks.rank, words))
-    if wrong := [place for place, given in enumerate(proofs) if not proves(key, given, "rank", place, words)]:
+    if wrong := [place for place, answer in enumerate(proofs) if not proves(key, answer, "rank", place, words)]:
         raise HardwareError(
             f"rank {wrong[0]} does not know this run's `{VARIABLE}`: it is a stranger's, and nothing was sent to it"
         )
@@ -289,11 +289,11 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
             " process",
             hint="start workers through `make`, or show one card: CUDA_VISIBLE_DEVICES=0",
         )
-    found = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if not plan.world_size == found == accelerator.num_processes or kind not in EXPECTED[plan.strategy]:
+    if not plan.world_size == world == accelerator.num_processes or kind not in EXPECTED[plan.strategy]:
         raise HardwareError(
-            f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {found}, "
+            f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {world}, "
             f"accelerate has {accelerator.num_processes} under {kind}",
             hint="this run would not train what was planned; please report it with `make doctor JSON=1`",
         )
@@ -341,9 +341,9 @@ def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
     """
     starts = ranks.gather(checkpoint.name if checkpoint else "its start")
     if len(set(starts)) > 1:
-        told = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
+        cause = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
         raise CheckpointError(
-            f"the ranks would continue from different checkpoints: {told}",
+            f"the ranks would continue from different checkpoints: {cause}",
             hint="let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others",
         )
 

@@ -1,6 +1,4 @@
-"""When training ends: at its last step, on request (all ranks together), without a better evaluation, at a NaN or a
-spike.
-"""
+"""End training: at its last step, on request (all ranks together), without a better evaluation, at a NaN or a spike."""
 
 from __future__ import annotations
 
@@ -27,53 +25,48 @@ from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
 from sft_play.training.stop_request import StopRequest
 
-LEFT_OUT_LIMIT = 20
-"""Updates in a row that a loss scaler may leave out: from its first scale, 65536, it comes down to 1 by halving 16
-times.
-"""
+SKIPPED_LIMIT = 20
+"""Consecutive updates that a loss scaler may skip: 16 halvings take it from its first scale, 65536, to 1."""
 
 
 class Finite:
-    """Stops a run whose loss or gradient norm is no number: before the update, except under DeepSpeed, which leaves it
-    out by itself.
-    """
+    """Stop a run whose loss or gradient norm is not finite, before the update; DeepSpeed skips that update itself."""
 
     def __init__(self, context: TrainContext, trainer: Trainer, saver: Saver) -> None:
         self.context, self.trainer, self.saver = context, trainer, saver
         self.rows: list[int] = []
-        """Of the step that is being made, on this rank; the trainer sets it."""
-        self.left_out = 0
-        """Updates in a row that the loss scaler left out."""
+        """Row ids of the current step on this rank, set by the trainer."""
+        self.skipped = 0
+        """Consecutive updates that the loss scaler skipped."""
 
     def require_finite_loss(self, value: Tensor) -> None:
-        """Raise `DataError` when this rank's loss is no number, and keep the ids of its rows."""
+        """Raise `DataError` if this rank's loss is not finite, and record the ids of its rows."""
         if not math.isfinite(float(value)):
             self._keep_rows()
             raise self._error("loss", float(value))
 
     def require_finite_norm(self, value: float, loss: Tensor) -> None:
-        """Raise `DataError` on all ranks when the gradient norm, the same on each, is no number.
+        """Raise `DataError` on all ranks if the gradient norm, the same on each, is not finite.
 
-        A loss scaler (fp16) looks for its scale by trying: it leaves such an update out and halves. There the run stops
-        when `LEFT_OUT_LIMIT` updates in a row were left out, or when the scale has come down to 1, where nothing is
-        scaled any more.
+        A loss scaler (fp16) finds its scale by trial: it skips such an update and halves the scale. With it the run
+        stops after `SKIPPED_LIMIT` consecutive skipped updates, or when the scale is down to 1, which scales nothing.
         """
         if math.isfinite(value):
-            self.left_out = 0
+            self.skipped = 0
             return
-        self.left_out += 1
+        self.skipped += 1
         scale = scale_of(self.trainer) if self.trainer.args.fp16 else None
         if scale is None:
             self._stop(value, loss, "")
-        elif self.left_out >= LEFT_OUT_LIMIT or scale <= 1:
-            times = f"{self.left_out} updates in a row" if self.left_out > 1 else "this update"
+        elif self.skipped >= SKIPPED_LIMIT or scale <= 1:
+            times = f"{self.skipped} updates in a row" if self.skipped > 1 else "this update"
             self._stop(value, loss, f" (fp16's loss scaler has skipped {times}, its scale is {scale:g})")
 
     def _stop(self, norm: float, loss: Tensor, why: str) -> None:
-        """Names the ranks whose loss is no number, where there are such: theirs are the bad rows. Collective."""
-        self.saver.finish()  # what is being written meanwhile is published
+        """Raise `DataError`, naming the ranks whose loss is not finite: the bad rows are theirs. Collective."""
+        self.saver.finish()  # publishes a checkpoint that is being written in the background
         ranks, mine = self.context.ranks, float(loss)
-        blamed = [rank for rank, (found,) in enumerate(ranks.table([mine])) if not math.isfinite(found)]
+        blamed = [rank for rank, (loss_there,) in enumerate(ranks.table([mine])) if not math.isfinite(loss_there)]
         if not blamed or ranks.rank in blamed:
             self._keep_rows()
         if blamed:
@@ -82,7 +75,7 @@ class Finite:
 
     def _keep_rows(self) -> None:
         path = self.context.run.bad_rows(self.context.ranks.rank)
-        with side_file(path, "the rows of a step that is no number"):
+        with side_file(path, "the rows of a step that is not finite"):
             write_json(path, {"step": self.trainer.state.global_step + 1, "rows": self.rows})
 
     def _error(self, what: str, value: float, *, blamed: Sequence[int] = (), why: str = "") -> DataError:
@@ -99,7 +92,7 @@ class Finite:
 
 
 def scale_of(trainer: Trainer) -> float | None:
-    """Return the factor of the loss scaler; `None` where nothing leaves a bad update out."""
+    """Return the loss scaler's factor, or `None` if there is no scaler to skip a bad update."""
     scaler = loss_scaler(trainer)
     if scaler is None:
         return None
@@ -107,17 +100,16 @@ def scale_of(trainer: Trainer) -> float | None:
 
 
 WINDOW, LEAST = 50, 10
-"""Finite norms that are compared with at most, and at least."""
+"""The most and the fewest earlier norms that a norm is compared with."""
 WHAT = "the rows of a step whose gradient norm jumps"
 
 
 class SpikeGuard(TrainerCallback, ExportableState):
-    """Compares each step's gradient norm with the median of those before it (`train.spike_guard`); steps that jump may
-    be left out.
+    """Compare each step's gradient norm with the median of those before it, and perhaps skip a step that jumps.
 
-    The norm is that of the gradients over all ranks, so every rank decides alike. The norms seen so far are part of a
-    checkpoint: a resumed run decides as the uninterrupted one would. A jump counts among the norms too: a new level is
-    one after 25 steps.
+    The mode is `train.spike_guard`. The norm is over all ranks, so every rank decides alike. The norms seen so far are
+    saved in checkpoints, so a resumed run decides as the uninterrupted one would. A jump counts among the norms too: a
+    new level is accepted after 25 steps.
     """
 
     def __init__(self, context: TrainContext) -> None:
@@ -125,26 +117,24 @@ class SpikeGuard(TrainerCallback, ExportableState):
         self.mode, self.factor, self.rank = train.spike_guard, train.spike_factor, context.ranks.rank
         self.run, self.notify = context.run, context.config.launch.notify
         self.path = context.run.logs / "spikes.jsonl"
-        """Each rank appends a line for its own rows."""
+        """Each rank appends a line with its own rows."""
         self.norms: list[float] = []
-        self.found: list[int] = []
-        """Steps that jumped."""
+        self.spikes: list[int] = []
+        """Steps whose norm jumped."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Read what the checkpoint holds, and drops lines of steps that come again."""
-        held = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        attributes = (held or {}).get("attributes", {})
-        self.norms, self.found = list(attributes.get("norms", [])), list(attributes.get("found", []))
+        """Restore the state of the checkpoint, and drop lines of steps that are repeated."""
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        attributes = (saved or {}).get("attributes", {})
+        self.norms, self.spikes = list(attributes.get("norms", [])), list(attributes.get("found", []))
         if self.rank == 0 and self.path.is_file():
             lines = read_json_lines(self.path)
-            kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= state.global_step]
+            rows = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= state.global_step]
             with side_file(self.path, WHAT):
-                write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+                write_text(self.path, "".join(json.dumps(line) + "\n" for line in rows))
 
     def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
-        """Notes the norm of a step; return whether its update is to be left out. A norm that is no number is not judged
-        here.
-        """
+        """Record the norm of a step and return whether to skip its update; norms that are not finite are ignored."""
         if self.mode == "off" or not math.isfinite(norm):
             return False
         before = self.norms[-WINDOW:]
@@ -155,36 +145,35 @@ class SpikeGuard(TrainerCallback, ExportableState):
         if norm <= self.factor * median:
             return False
         skipped = self.mode == "skip"
-        self.found.append(step)
+        self.spikes.append(step)
         facts = {"step": step, "norm": norm, "median": median, "skipped": skipped, "rank": self.rank, "rows": rows}
         with side_file(self.path, WHAT):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             append_json_line(self.path, facts | {"time": time.time()})
         if self.rank == 0:
-            done = "its update is skipped" if skipped else "the update is made"
+            action = "its update is skipped" if skipped else "its update is applied"
             times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
-            said = f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {done}"
-            print(f"{said}; rows: {self.path}", flush=True)
-            if len(self.found) == 1:
-                notify(self.notify, self.run, "spike", f"{self.run.name}: {said}")
+            message = f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {action}"
+            print(f"{message}; rows: {self.path}", flush=True)
+            if len(self.spikes) == 1:
+                notify(self.notify, self.run, "spike", f"{self.run.name}: {message}")
         return skipped
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps (the interface of `ExportableState`)."""
-        return {"args": {}, "attributes": {"norms": self.norms, "found": self.found}}
+        """Return the state for a checkpoint (the interface of `ExportableState`)."""
+        return {"args": {}, "attributes": {"norms": self.norms, "found": self.spikes}}
 
 
 AGREE_SECONDS = 0.5
-"""How often ranks agree between the batches of an evaluation."""
+"""Interval at which ranks agree between the batches of an evaluation."""
 STORE_SECONDS = 30.0
 
 
 class StepEnds(TrainerCallback):
-    """Lets the last step of an epoch do what is due at the epoch's end: evaluate, then save. So a checkpoint knows its
-    step's evaluation.
+    """Evaluate and save at the last step of an epoch instead of after it, so that a checkpoint knows its evaluation.
 
-    The run's last step is always saved. Wherever a checkpoint may be written there is a row of metrics too: it sums up
-    the steps since the one before, which a run that is resumed in between could not repeat.
+    The run's last step is always saved. Each step that may be saved also logs a row of metrics: the row sums up the
+    steps since the previous one, which a run that is resumed in between could not repeat.
     """
 
     def __init__(self, steps_per_epoch: int | None) -> None:
@@ -201,7 +190,7 @@ class StepEnds(TrainerCallback):
         control.should_log = control.should_evaluate = control.should_save = False
 
     def evaluation_due(self, args: Any, state: Any) -> bool:
-        """Whether there is an evaluation after the step of `state`."""
+        """Return whether an evaluation is due after the step of `state`."""
         control = TrainerControl()
         DefaultFlowCallback().on_step_end(args, state, control)
         self.on_step_end(args, state, control)
@@ -209,30 +198,28 @@ class StepEnds(TrainerCallback):
 
 
 class EvaluationStopped(Exception):
-    """Raised on all ranks in the middle of an evaluation, which then counts as not made."""
+    """Raised on all ranks in the middle of an evaluation, which then does not count."""
 
 
 class StopOnRequest(TrainerCallback):
-    """Lets the step end when any rank was asked to stop; all agree, save (unless `train.save_strategy` is `no`) and
-    stop.
-    """
+    """Finish the step, save (unless `train.save_strategy` is `no`) and stop all ranks when any was asked to stop."""
 
     def __init__(self, request: StopRequest, ranks: Ranks) -> None:
         self.request, self.ranks = request, ranks
         self.stopped = False
         self.code = 130
-        """The exit code of the stop: 130 where only Ctrl-C was heard."""
+        """The exit code of the stop: 130 if only Ctrl-C was received."""
         self._batches, self._every, self._looked = 0, 1, 0.0
 
     def _agree(self, seconds: float = 0.0) -> tuple[bool, float]:
         """Return whether any rank was asked to stop, and the sum of `seconds` over all. Collective."""
         heard = self.request.heard
-        found = [seconds, float(heard == signal.SIGINT), float(heard not in (None, signal.SIGINT))]
-        if self.ranks.world > 1:  # a single process need not ask its GPU
-            found = self.ranks.total(torch.tensor(found, dtype=torch.float32, device=self.ranks.device)).tolist()
-        total, interrupted, asked = found
+        sums = [seconds, float(heard == signal.SIGINT), float(heard not in (None, signal.SIGINT))]
+        if self.ranks.world > 1:  # a single process need not wait for its GPU
+            sums = self.ranks.total(torch.tensor(sums, dtype=torch.float32, device=self.ranks.device)).tolist()
+        total, interrupted, asked = sums
         self.code = 143 if asked else 130
-        if (interrupted or asked) and heard is None:  # another rank's request: this one must end in time too
+        if (interrupted or asked) and heard is None:  # this rank must end in time for another rank's request too
             self.request.hear(signal.SIGTERM if asked else signal.SIGINT)
         return bool(interrupted or asked), total
 
@@ -242,9 +229,8 @@ class StopOnRequest(TrainerCallback):
         self.request.step = self.request.first_step = state.global_step
         self.request.saved = state.global_step or None
         if self.ranks.world > 1:
-            self.request.share(
-                lambda: open_store(STORE_SECONDS)
-            )  # a separate connection: threads must not wait for each other
+            # A separate connection, since threads must not wait for each other.
+            self.request.share(lambda: open_store(STORE_SECONDS))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
@@ -258,11 +244,11 @@ class StopOnRequest(TrainerCallback):
             self.stop(args, state, control)
 
     def stop(self, args: Any, state: Any, control: Any) -> None:
-        """End training after this step, which is saved if it is not yet."""
+        """End training after this step, and save the step unless it is saved already."""
         control.should_evaluate = False
         control.should_training_stop = True
         if args.save_strategy == "no" and state.global_step >= state.max_steps:
-            return  # all is trained, and only the model can keep it: it is written, and the run is complete
+            return  # training is done and only `model/` will hold it: write that, and the run is complete
         self.stopped = True
         control.should_save = (
             args.save_strategy != "no" and state.global_step > 0 and self.request.saved != state.global_step
@@ -276,10 +262,9 @@ class StopOnRequest(TrainerCallback):
         self._batches, self._every, self._looked = 0, 1, time.monotonic()
 
     def between_batches(self) -> None:
-        """Call before each batch, on all ranks equally often. Raise `EvaluationStopped` on all of them together.
+        """Call before each batch, equally often on all ranks. Raise `EvaluationStopped` on all of them together.
 
-        Ranks agree after a number of batches that takes about half a second, so that waiting for each other costs
-        nothing.
+        Ranks agree only about every half second, so that waiting for each other costs next to nothing.
         """
         self._batches += 1
         if self._batches < self._every:
@@ -293,23 +278,20 @@ class StopOnRequest(TrainerCallback):
         self._batches, self._looked = 0, now
 
     def after_batches(self) -> None:
-        """Call after the last batch, on all ranks, where some may have left theirs. Raise `EvaluationStopped` on all of
-        them.
-        """
+        """Call on all ranks after the last batch, which some may not have reached. Raise `EvaluationStopped` on all."""
         if self._agree()[0]:
             raise EvaluationStopped
 
     def asked_here(self) -> bool:
-        """Whether this rank has heard a request; not collective."""
+        """Return whether this rank has received a request; not collective."""
         return self.request.heard is not None
 
 
 class MissedEvaluation(TrainerCallback):
-    """Takes up the evaluation that came after the checkpoint from which a run continues, or makes it where a stop or a
-    fault ended it.
+    """Apply the evaluation that followed the checkpoint a run resumes from, or run it if a stop or fault ended it.
 
-    `trainer` is the `SftTrainer`. Must be the last callback: the rows of `metrics.jsonl` after the checkpoint are gone
-    by then.
+    `trainer` is the `SftTrainer`. This must be the last callback: by then the rows of `metrics.jsonl` after the
+    checkpoint have been dropped.
     """
 
     def __init__(self, trainer: Any, ends: StepEnds) -> None:
@@ -318,47 +300,45 @@ class MissedEvaluation(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.global_step:
             return
-        args.eval_on_start = False  # it was at the run's start; here it would be a second row of this step
-        known = any(row.get("step") == state.global_step and "eval_loss" in row for row in state.log_history)
-        if known or control.should_training_stop or not self.ends.evaluation_due(args, state):
+        args.eval_on_start = False  # done when the run started; here it would add a second row for this step
+        evaluated = any(row.get("step") == state.global_step and "eval_loss" in row for row in state.log_history)
+        if evaluated or control.should_training_stop or not self.ends.evaluation_due(args, state):
             return
         trainer, context = self.trainer, self.trainer.context
         rows = rows_until(context.run.metrics, state.global_step)
-        made = [row for row in rows if row["kind"] == "eval" and row["step"] == state.global_step]
-        trainer.score(context.ranks.broadcast(made[-1] if made else None))
+        evaluations = [row for row in rows if row["kind"] == "eval" and row["step"] == state.global_step]
+        trainer.score(context.ranks.broadcast(evaluations[-1] if evaluations else None))
 
 
 def value_of(metrics: dict[str, Any], name: str) -> float | None:
-    """Return a metric of an evaluation; `None` where this one could not measure it, or it is no number."""
+    """Return a metric of an evaluation, or `None` if it was not measured or is not finite."""
     value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def is_better(value: float, best: float | None, *, greater: bool) -> bool:
-    """Whether `value` is better than the best so far; the first always is."""
+    """Return whether `value` is better than the best so far; the first value always is."""
     return best is None or (value > best if greater else value < best)
 
 
 class Patience(EarlyStoppingCallback):
-    """transformers' early stopping, that says why, saves where it stops, and counts on after a resume."""
+    """transformers' early stopping, which also gives the reason, saves where it stops, and survives a resume."""
 
     def __init__(self, context: TrainContext) -> None:
         train = context.config.train
         self.patience: int | None = train.early_stopping_patience
-        """Evaluations in a row without a better value; `None` never stops."""
+        """Consecutive evaluations without a better value; `None` never stops."""
         super().__init__(
             early_stopping_patience=self.patience or 0, early_stopping_threshold=train.early_stopping_threshold
         )
         self.run, self.ranks = context.run, context.ranks
         self.reason: str | None = None
-        """Why training ended early; `None` where it did not."""
+        """Why training ended early, or `None`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take up what the checkpoint holds. A run that had stopped, and was ended before its model was published,
-        makes no step.
-        """
-        kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        attributes = (kept or {}).get("attributes", {})
+        """Restore the state of the checkpoint; a run that stopped early but did not publish its model makes no step."""
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        attributes = (saved or {}).get("attributes", {})
         self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
         self.reason = attributes.get("reason")
         control.should_training_stop = control.should_training_stop or self.reason is not None
@@ -394,7 +374,7 @@ class Patience(EarlyStoppingCallback):
                 append_json_line(self.run.events, event)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps (the interface of `ExportableState`)."""
-        found: dict[str, Any] = super().state()
-        found["attributes"]["reason"] = self.reason
-        return found
+        """Return the state for a checkpoint (the interface of `ExportableState`)."""
+        state: dict[str, Any] = super().state()
+        state["attributes"]["reason"] = self.reason
+        return state

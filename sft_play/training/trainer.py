@@ -1,6 +1,6 @@
-"""The one `Trainer` subclass. It holds only what transformers' own cannot do:
+"""The only `Trainer` subclass, limited to what transformers' own cannot do:
 
-- batches that are the same rows on every world size, already shared out over ranks;
+- batches of the same rows at every world size, already divided among the ranks;
 - a loss that is exact over micro-batches and ranks, computed only where there are labels;
 - evaluation that gives the same figures on any number of ranks (`evaluation.held_out`);
 - checkpoints that appear complete or not at all (`training.saving`).
@@ -49,19 +49,19 @@ from sft_play.training.stopping import (
 
 
 def reduce_in_fp32(plugin: Any) -> None:
-    """Change the mixed-precision policy of accelerate's FSDP plugin; none, where all is fp32, stays as it is."""
+    """Reduce in fp32 under the mixed-precision policy of accelerate's FSDP plugin, if it has one (not with fp32)."""
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
 
 UNDECAYED = re.compile(r"(?:^|\.)(?:A_log|D|time_mix_\w+)$")
-"""Of Mamba and its kin (`_no_weight_decay` in the authors' code), and RWKV's."""
+"""Parameters of Mamba and its relatives (`_no_weight_decay` in the authors' code), and of RWKV."""
 HISTORY = 16
-"""Logged rows that transformers' state holds, in memory and in checkpoints; `metrics.jsonl` has all."""
+"""Logged rows kept in transformers' state, in memory and in checkpoints; `metrics.jsonl` has all of them."""
 
 
 class AmongReplicas(DistributedDataParallelKwargs):
-    """accelerate's settings of DDP, which then averages gradients over the ranks of `group` alone."""
+    """accelerate's DDP settings, with gradients averaged only over the ranks of `group`."""
 
     def __init__(self, settings: DistributedDataParallelKwargs, group: Any) -> None:
         super().__init__(**vars(settings))
@@ -84,9 +84,7 @@ def split_for_lora_plus(optimizer: Any, model: Any, ratio: float) -> None:
 
 
 class RankRow(NamedTuple):
-    """What a rank did since the last row of metrics: sums over its window, seconds in a step of each of `PHASES`, in
-    their order, readings.
-    """
+    """A rank's work since the last row of metrics: sums, then seconds per step of each of `PHASES`, then readings."""
 
     loss: float
     label_tokens: float
@@ -106,7 +104,7 @@ class RankRow(NamedTuple):
 
 
 class SftTrainer(Trainer):
-    """transformers' Trainer over prepared rows, obeying a plan."""
+    """transformers' Trainer for prepared rows, following a plan."""
 
     control: Any
 
@@ -122,15 +120,15 @@ class SftTrainer(Trainer):
         evaluate_rows: Callable[[Trainer, Any], dict[str, float]],
         **arguments: Any,
     ) -> None:
-        """`evaluate_rows` returns the metrics of held-out rows; the other arguments are those of the base class."""
+        """Take `evaluate_rows`, which returns the metrics of held-out rows, and the base class's `arguments`."""
         self.context, self.stop, self.shard_proof, self.patience = context, stop, shard_proof, patience
         self.parts, self.evaluate_rows = parts, evaluate_rows
         self.local: LocalSteps | None = None
         self.tokens_trained = 0
         self.training_seconds = 0.0
-        """Spent on optimizer steps, evaluation and saving left out."""
+        """Spent on optimizer steps, without evaluation and saving."""
         super().__init__(**arguments)
-        self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the whole global batch
+        self.loss_is_scaled_for_ga = True  # `compute_loss` divides by the label tokens of the complete global batch
         self.watch = Stopwatch(context.ranks.device)
         self.objective = objective_of(context.config.train)
         alpha = context.config.train.extra.get(NEFTUNE)
@@ -141,27 +139,24 @@ class SftTrainer(Trainer):
         for callback in (self.spikes, self.saver, self.balancer):
             self.add_callback(callback)
         self._micro_batches: list[Batch] = []
-        """Of a step that a pipeline has not begun yet."""
+        """Micro-batches of a step that a pipeline has not started yet."""
         self._readings, self._lap, self._begun, self._logged_step = Readings(), Lap(self.watch), time.perf_counter(), 0
         self._saved_step: int | None = None
         self._window = torch.zeros(4, dtype=torch.float64, device=context.ranks.device)
-        """Since the last row of metrics: loss, label tokens, tokens, rows."""
+        """Sums since the last row of metrics: loss, label tokens, tokens, rows."""
 
     @property
     def pipeline(self) -> Pipeline | None:
         return self.parts if isinstance(self.parts, Pipeline) else None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let FSDP2 reduce gradients in fp32; accelerate 1.15 takes the computation's type, whose 8 bits of mantissa
-        lose small ones.
-        """
+        """Let FSDP2 reduce gradients in fp32; accelerate 1.15 uses the compute dtype, which loses small gradients."""
         super().create_accelerator_and_postprocess()
-        if (
-            self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled
-        ):  # another strategy than planned is refused right after
+        # A strategy other than the planned one is refused right after this.
+        if self.context.plan.strategy == "fsdp2" and self.is_fsdp_enabled:
             reduce_in_fp32(self.accelerator.state.fsdp_plugin)
             if self.parts is not None:
-                self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # the slices are shared out already
+                self.accelerator.state.fsdp_plugin.auto_wrap_policy = None  # the slices are distributed already
         if self.parts is not None:
             replicas = replicas_of(self.context.ranks, self.context.config.launch.timeout_seconds)
             self.accelerator.ddp_handler = AmongReplicas(self.accelerator.ddp_handler, replicas)
@@ -170,7 +165,7 @@ class SftTrainer(Trainer):
         built: dict[str, Any] = super()._build_accelerator_args(**arguments)
         for handler in built["kwargs_handlers"]:
             if isinstance(handler, DistributedDataParallelKwargs):
-                handler.gradient_as_bucket_view = True  # else DDP's buckets are a second copy of all gradients
+                handler.gradient_as_bucket_view = True  # otherwise DDP's buckets are a second copy of all gradients
         if self.context.plan.world_size > 1 and self.context.plan.device == "cpu":
             # Without it accelerate sees a world of one under DeepSpeed on a CPU, and nothing is sharded.
             built["kwargs_handlers"].append(InitProcessGroupKwargs(backend="gloo"))
@@ -184,12 +179,12 @@ class SftTrainer(Trainer):
         return self.accelerator.prepare_data_loader(loader)
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        """Count the wait for rows."""
+        """Measure the wait for rows."""
         self.watch.enter("data")
         return super().get_batch_samples(*arguments, **named)
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
-        """Return the label tokens of the whole global batch, over all ranks."""
+        """Return the label tokens of the complete global batch, over all ranks."""
         self.watch.enter("communication")
         activity, step = self.context.activity, self.state.global_step + 1
         activity.enter("training", step=step)
@@ -203,9 +198,7 @@ class SftTrainer(Trainer):
         return total
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Skip a micro-step that is empty (`step_totals`): no pass, so nothing that accumulates gradients ever sees
-        it.
-        """
+        """Skip an empty micro-step (`step_totals`) without a pass, so that gradient accumulation never sees it."""
         if inputs.pop(IDLE):
             return torch.zeros((), device=self.args.device)
         if self.pipeline is not None:
@@ -217,9 +210,7 @@ class SftTrainer(Trainer):
         return loss if self.local is None else self.local.scale_loss(loss)
 
     def _train_through_stages(self, pipeline: Pipeline, labels: Tensor | int) -> Tensor:
-        """Take all micro-batches of a step through the stages when the loop comes to the first; return the loss as
-        `compute_loss` does.
-        """
+        """Run all micro-batches of a step at its first micro-step; return the loss as `compute_loss` does."""
         batches, self._micro_batches = [self._prepare_inputs(batch) for batch in self._micro_batches], []
         if not batches:
             return torch.zeros((), device=self.args.device)
@@ -243,7 +234,7 @@ class SftTrainer(Trainer):
     ) -> Tensor:
         """Return `world_size / copies * sum / N`, so that the average over ranks is the exact mean over N label tokens.
 
-        With `launch.local_steps` the mean over this rank's own: it makes its step alone.
+        With `launch.local_steps` return the mean over this rank's own label tokens, since it steps alone.
         """
         assert num_items_in_batch is not None and not return_outputs
         self.context.activity.next_batch(inputs["rows"])
@@ -255,37 +246,33 @@ class SftTrainer(Trainer):
         # Filled on the device: a copy from the host would wait for it.
         counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
         self._window += torch.stack([*sums, *counts])
-        if (
-            self.is_deepspeed_enabled and self.accelerator.sync_gradients
-        ):  # it makes the update inside the backward pass
+        # DeepSpeed updates the weights inside the backward pass, so the loss must be checked before it.
+        if self.is_deepspeed_enabled and self.accelerator.sync_gradients:
             self.finite.require_finite_loss(self._window[0])
         if self.local is not None:
             return total / self.local.own_tokens
         return total * (self.context.plan.world_size / self.context.ranks.copies) / num_items_in_batch
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Clip; where ranks hold slices, by the norm of what all of them have."""
-        return (
-            super()._clip_grad_norm(model) if self.parts is None else self._clip_slices(model, self.args.max_grad_norm)
-        )
+        """Clip gradients; if ranks hold slices, by the norm over all slices."""
+        if self.parts is None:
+            return super()._clip_grad_norm(model)
+        return self._clip_slices(model, self.args.max_grad_norm)
 
-    def _clip_slices(self, model: Any, most: float) -> Tensor:
+    def _clip_slices(self, model: Any, max_norm: float) -> Tensor:
         assert self.parts is not None
         self.parts.share_gradients()
         if (scaler := self.accelerator.scaler) is not None:
             self.accelerator.unscale_gradients()
             for overflown in scaler._found_inf_per_device(self.optimizer.optimizer).values():
-                distributed.all_reduce(
-                    overflown
-                )  # else a rank that saw none would make a step which the others leave out
-        return self.parts.clip(model.parameters(), most)
+                # Otherwise a rank without an overflow would make an update that the others skip.
+                distributed.all_reduce(overflown)
+        return self.parts.clip(model.parameters(), max_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Stop before the update when loss or gradients are no numbers, and leave it out when they jump
-        (`train.spike_guard`).
+        """Stop before the update if loss or gradients are not finite; skip it if they jump (`train.spike_guard`).
 
-        DeepSpeed steps inside the backward pass: it leaves out an update that is no number by itself, and only then we
-        stop.
+        DeepSpeed steps inside the backward pass: it skips an update that is not finite itself, and we stop afterwards.
         """
         step = self.state.global_step + 1
         self.context.activity.enter("updating", step=step)
@@ -299,19 +286,18 @@ class SftTrainer(Trainer):
         self.finite.require_finite_loss(self._window[0])
         jumps = self.spikes.jumps(value, step=step, rows=self.finite.rows)
         if jumps and self.local is not None:
-            self.local.leave_out()
+            self.local.skip_update()
         if jumps or (self.local is not None and self.local.empty):
-            model.zero_grad(
-                set_to_none=True
-            )  # an optimizer passes over parameters without a gradient; the schedule goes on
+            # An optimizer skips parameters without a gradient, while the schedule continues.
+            model.zero_grad(set_to_none=True)
         return norm
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Return what `train.weight_decay` applies to: matrices, without the state-space and time-mixing ones that
-        their authors leave out.
-        """
+        """Return the matrices, to which `train.weight_decay` applies, without those that their authors exclude."""
         matrices = {
-            name for name, one in model.named_parameters() if len(whole_shape(one)) > 1 and not UNDECAYED.search(name)
+            name
+            for name, parameter in model.named_parameters()
+            if len(whole_shape(parameter)) > 1 and not UNDECAYED.search(name)
         }
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
@@ -324,15 +310,16 @@ class SftTrainer(Trainer):
         return optimizer
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Counted by the plan; the base class would walk over all parameters at every micro-step."""
+        """Return 0: the plan counts operations, and the base class would visit all parameters at every micro-step."""
         return 0
 
     def store_flos(self) -> None:
-        """Nothing: the base class would add those zeros up over all ranks, and wait for that, at every log."""
+        """Do nothing: the base class would sum those zeros over all ranks at every log, and wait for it."""
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
-        """Log, save, then evaluate: nothing that only scores may cost a checkpoint. What evaluations change is taken up
-        by a resumed run.
+        """Log, save, then evaluate, so that a failing evaluation costs no checkpoint.
+
+        A resumed run repeats what an evaluation changes (`MissedEvaluation`).
         """
         self.watch.enter("")
         due, self.control.should_evaluate = self.control.should_evaluate, False
@@ -340,11 +327,11 @@ class SftTrainer(Trainer):
         if due and not self.stop.stopped:
             self.control.should_save = False
             self.score()
-            if self.control.should_save:  # the best so far, or the last one
+            if self.control.should_save:  # this step is the best so far, or the last
                 super()._maybe_log_save_evaluate(*arguments, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what each rank did since the last row, by one small collective operation."""
+        """Add what each rank did since the last row, by one small collective."""
         if "grad_norm" in logs and "loss" in logs:
             now = time.perf_counter()
             seconds = max(now - self._begun, 1e-9)
@@ -373,7 +360,7 @@ class SftTrainer(Trainer):
             self.tokens_trained += int(tokens)
             self.training_seconds += seconds
             plan = self.context.plan
-            if plan.mfu and plan.tokens_per_second:  # the plan knows operations and peaks
+            if plan.mfu and plan.tokens_per_second:  # they relate operations to the devices' peak
                 extra["mfu"] = plan.mfu * tokens / seconds / plan.tokens_per_second
             if self.local is not None:
                 extra["rank_grad_norm"] = self.local.norms
@@ -384,20 +371,18 @@ class SftTrainer(Trainer):
         del self.state.log_history[:-HISTORY]
 
     def _run_epoch(self, **arguments: Any) -> None:
-        """Nothing where a run continues from its last step, or an evaluation before the first step ended it."""
+        """Skip the epoch if a run resumes at its last step, or if an evaluation before the first step ended it."""
         if not self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             super()._run_epoch(**arguments)
 
     # ---- Evaluation
 
-    def score(self, made: dict[str, Any] | None = None) -> None:
-        """Evaluate, or take up what `made`, a row of metrics, says of this step's evaluation: the best step, patience,
-        the learning rate.
-        """
-        if made is None:
+    def score(self, row: dict[str, Any] | None = None) -> None:
+        """Evaluate this step, or apply its saved evaluation `row`: to the best step, patience and learning rate."""
+        if row is None:
             metrics = self._evaluate(None, None, skip_scheduler=True)
         else:
-            metrics = {name: value for name, value in made.items() if name.startswith("eval_")}
+            metrics = {name: value for name, value in row.items() if name.startswith("eval_")}
             self.state.log_history.append({**metrics, "epoch": self.state.epoch, "step": self.state.global_step})
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         value = value_of(metrics, self.args.metric_for_best_model or "loss")
@@ -407,21 +392,17 @@ class SftTrainer(Trainer):
         self.saver.link_best()
 
     def as_average(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model has the weights that evaluations and checkpoints see: under local steps the ranks'
-        average.
-        """
+        """Give the model, in the context, the weights that are scored and saved: with local steps the ranks' average."""
         return contextlib.nullcontext() if self.local is None else self.local.averaged()
 
     def show_scored_weights(self) -> None:
-        """Let an optimizer with two faces show the weights that are scored and saved; the next micro-step turns them
-        again.
-        """
+        """Switch a schedule-free optimizer to the weights that are scored and saved; the next micro-step switches back."""
         inner = inner_optimizer(self.optimizer)
         if callable(turn := getattr(inner, "eval", None)):
             turn()
 
     def _evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Return the metrics, none where a request to stop ended the evaluation: the resumed run makes it again."""
+        """Return the metrics, or none if a stop request ended the evaluation, which the resumed run then repeats."""
         try:
             metrics: dict[str, float] = super()._evaluate(*arguments, **named)
         except EvaluationStopped:
@@ -432,13 +413,12 @@ class SftTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return token-weighted loss and perplexity of the validation rows, in all and per source, and scores of
-        answers.
-        """
+        """Return the validation rows' token-weighted loss and perplexity, total and per source, and answer scores."""
         started = time.perf_counter()
         self.context.activity.enter("evaluating", step=self.state.global_step)
         self.show_scored_weights()
-        with self.as_average(), random_states_kept():  # a run that continues from before it draws the same numbers
+        # Random states are kept because a run that resumes before this evaluation must draw the same numbers.
+        with self.as_average(), random_states_kept():
             metrics = self.evaluate_rows(self, self.eval_dataset if eval_dataset is None else eval_dataset)
         metrics["eval_seconds"] = time.perf_counter() - started
         self.log(dict(metrics))
@@ -447,7 +427,7 @@ class SftTrainer(Trainer):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Remember the best step; the base class would look for checkpoints under its own names."""
+        """Remember the best step; the base class would look for checkpoints by its own names."""
         name = self.args.metric_for_best_model
         if name is None or not metrics:
             return False
@@ -463,7 +443,7 @@ class SftTrainer(Trainer):
     # ---- Checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save or begin to, once a step; a disk that cannot take it ends no run."""
+        """Save, or start saving, at most once per step; a full disk does not end the run."""
         if self._saved_step == self.state.global_step and self.saver.problem is None:
             return
         self._saved_step = self.state.global_step
@@ -472,27 +452,30 @@ class SftTrainer(Trainer):
         self._begun = time.perf_counter()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """Put a checkpoint's states back when model and optimizer are wrapped; the base class would load pickles."""
+        """Restore a checkpoint's states once model and optimizer are wrapped; the base class would load pickles."""
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.local = self.saver.local = local_steps_of(self.context, self)
         if self.local is not None:
             self.add_callback(self.local)
         if resume_from_checkpoint is not None:
-            # The checkpoint's state brought the intervals of the run that wrote it.
+            # The checkpoint's state contains the intervals of the run that wrote it.
             self.state.compute_steps(self.args, max_steps)
-            kept = restore(self.context, self, self.local, Path(resume_from_checkpoint))
-            self.tokens_trained, self.training_seconds = int(kept["tokens_trained"]), float(kept["training_seconds"])
+            counters = restore(self.context, self, self.local, Path(resume_from_checkpoint))
+            self.tokens_trained, self.training_seconds = (
+                int(counters["tokens_trained"]),
+                float(counters["training_seconds"]),
+            )
             self._logged_step = self.state.global_step
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing: `restore` puts the weights in, under every strategy."""
+        """Do nothing: `restore` loads the weights under every strategy."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The last thing before the first step: skipping rows may have drawn random numbers."""
+        """Restore random states just before the first step, since skipping rows may have drawn random numbers."""
         if checkpoint is not None:
             restore_random(self.context, Path(checkpoint))
 
     def counters(self) -> dict[str, Any]:
-        """Return what is counted from the run's start, for a checkpoint."""
+        """Return the totals since the run's start, for a checkpoint."""
         return {"tokens_trained": self.tokens_trained, "training_seconds": self.training_seconds}
