@@ -60,7 +60,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
     run, activity = request.run, request.activity
     if launched_world()[0] == 0:
         activity.phase_file = run.phase
-        activity.tell("loading")
+        activity.write_phase("loading")
     config, plan, prepared = read_run(run)
     from sft_play.training.checkpoint_files import publish_model
     from sft_play.training.ranks import check_start, check_world, ranks_together

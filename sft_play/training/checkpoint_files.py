@@ -126,8 +126,8 @@ def publish_model(context: TrainContext, trainer: Trainer) -> int:
     """
     run, ranks, best, step = context.run, context.ranks, None, trainer.state.global_step
     if context.config.train.load_best_model_at_end:
-        found = _best(run, trainer.state.best_global_step, step) if ranks.first else None
-        best, step = ranks.broadcast(found)
+        choice = _best(run, trainer.state.best_global_step, step) if ranks.first else None
+        best, step = ranks.broadcast(choice)
     weights = gather_weights(context, trainer, clone=False) if best is None else None
     problem: str | None = None
     if ranks.first:
@@ -154,10 +154,10 @@ def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | 
     best = run.checkpoint(best_step)
     if (reason := verify(best)) is None:
         return best.name, best_step
-    said = (
+    message = (
         f"the best checkpoint is damaged: {best.name}: {reason}; `model/` has the weights of step {last_step} instead"
     )
-    print(f"warning: {run.checkpoints}: {said}", file=sys.stderr, flush=True)
+    print(f"warning: {run.checkpoints}: {message}", file=sys.stderr, flush=True)
     return None, last_step
 
 
@@ -247,20 +247,24 @@ def predicted_bytes(trainer: Trainer) -> int:
 
 
 def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
-    adapters = context.config.tuning.mode != "full"
+    adapters_only = context.config.tuning.mode != "full"
     if trainer.is_fsdp_enabled and trainer.parts is None:
         # accelerate's own `get_state_dict` would gather a frozen base too, at every save; adapters alone are written.
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters_only)
         return _once(get_model_state_dict(trainer.model, options=options), trainer.model)
     if trainer.is_deepspeed_enabled:
-        if context.plan.strategy == "zero3" and adapters:
+        if context.plan.strategy == "zero3" and adapters_only:
             return trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         return _once(trainer.accelerator.get_state_dict(trainer.deepspeed) or {}, trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if trainer.parts is None:
         return model.state_dict()
     return trainer.parts.whole_state(
-        {name: one for name, one in model.named_parameters() if one.requires_grad or not adapters}
+        {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad or not adapters_only
+        }
     )
 
 

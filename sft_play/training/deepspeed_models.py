@@ -28,23 +28,25 @@ def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
         **settings,
         "train_batch_size": settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"],
     }
-    asked = (
+    checks = (
         ("", lambda: DeepSpeedConfig(alone)),
         ("log_level", lambda: get_log_level_from_string(settings.get("log_level") or "info")),
         ("data_types", lambda: [DtypeEnum(name) for name in (settings.get("data_types") or {}).values() if name]),
     )
-    found = []
-    for about, build in asked:
+    problems = []
+    for about, build in checks:
         try:
             build()
         except ValidationError as error:
-            found += [{"key": _key(settings, error.title, one["loc"]), "words": one["msg"]} for one in error.errors()]
+            problems += [
+                {"key": _key(settings, error.title, detail["loc"]), "words": detail["msg"]} for detail in error.errors()
+            ]
         except Exception as error:  # noqa: BLE001 - whatever it raises, a worker would end with it
             words = str(error)
-            found.append(
+            problems.append(
                 {"key": about or next((key for key in _keys(settings) if _names(words, key)), ""), "words": words}
             )
-    return found
+    return problems
 
 
 def _key(settings: Mapping[str, Any], model: str, location: tuple[int | str, ...]) -> str:

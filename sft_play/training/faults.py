@@ -1,10 +1,8 @@
-"""The faults of a worker: caught around its program, told apart, recorded for the launcher and said to the user; and
-its signs of life.
+"""Catch and classify a worker's faults, record them for the launcher, report them to the user, and send heartbeats.
 
-A daemon thread tells the launcher of this machine every second where the training thread stands. Ranks are judged by
-their own launcher, which can look into `/proc`, and machines by each other's (`launch.machines`). A launcher that is
-gone is a reason to leave with code 75; nothing is left half-done by leaving at once, since checkpoints and models are
-published by rename.
+A daemon thread tells this machine's launcher every second where the training thread is. A rank is judged by its own
+launcher, which can read `/proc`, and a machine by the other launchers (`launch.machines`). A worker whose launcher is
+gone exits with code 75; exiting at once leaves nothing half-done, since checkpoints and models are published by rename.
 """
 
 from __future__ import annotations
@@ -39,44 +37,46 @@ from sft_play.training.process import Activity, launched_world, leave_record, re
 from sft_play.training.stop_request import StopRequest, code_of
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
-"""What a worker does: run and activity (of its request), checkpoint to continue from, console of rank 0 -> exit code.
-"""
+"""A worker's program: stop request (with run and activity), checkpoint to resume from, rank 0's console -> exit code."""
 IN_ORDER = (0, 130, 143)
-"""Codes of a worker that has done its work, or was stopped on request."""
+"""Exit codes of a worker that has finished, or was stopped on request."""
 THREAD_SECONDS = 3.0
-"""What threads get at the end of a process; a stop that was asked for ends it after 4 s anyhow."""
+"""Time for threads at the end of a process; a requested stop ends the process after 4 s in any case."""
 PEER_GONE = re.compile(
     r"Connection (closed|reset) by (remote )?peer|Socket closed|Connection refused|remote process exited|Broken pipe"
     r"|NCCL.*(timeout|remote error)|Timed out waiting \d+ms|failed to pass monitoredBarrier"
     r"|NCCL communicator was aborted|ncclRemoteError|Watchdog caught collective operation timeout"
 )
-"""What gloo and NCCL say in a rank whose peer has died."""
+"""Messages of gloo and NCCL in a rank whose peer has died."""
 FULL = re.compile(r"os error (28|122)\b")
-"""What safetensors says: ENOSPC, EDQUOT."""
+"""safetensors' messages for ENOSPC and EDQUOT."""
 WRITE_FAILED = re.compile(
     r"No space left on device|PytorchStreamWriter failed|inline_container|file write failed|unexpected pos \d+"
 )
-"""What torch says, of whatever kept it from writing, shared memory included."""
+"""torch's messages for a failed write of any cause, to shared memory too."""
 MEMORY = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|not enough memory: you tried to allocate"  # torch on a CPU
-    r"|(CUDA|HIP|XPU|MPS backend)( driver)?( error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"  # torch, CUDA
+    # torch on a CPU
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|not enough memory: you tried to allocate"
+    # torch and CUDA
+    r"|(CUDA|HIP|XPU|MPS backend)( driver)?( error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
     r"|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT)_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|ALLOC_FAILED)"
     r"|NCCL[\s\S]*(Failed to CUDA (host )?(c|m)alloc|Cuda failure[^\n]*out of memory|Cuda failure 2\b)"
-    r"|Triton Error \[CUDA\]: out of memory|NVML_SUCCESS == r INTERNAL ASSERT FAILED at \S*CUDACachingAllocator"  # asked for its own message
+    # The second: torch failing while it composes its out-of-memory message.
+    r"|Triton Error \[CUDA\]: out of memory|NVML_SUCCESS == r INTERNAL ASSERT FAILED at \S*CUDACachingAllocator"
     r"|std::bad_alloc|could not create a memory|Cannot allocate memory|unable to (m)?map \d+ bytes"
 )
-"""What torch, CUDA's libraries, NCCL, Triton, C++ and the system say when an allocation fails."""
+"""Messages of torch, CUDA's libraries, NCCL, Triton, C++ and the system for a failed allocation."""
 MEMORY_PERHAPS = re.compile(
     r"(CUBLAS|CUDNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|unable to find an engine to execute this computation"
     r"|CUDA( driver)? error: (device not ready|unknown error)"  # WSL2
 )
-"""What they say when memory is short, and for other reasons too: it counts on a GPU that is full."""
+"""Their messages for short memory and for other causes alike; they count only on a full GPU."""
 FULL_SHARE = 0.02
-"""Share of a GPU's memory; with less free, it is full."""
+"""A GPU is full if less than this share of its memory is free."""
 
 
 def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
-    """Run a worker's program and returns its exit code, which the launcher finds recorded with the error."""
+    """Run a worker's program and return its exit code, recorded with the error for the launcher."""
     rank, _ = launched_world()
     console = redirect(run.rank_log(rank), rank)
     request = StopRequest(run=run, rank=rank, activity=Activity())
@@ -84,11 +84,10 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
     record: dict[str, Any] = {"code": 1, "error": ""}
     try:
         record["code"] = program(request, checkpoint, console)
-    except Exception as problem:  # noqa: BLE001 - the last stop of a worker
+    except Exception as problem:  # noqa: BLE001 - the outermost handler of a worker
         record = verdict(problem, run, request.activity)
-        if (
-            request.heard is not None and record.get("cause") == PEER
-        ):  # a rank that was asked to stop may leave before this one
+        # On a stop request another rank may leave before this one.
+        if request.heard is not None and record.get("cause") == PEER:
             record = {"code": code_of(request.heard), "error": ""}
         print_fault(problem, record)
     finally:
@@ -104,14 +103,14 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
 
 
 def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str, Any]:
-    """Return what the launcher learns of an error: exit code, message, and for some the cause."""
+    """Return an error's record for the launcher: exit code, message, and for some errors the cause."""
     if isinstance(problem, UserError):
         return {"code": problem.exit_code, "error": problem.render(), **getattr(problem, "facts", {})}
     if ran_out_of_disk(problem, run):
         return {"code": 3, "error": describe_full_disk(problem, run), "cause": "disk_full"}
     if ran_out_of_memory(problem):
         lines = str(problem).strip().splitlines()
-        what = f"memory ran out {activity}"  # the allocator's own words are in the log
+        what = f"memory ran out {activity}"  # the log has the allocator's own message
         error = f"error: {what} ({type(problem).__name__}{f': {lines[0][:400]}' if lines else ''})"
         return {"code": LOST, "error": error, "what": what, "cause": "out_of_memory", "doing": activity.facts()}
     if isinstance(problem, OSError):
@@ -123,13 +122,10 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
 def print_fault(problem: Exception, record: dict[str, Any]) -> None:
     """Print an error: a user's mistake in one line, everything else with its traceback.
 
-    What the launcher says itself, with a worker's words or as the end of the rank that was the cause, goes to the
-    rank's log alone.
+    Errors that the launcher reports itself go only to the rank's log.
     """
-    with (
-        contextlib.suppress(MemoryError, OSError),
-        contextlib.ExitStack() as stack,
-    ):  # the record counts, and is written anyhow
+    # Printing may fail: the record is what counts, and it is written in any case.
+    with contextlib.suppress(MemoryError, OSError), contextlib.ExitStack() as stack:
         stream: Any = sys.stderr
         if (MARK in os.environ and record["code"] != 1) or record.get("cause", PEER) != PEER:
             log = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
@@ -141,7 +137,7 @@ def print_fault(problem: Exception, record: dict[str, Any]) -> None:
 
 
 def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
-    """Whether an error, or what it came from, is a write for which the disk had no space."""
+    """Return whether an error, or one of its causes, is a write for which the disk had no space."""
     for link in causes(error):
         if isinstance(link, OSError) and link.errno in NO_ROOM:
             return True
@@ -151,26 +147,24 @@ def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
 
 
 def describe_full_disk(error: BaseException, run: RunFolder) -> str:
-    """Return what the user reads."""
+    """Return the message about a full disk, with its hint."""
     place = (error.filename if isinstance(error, OSError) else None) or run.path
-    hint = f"the last checkpoint is as it was; free some space, then: make resume RUN={run.typed}"
+    hint = f"the last checkpoint is intact; free some space, then: make resume RUN={run.typed}"
     return f"error: {place}: no space is left on the disk\n\nhint: {hint}"
 
 
 def lost_its_peer(error: BaseException) -> bool:
-    """Whether an error, or what it came from, only says that another rank has gone.
+    """Return whether an error, or one of its causes, only means that another rank is gone.
 
-    torch raises such errors of gloo and NCCL as plain RuntimeErrors or of its own types; a tracker's server that
-    refuses is another's.
+    torch raises such errors of gloo and NCCL as plain RuntimeErrors or as its own types. A connection that a tracker's
+    server refuses raises neither, so it does not count.
     """
     torchs = (link for link in causes(error) if type(link) is RuntimeError or type(link).__module__.startswith("torch"))
     return any(PEER_GONE.search(str(link)) for link in torchs)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that an allocation failed on a device or in the machine's
-    memory.
-    """
+    """Return whether an error, or one that it was raised from, is a failed allocation on a device or the host."""
     for link in causes(error, handled=False):
         if isinstance(link, MemoryError) or (isinstance(link, OSError) and link.errno == errno.ENOMEM):
             return True
@@ -189,18 +183,16 @@ def _gpu_is_full() -> bool:
         return False
     try:
         free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # the error has ended the context
+    except RuntimeError:  # the error has destroyed the CUDA context
         return False
     return bool(free < FULL_SHARE * total)
 
 
 def end(code: int) -> NoReturn:
-    """End this process without taking the interpreter down: a thread that then comes back from torch's C++ would abort
-    it.
+    """End this process without finalising the interpreter, which a thread that returns from torch's C++ would abort.
 
-    Where all went in order, threads that are no daemons get `THREAD_SECONDS`, and exit functions their turn: trackers
-    may have something to send. Else peers may hang in a collective operation that this rank has left; the launcher ends
-    them.
+    After an orderly end, non-daemon threads get `THREAD_SECONDS` and exit functions run, since trackers may still have
+    something to send. Otherwise peers may hang in a collective that this rank has left; the launcher ends them.
     """
     if code in IN_ORDER:
         let_threads_end(THREAD_SECONDS)
@@ -211,50 +203,47 @@ def end(code: int) -> NoReturn:
 
 
 def let_threads_end(seconds: float) -> None:
-    """Wait for threads that are no daemons; those of executors, which wait for work, are told first that none will
-    come.
-    """
+    """Wait for non-daemon threads, after shutting down the executors whose threads wait for work."""
     deadline = time.monotonic() + seconds
     executors = sys.modules.get("concurrent.futures.thread")
-    tells = [threading.Thread(target=executors._python_exit, daemon=True)] if executors is not None else []
-    for thread in tells:
-        thread.start()  # it waits for them without a limit
-    alive = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
-    for thread in [*tells, *alive]:
+    shutdowns = [threading.Thread(target=executors._python_exit, daemon=True)] if executors is not None else []
+    for shutdown in shutdowns:
+        shutdown.start()  # in a thread, since it waits for the executors without a limit
+    me = threading.current_thread()
+    alive = [thread for thread in threading.enumerate() if not thread.daemon and thread is not me]
+    for thread in [*shutdowns, *alive]:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# ---- Signs of life
+# ---- Heartbeats
 
 PATIENCE = {"loading": (3600.0, 6.0), "saving": (1800.0, 3.0), "evaluating": (1800.0, 3.0), "leaving": (1800.0, 3.0)}
-"""Seconds without progress at least, by phase, or so many times the patience with a step if that is more; a step itself
-has no entry.
-"""
+"""Phase -> least seconds without progress, and multiple of a step's patience; the larger counts. Steps have no entry."""
 LEAST_SECONDS, STEPS = 600.0, 10.0
 TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
-"""So long before its patience ends, or such a share of it if that is more (never before its half), a rank tells of its
-collective operations: the launchers know of them when they judge.
+"""How long before its patience ends a rank reports its collectives, so that the launchers know them when they judge:
+seconds, or a share of the patience if that is longer, but never before half of it.
 """
 
 
 def patience(phase: str, typed: float | None, longest_step: float) -> float:
-    """Return the seconds that a training thread may stand still. `typed`: `launch.hang_seconds`, `None` for `auto`."""
+    """Return the seconds that a training thread may make no progress; `typed` is `launch.hang_seconds`, if a number."""
     step = max(LEAST_SECONDS, STEPS * longest_step) if typed is None else typed
     fixed, times = PATIENCE.get(phase, (0.0, 1.0))
     return max(fixed, times * step)
 
 
 class NotJoined(RetryableError):
-    """Ranks that were started never came, or not in time."""
+    """Some ranks did not join, or not in time."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.facts = {"cause": "not_joined", "blames": rank}
-        """What the exit record holds in addition to code and error."""
+        """Entries of the exit record in addition to code and error."""
 
 
 class Heartbeat:
-    """The thread of a worker. `begin`, then `join` once the plan is known; it ends with the process."""
+    """A worker's heartbeat thread, which ends with the process: `begin`, then `join` once the plan is known."""
 
     def __init__(self, run: RunFolder, activity: Activity) -> None:
         self.run, self.activity = run, activity
@@ -265,10 +254,10 @@ class Heartbeat:
         self._parent = os.getppid()
         self._stacks: TextIO | None = None
         self.over = False
-        """The training thread has done its work, or failed and says so itself."""
+        """Whether the training thread has finished, or has failed and reports that itself."""
 
     def begin(self) -> None:
-        """Start telling the launcher, and make this process answer when it is asked for its stacks."""
+        """Start sending heartbeats, and dump this process's stacks on request."""
         path = self.run.rank_stack(self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = io.TextIOWrapper(open_own(path), encoding="utf-8", line_buffering=True)
@@ -276,7 +265,7 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def join(self, launch: LaunchConfig) -> None:
-        """Wait until every rank has come. Raise `NotJoined` naming those that did not."""
+        """Wait until every rank has joined. Raise `NotJoined`, naming those that did not."""
         self.hang_seconds = None if isinstance(launch.hang_seconds, str) else float(launch.hang_seconds)
         if self.world > 1 and "MASTER_ADDR" in os.environ:
             roll_call(open_store(launch.timeout_seconds), self.rank, self.host, self.world, launch.timeout_seconds)
@@ -306,21 +295,20 @@ class Heartbeat:
             since = self.activity.since
             if beat.collectives is not None and traced != since:
                 traced = since
-                with contextlib.suppress(OSError):  # after the beat: a GPU that has gone may never answer
+                with contextlib.suppress(OSError):  # after the heartbeat, since a lost GPU may never answer
                     keep_trace(self.run.rank_collectives(self.rank))
-            if (
-                not self._sender.works and os.getppid() != self._parent
-            ):  # else the launcher sees it, and may wait for a save
-                self._leave("the process that had started this rank is gone")
+            # With a working sender the launcher notices that itself, and may wait for a save.
+            if not self._sender.works and os.getppid() != self._parent:
+                self._leave("the process that started this rank is gone")
             time.sleep(LIMITS.tick)
 
     def _leave(self, text: str) -> None:
-        """Record why, end what this process has started, and end it. Does not return."""
+        """Record the reason, end this process's children, then this process. Does not return."""
         if not self.over and not self.run.rank_exit(self.rank).exists():
             with contextlib.suppress(OSError):
                 leave_record(self.run, self.rank, {"code": LOST, "error": text, "cause": "agent", "blames": None})
         with contextlib.suppress(OSError, ValueError):
-            print(f"error: {text}; rank {self.rank} leaves", file=sys.stderr, flush=True)
+            print(f"error: {text}; rank {self.rank} exits", file=sys.stderr, flush=True)
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
@@ -328,7 +316,7 @@ class Heartbeat:
 
 
 def open_store(timeout_seconds: float) -> Any:
-    """Return a connection of our own to the workers' store, which node 0's agent serves."""
+    """Return a separate connection to the workers' store, which node 0's agent serves."""
     from torch import distributed
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -338,26 +326,24 @@ def open_store(timeout_seconds: float) -> Any:
 
 
 def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: float) -> None:
-    """Wait until all ranks have come. Raise `NotJoined`, which names who has not."""
+    """Wait until all ranks have joined. Raise `NotJoined`, naming those that have not."""
     store.set(f"here/{rank}", host)
     try:
         store.wait([f"here/{peer}" for peer in range(world)], datetime.timedelta(seconds=timeout_seconds))
-    except RuntimeError as error:  # it timed out, or is gone
+    except RuntimeError as error:  # the wait timed out, or the store is gone
         here = {peer: store.get(f"here/{peer}").decode() for peer in range(world) if store.check([f"here/{peer}"])}
         missing = [peer for peer in range(world) if peer not in here]
         if not missing:
             raise
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         there = ", ".join(f"{peer} ({name})" for peer, name in here.items())
-        text = (
-            f"{who} of {world} did not join within {timeout_seconds:g} s (`launch.timeout_seconds`); there are: {there}"
-        )
+        text = f"{who} of {world} did not join within {timeout_seconds:g} s (`launch.timeout_seconds`); joined: {there}"
         raise NotJoined(text, rank=missing[0]) from error
 
 
 @contextlib.contextmanager
 def show_life(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
-    """Show signs of life while the body works."""
+    """Send heartbeats while the body runs."""
     heart = Heartbeat(run, activity)
     heart.begin()
     try:
@@ -368,29 +354,23 @@ def show_life(run: RunFolder, activity: Activity) -> Iterator[Heartbeat]:
 
 
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of `torch._C._distributed_c10d` that tell what its flight recorder knows, as JSON: of builds with NCCL, and
-of all.
-"""
+"""Functions of `torch._C._distributed_c10d` that return its flight recorder as JSON: in NCCL builds, and in all."""
 
 
 def collectives_begun() -> int | None:
-    """Return how many collective operations this rank has enqueued, in all process groups; `None` where torch does not
-    tell.
-    """
+    """Return how many collectives this rank has enqueued in all process groups, or `None` if torch does not report."""
     each = [dump["pg_status"].values() for dump in _dumps(entries=False)]
     return max((sum(int(group["last_enqueued_collective"]) for group in groups) for groups in each), default=None)
 
 
 def keep_trace(path: Path) -> None:
-    """Write the last collective operations of this rank, with their sizes and states, as JSON; nothing where there were
-    none.
-    """
+    """Write the last collectives of this rank, with their sizes and states, as JSON, if there are any."""
     if trace := next(iter(_dumps(entries=True)), None):
         write_text(path, json.dumps(trace) + "\n")
 
 
 def _dumps(*, entries: bool) -> list[dict[str, Any]]:
-    """Return those dumps that know of process groups. torch's own files are pickles; this reads its memory."""
+    """Return the dumps that contain process groups, from memory, since torch's own files are pickles."""
     module = sys.modules.get("torch._C._distributed_c10d")
     functions = [getattr(module, name) for name in DUMPS if hasattr(module, name)]
     dumps = [json.loads(function(includeCollectives=entries, onlyActive=False)) for function in functions]

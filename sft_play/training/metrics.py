@@ -1,5 +1,6 @@
-"""What a training measures and writes down: `metrics.jsonl` and progress lines, each step once also after a resume;
-seconds of a step by phase; and what each rank uses of its device, its process and its machine.
+"""Measure a training and write `metrics.jsonl` and progress lines, each step once, also after a resume.
+
+Measured are the seconds of a step by phase, and what each rank uses of its device, its process and its machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown
 from sft_play.runs.progress import line_of
 
 TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu")
-"""... and whatever is known of each rank (`rank_...`) or machine (`node_...`)."""
+"""Logged keys of a training row, in addition to those of each rank (`rank_...`) or machine (`node_...`)."""
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -39,10 +40,9 @@ def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what saving took in a run, resumes included, from the rows of `metrics.jsonl`; it is `saving` in
-    `training_metrics.json`.
+    """Return the cost of saving in a run, resumes included: `saving` in `training_metrics.json`.
 
-    `pause_seconds`: how long training stood still, for saves that failed too.
+    `rows` are those of `metrics.jsonl`. `pause_seconds` is how long training was paused, failed saves included.
     """
     saves = [row for row in rows if row.get("kind") == "save"]
     failed = sum("failed" in row for row in saves)
@@ -55,7 +55,7 @@ def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`; drops rows of steps that a resumed run makes again."""
+    """Append what is logged to `metrics.jsonl`, and drop rows of steps that a resumed run repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,11 +64,11 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step and not self.path.is_file() and state.is_world_process_zero:
             print(
-                f"warning: {self.path}: it is gone; it begins again after step {state.global_step}",
+                f"warning: {self.path}: the file is missing; a new one starts after step {state.global_step}",
                 file=sys.stderr,
                 flush=True,
             )
-        # From the start again nothing is kept, not even an evaluation before the first step.
+        # A run that starts over keeps no rows, not even an evaluation before the first step.
         rows = rows_until(self.path, state.global_step) if state.global_step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -84,19 +84,19 @@ class MetricsFile(TrainerCallback):
             self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append one row; a full disk loses it, which is said once until a row is written again."""
+        """Append a row; on a full disk it is lost, with one warning until a row is written again."""
         try:
             append_text(self.path, json.dumps(row, ensure_ascii=False) + "\n", sync=False)
         except OSError as error:
             if not self._warned:
-                lost = "rows are lost until there is room; training continues"
+                lost = "rows are lost until there is space; training continues"
                 print(f"warning: {self.path}: {disk_problem(error)}; {lost}", file=sys.stderr, flush=True)
             self._warned = True
         else:
             self._warned = False
 
     def sync(self) -> None:
-        """Bring the rows to the disk: a checkpoint that outlives a power cut has the rows of its steps beside it."""
+        """Sync the rows to disk, so that a checkpoint that survives a power cut has the rows of its steps."""
         with contextlib.suppress(FileNotFoundError):
             sync_path(self.path)
             sync_path(self.path.parent)
@@ -106,18 +106,16 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(TrainerCallback):
-    """A plain line now and then, in the log and on the console; where the launcher shows a panel, the console gets
-    evaluations only.
-    """
+    """Write a progress line now and then to log and console; under the launcher's panel, only evaluations to console."""
 
     def __init__(self, console: TextIO | None, log: TextIO, *, panel: bool = False) -> None:
         self.console, self.log, self.panel = console, log, panel
-        """The rank's log alone: what is written there does not come on the console as well."""
-        self.told = 0.0
+        """The rank's log without the console."""
+        self.last_line = 0.0
         self.rows: deque[dict[str, Any]] = deque(maxlen=51)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.told = 0.0
+        self.last_line = 0.0
         self.rows.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -127,9 +125,9 @@ class Progress(TrainerCallback):
             if (
                 len(self.rows) == 1
                 or state.global_step == state.max_steps
-                or time.monotonic() - self.told >= SECONDS_BETWEEN_LINES
+                or time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES
             ):
-                self.told = time.monotonic()
+                self.last_line = time.monotonic()
                 self._write(line_of(self.rows, state.max_steps), [self.log] if self.panel else [self.log, self.console])
         elif "eval_loss" in row:
             self._write(line_of([row | {"kind": "eval"}], state.max_steps), [self.log, self.console])
@@ -142,19 +140,19 @@ class Progress(TrainerCallback):
 
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
-"""Of a step: waiting for rows, own computation, waiting for other ranks, the update. Under ZeRO-3 and FSDP2, where
-ranks communicate inside every layer, the two passes hold that too.
+"""Phases of a step: waiting for rows, the rank's own passes, waiting for other ranks, the update. Under ZeRO-3 and
+FSDP2, where ranks communicate inside every layer, the passes include that communication.
 """
 UNRESOLVED = 1024
-"""Events of a GPU that may wait to be read."""
+"""Most GPU events that wait to be read."""
 
 
 class Stopwatch:
-    """Seconds of this rank by phase, and rows, tokens and micro-steps, since the process began.
+    """Measure this rank's seconds by phase, rows, tokens and micro-steps since the process started.
 
-    A backward pass ends for us when all gradients of this rank are there: a callback that the pass itself queues before
-    DDP queues the one that waits for the all-reduces. On a GPU events on its stream are compared later, so that nothing
-    waits for the device meanwhile.
+    A backward pass counts as ended when all gradients of this rank are computed: the pass queues our callback before
+    DDP queues the one that waits for the all-reduces. On a GPU, events on its stream are compared later, so that
+    nothing waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,7 +162,7 @@ class Stopwatch:
         self._passed: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
-        """End the current phase and begin another; time in the phase without a name is of no step."""
+        """End the current phase and begin another; time in the unnamed phase belongs to no step."""
         now = self._now()
         if isinstance(now, float):
             self._sums[self._phase] += now - self._since
@@ -175,7 +173,7 @@ class Stopwatch:
         self._phase, self._since = phase, now
 
     def begin(self, batch: Mapping[str, Any]) -> None:
-        """Call before the forward pass of a micro-step. One without rows only keeps the others company."""
+        """Call before the forward pass of a micro-step; one without rows only takes part in other ranks' collectives."""
         if batch["rows"]:
             self._sums["rows"] += len(batch["rows"])
             self._sums["tokens"] += batch["input_ids"].numel()
@@ -183,23 +181,19 @@ class Stopwatch:
         self.enter("forward" if batch["rows"] else "communication")
 
     def passed(self, loss: Tensor) -> None:
-        """Call when the forward pass has given the loss, whose backward pass comes next."""
+        """Call with the loss when the forward pass has ended and its backward pass comes next."""
         if self._phase == "forward":
             self.enter("backward")
             if loss.requires_grad:
                 loss.register_hook(self._queue)
 
     def computed(self) -> None:
-        """Call in the backward pass when this rank's gradients are all there and something is about to wait for other
-        ranks.
-        """
+        """Call in the backward pass when this rank has all its gradients and starts to wait for other ranks."""
         if self._phase == "backward":
             self.enter("communication")
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of all phases that have ended, and `rows`, `tokens` (padding included) and
-        `micro_steps`.
-        """
+        """Return the seconds of all ended phases, and `rows`, `tokens` (padding included) and `micro_steps`."""
         if self._passed:
             self._resolve(self._since)
         return dict(self._sums)
@@ -223,7 +217,7 @@ class Stopwatch:
 
 
 class Lap:
-    """What a stopwatch has counted since it was last asked, for one of those who ask."""
+    """A reader of a stopwatch that returns what was measured since its last call."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch, self._before = watch, watch.totals()
@@ -236,13 +230,13 @@ class Lap:
 
 SECONDS_BETWEEN_SAMPLES = 1.0
 SLOWED = 0x8 | 0x20 | 0x40 | 0x80
-"""NVML's reasons of a lower clock that are a fault: hardware slowdown, heat (software's and hardware's), power brake.
-Not the power cap, which every busy card meets.
+"""NVML's reasons for a lower clock that are faults: hardware slowdown, heat (software and hardware), power brake. The
+power cap is not among them: every busy GPU reaches it.
 """
 
 
 def used_bytes(nvml: Any, gpu: Shown) -> int:
-    """Return the memory of a GPU that is not free."""
+    """Return the memory of a GPU that is in use, by any program."""
     total, free = gpu_memory(nvml, gpu)
     return total - free
 
@@ -254,13 +248,13 @@ SAMPLES: Mapping[str, Callable[[Any, Shown], float]] = {
     "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu.card) / 1000,
     "throttled": lambda nvml, gpu: 100.0 * bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.card) & SLOWED),
 }
-"""Sampled of this rank's own GPU: GiB of all programs on it, percent, degrees Celsius, watts, percent of the samples.
-"""
+"""Samples of this rank's GPU: GiB used by all programs, percent, degrees Celsius, watts, percent of samples."""
 
 
 class Sampler:
-    """Asks the driver about one GPU in a thread: torch would take some hundred MiB of a card (pytorch#86493), and a
-    driver may be slow.
+    """Ask the driver about one GPU, not torch, which would take some hundred MiB of it (pytorch#86493).
+
+    It runs in a thread, because a driver may be slow.
     """
 
     def __init__(self, place: int) -> None:
@@ -270,7 +264,7 @@ class Sampler:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         threading.Thread(target=self._run, name="readings", daemon=True).start()
 
     def take(self) -> dict[str, float]:
@@ -283,36 +277,36 @@ class Sampler:
         try:
             nvml = None if all_hidden() else open_nvml()
             gpus = shown_gpus(nvml)[0] if nvml else []
-        except Exception as error:  # noqa: BLE001 - of many kinds, and a curve is never worth a run
-            print(f"note: nothing is read of the GPU: {error}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - errors are of many kinds, and a curve is never worth a run
+            print(f"note: the GPU cannot be sampled: {error}", file=sys.stderr)
             return
         while gpus and self.samples:
             self.look(nvml, gpus[self.place % len(gpus)])
             time.sleep(SECONDS_BETWEEN_SAMPLES)
 
     def look(self, nvml: Any, gpu: Shown) -> None:
-        """Take each sample once; one that fails is never asked for again."""
+        """Take each sample once; a sample that fails is not taken again."""
         for name, read in list(self.samples.items()):
             try:
                 value = float(read(nvml, gpu))
             except Exception as error:  # noqa: BLE001 - NVML's errors are of many kinds
                 del self.samples[name]
-                print(f"note: `{name}` of GPU {gpu.number} is read no more: {error}", file=sys.stderr)
+                print(f"note: `{name}` of GPU {gpu.number} is not sampled any more: {error}", file=sys.stderr)
                 continue
             with self._lock:
                 self._sums.setdefault(name, []).append(value)
 
 
 OWN = ("memory_gib", "reserved_gib", "resident_gib", "cpu_percent", *SAMPLES)
-"""Of a process: its peak on its device, what torch has reserved there, its memory on the host, its use of CPU (100: one
-core).
+"""Readings of a process: its device memory at peak, torch's reserved memory there, its host memory, its CPU use (100 is
+one core).
 """
 NODE = ("cpu_percent", "memory_gib", "network_mb_s")
-"""Of a machine: CPU and memory in use, and what all interfaces but loopback sent and received, in MB/s."""
+"""Readings of a machine: CPU and memory in use, and MB/s sent and received by all interfaces except loopback."""
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's highest memory so far: allocated on its GPU, else resident."""
+    """Return this process's peak memory: allocated on its GPU, or resident without one."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     import resource
@@ -321,25 +315,20 @@ def peak_memory_bytes() -> int:
 
 
 class Readings:
-    """Reads this process, and in the first process of a machine also the machine, since the last reading."""
+    """Read this process, and in the first process of a machine also the machine, since the last reading."""
 
     def __init__(self) -> None:
         place = int(os.environ.get("LOCAL_RANK", "0"))
         self._first, self._process = place == 0, psutil.Process()
-        self._then, self._spent, self._moved = (
-            time.perf_counter(),
-            time.process_time(),
-            _network_bytes() if place == 0 else 0,
-        )
-        psutil.cpu_percent()  # counts from now on
+        self._then, self._spent = time.perf_counter(), time.process_time()
+        self._moved = _network_bytes() if place == 0 else 0
+        psutil.cpu_percent()  # starts the measurement
         self._sampler = Sampler(place) if torch.cuda.is_available() else None
         if self._sampler:
             self._sampler.start()
 
     def read(self) -> list[float]:
-        """Return `OWN`, then `NODE`; NaN for what is not known, and for each of `NODE` in all but a machine's first
-        process.
-        """
+        """Return `OWN`, then `NODE`: NaN for unknown readings, and for `NODE` except in a machine's first process."""
         now, spent = time.perf_counter(), time.process_time()
         seconds = max(now - self._then, 1e-9)
         readings = {
@@ -359,9 +348,9 @@ class Readings:
 
 
 def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return the readings of all ranks by name: `rank_...` by rank, `node_...` by machine, in the order of their ranks.
+    """Return the readings of all ranks by name: `rank_...` by rank, `node_...` by machine, in rank order.
 
-    What no rank knows is left out; what one does not know is NaN.
+    A reading that no rank has is omitted; otherwise it is NaN for the ranks without it.
     """
     own = {f"rank_{name}": column for name, column in zip(OWN, zip(*ranks, strict=True), strict=False)}
     nodes = zip(*(row[len(OWN) :] for row in ranks if not math.isnan(row[len(OWN)])), strict=True)
@@ -374,7 +363,7 @@ def as_logs(ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def figures(value: float) -> float:
-    """Return a reading with as many figures as mean something."""
+    """Round a reading to four significant figures."""
     return float(f"{value:.4g}")
 
 

@@ -80,16 +80,16 @@ class Pipeline:
         `at` is called with each batch before its pass, `enter` with each phase. Collective over the group.
         """
         self.enter = enter
-        held: deque[tuple[Tensor | None, Tensor]] = deque()
+        pending: deque[tuple[Tensor | None, Tensor]] = deque()
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         warm = min(self.behind, len(batches))
         for number, batch in enumerate(batches):
             at(batch)
-            held.append(self._forward(batch, sums, objective))
+            pending.append(self._forward(batch, sums, objective))
             if number >= warm:
-                self._backward(*held.popleft(), scale)
-        while held:
-            self._backward(*held.popleft(), scale)
+                self._backward(*pending.popleft(), scale)
+        while pending:
+            self._backward(*pending.popleft(), scale)
         self.enter("communication")
         self._settle()
         self.enter = _no_step
@@ -107,41 +107,41 @@ class Pipeline:
 
     def _forward(self, batch: Batch, sums: Tensor, objective: Objective = PLAIN) -> tuple[Tensor | None, Tensor]:
         self.enter("communication")
-        given = self._receive(batch["input_ids"])
-        if given is not None:
-            given.requires_grad_(torch.is_grad_enabled())
+        hidden = self._receive(batch["input_ids"])
+        if hidden is not None:
+            hidden.requires_grad_(torch.is_grad_enabled())
         self.enter("forward")
         with self.autocast():
             if self.stage.ends:
-                found = token_loss_sum(self.stage.model, self.stage.inputs_of(batch, given), objective)
-                sums += torch.stack([found.detach().double(), label_tokens(batch).double()])
-                return given, found
+                output = token_loss_sum(self.stage.model, self.stage.inputs_of(batch, hidden), objective)
+                sums += torch.stack([output.detach().double(), label_tokens(batch).double()])
+                return hidden, output
             inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-            found, _ = self.stage.run_layers(inputs, given)
-        self._send(found.detach().to(self.dtype), self.after, self.group)
-        return given, found
+            output, _ = self.stage.run_layers(inputs, hidden)
+        self._send(output.detach().to(self.dtype), self.after, self.group)
+        return hidden, output
 
-    def _backward(self, given: Tensor | None, found: Tensor, scale: Tensor) -> None:
+    def _backward(self, hidden: Tensor | None, output: Tensor, scale: Tensor) -> None:
         if self.stage.ends:
             self.enter("backward")
-            (found * scale).backward()
+            (output * scale).backward()
         else:
             self.enter("communication")
-            gradient = torch.empty(found.shape, dtype=self.dtype, device=found.device)
+            gradient = torch.empty(output.shape, dtype=self.dtype, device=output.device)
             distributed.recv(gradient, src=self.after, group=self.gradients)
             self.enter("backward")
-            torch.autograd.backward(found, gradient.to(found.dtype))
-        if given is not None:
-            assert given.grad is not None
-            self._send(given.grad, self.before, self.gradients)
+            torch.autograd.backward(output, gradient.to(output.dtype))
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._send(hidden.grad, self.before, self.gradients)
 
     def _receive(self, ids: Tensor) -> Tensor | None:
         """Return the hidden states [B, T, H] of the stage before for tokens [B, T]; `None` on the first stage."""
         if self.stage.begins:
             return None
-        given = torch.empty(*ids.shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
-        distributed.recv(given, src=self.before, group=self.group)
-        return given
+        hidden = torch.empty(*ids.shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
+        distributed.recv(hidden, src=self.before, group=self.group)
+        return hidden
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -154,14 +154,14 @@ class Pipeline:
         @functools.wraps(whole)
         def forward(**inputs: Any) -> ModelOutput:
             ids = inputs["input_ids"]
-            given = self._receive(ids)
+            received = self._receive(ids)
             if self.stage.ends:
-                output = whole(**self.stage.inputs_of(inputs, given))
+                output = whole(**self.stage.inputs_of(inputs, received))
                 logits = output.logits[:, -1:].float().contiguous()
             else:
                 with self.autocast():
-                    found, output = self.stage.run_layers(inputs, given)
-                self._send(found.to(self.dtype), self.after, self.group)
+                    hidden, output = self.stage.run_layers(inputs, received)
+                self._send(hidden.to(self.dtype), self.after, self.group)
                 logits = torch.empty(len(ids), 1, base.config.get_text_config().vocab_size, device=self.ranks.device)
             distributed.broadcast(logits, src=self.last, group=self.group)
             return ModelOutput(logits=logits, **{name: output[name] for name in CACHES if output.get(name) is not None})
@@ -208,7 +208,7 @@ class Pipeline:
                 assert parameter.grad is not None
                 distributed.all_reduce(parameter.grad, group=self.ends)
 
-    def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
+    def clip(self, parameters: Iterator[nn.Parameter], max_norm: float) -> Tensor:
         """Return the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over
         the group.
         """
@@ -220,7 +220,7 @@ class Pipeline:
                 total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
         distributed.all_reduce(total, group=self.group)
         norm = total.sqrt()
-        scale = (most / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:
             gradient.mul_(scale.to(gradient.dtype))
         return norm
@@ -231,13 +231,13 @@ class Pipeline:
 
         What only one stage trains is taken from it; others may hold it frozen.
         """
-        found = {name: one.detach() for name, one in mine.items()}
-        facts = self.ranks.gather([outline(found), [name for name, one in mine.items() if one.requires_grad]])
+        state = {name: tensor.detach() for name, tensor in mine.items()}
+        facts = self.ranks.gather([outline(state), [name for name, tensor in mine.items() if tensor.requires_grad]])
         for rank in range(1, self.ranks.group_size):
             if self.ranks.rank == rank:
-                self.ranks.send(found)
+                self.ranks.send(state)
             elif self.ranks.first:
                 there, trained = facts[rank]
                 received = self.ranks.receive(rank, there)
-                found |= {name: one for name, one in received.items() if name in trained or name not in found}
-        return found
+                state |= {name: tensor for name, tensor in received.items() if name in trained or name not in state}
+        return state

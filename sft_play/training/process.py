@@ -1,6 +1,4 @@
-"""A worker's process: its place among the ranks, what it is doing, where its output goes, the packages it imports, the
-record it leaves.
-"""
+"""A worker's process: its rank, activity, output, imported packages and exit record."""
 
 from __future__ import annotations
 
@@ -30,23 +28,23 @@ Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leav
 
 
 def launched_world() -> tuple[int, int]:
-    """Return (rank, world size) as the launcher set them."""
+    """Return (rank, world size) as set by the launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_launch(plan: Plan) -> None:
-    """Raise `HardwareError` when another number of processes was started than planned."""
+    """Raise `HardwareError` if the number of processes is not the planned one."""
     _, world = launched_world()
     if world != plan.world_size:
         raise HardwareError(
             f"{world} processes were started, but the plan is for {plan.world_size}",
-            hint="start workers through `make`, or give `accelerate launch` the run's own accelerate.yaml",
+            hint="start workers through `make`, or run `accelerate launch` with the run's own accelerate.yaml",
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class Activity:
-    """What a worker is doing; kept up to date by the trainer, so that an error, a stop and a beat can say it."""
+    """What a worker is doing, updated by the trainer and reported by errors, stops and heartbeats."""
 
     phase: Phase = "loading"
     step: int | None = None
@@ -56,17 +54,15 @@ class Activity:
     rows: list[int] = field(default_factory=list)
     """Row ids of the micro-batch."""
     micro_batch: int | None = None
-    """Rows (with packing: packs) that this rank has at a time by shares that were found while training; `None` with the
-    plan's.
-    """
+    """This rank's rows (or packs) per micro-batch if shares were adjusted while training, `None` with the plan's."""
     since: float = field(default_factory=time.monotonic)
     """When the training thread last made progress (monotonic seconds)."""
     longest_step: float = 0.0
     """Seconds of the longest optimizer step so far."""
     phase_file: Path | None = None
-    """Where rank 0 writes its phase when that changes, for those who watch."""
+    """File to which rank 0 writes each new phase, for `make watch`."""
     _begun: float | None = None
-    """When this step began; `None` outside one."""
+    """When this step began; `None` outside a step."""
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:
         """Begin another phase."""
@@ -78,21 +74,21 @@ class Activity:
             if phase != "updating":
                 self._begun = None
         if self.phase_file and phase != self.phase and {phase, self.phase} != {"training", "updating"}:
-            self.tell(phase)
+            self.write_phase(phase)
         self.phase, self.step, self.micro_step, self.rows, self.since = phase, step, None, [], now
 
-    def tell(self, phase: Phase) -> None:
-        """Write the phase; a disk that does not take it matters to nobody."""
+    def write_phase(self, phase: Phase) -> None:
+        """Write the phase; a failed write does not matter."""
         if self.phase_file:
             with contextlib.suppress(OSError), open_own(self.phase_file, empty=True) as stream:
                 stream.write(f'{{"phase": "{phase}"}}\n'.encode())
 
     def next_batch(self, rows: list[int]) -> None:
-        """Notes the next micro-batch."""
+        """Record the next micro-batch."""
         self.micro_step, self.rows, self.since = (self.micro_step or 0) + 1, list(rows), time.monotonic()
 
     def get_on(self) -> None:
-        """Notes progress within the phase."""
+        """Record progress within the phase."""
         self.since = time.monotonic()
 
     def __str__(self) -> str:
@@ -102,7 +98,7 @@ class Activity:
             "updating": f"in the update of step {self.step}",
             "evaluating": f"in the evaluation after step {self.step}",
             "saving": f"while the checkpoint of step {self.step} was written",
-            "leaving": "while the rank was leaving",
+            "leaving": "while the rank was exiting",
         }[self.phase]
         if self.micro_step is not None:
             rows = ", ".join(map(str, self.rows[:16])) + (", ..." if len(self.rows) > 16 else "")
@@ -112,23 +108,22 @@ class Activity:
         return words
 
     def facts(self) -> dict[str, Any]:
-        """Return the same as plain data."""
+        """Return the activity as plain data."""
         facts = {"phase": self.phase, "step": self.step, "micro_step": self.micro_step, "rows": self.rows}
         return facts if self.micro_batch is None else facts | {"micro_batch": self.micro_batch}
 
 
 def leave_record(run: RunFolder, rank: int, record: Mapping[str, Any]) -> None:
-    """Write `exit-rank{N}.json` with the time; nothing where the run's folder is gone."""
+    """Write `exit-rank{N}.json` with the time, unless the run's folder is gone."""
     if not is_gone(run.path):
-        with contextlib.suppress(OSError):  # the launcher looks at the disk when a rank says nothing
+        with contextlib.suppress(OSError):  # the launcher checks the disk if a rank leaves no record
             write_json(run.rank_exit(rank), {**record, "time": time.time()})
 
 
 class Tee:
     """A text stream that writes to a log file and, on rank 0, to the console too.
 
-    Neither ends a run: on a full disk the log stays short, and a console that is closed (`| head`) is written to no
-    more.
+    Neither ends a run: on a full disk the log is cut short, and a console that is closed (`| head`) is not used again.
     """
 
     def __init__(self, log: TextIO, console: TextIO | None) -> None:
@@ -158,10 +153,9 @@ class Tee:
 
 
 def redirect(log: Path, rank: int) -> TextIO | None:
-    """Send this process's output to `log`, native libraries' included, and rank 0's Python output to the console as
-    well.
+    """Send this process's output, native libraries included, to `log`, and rank 0's Python output also to the console.
 
-    The console is standard output: on standard error `accelerate launch` and torchrun speak, and it goes to
+    The console is standard output: `accelerate launch` and torchrun use standard error, which goes to
     `logs/launcher.log`. Return the console of rank 0 (for the progress line), `None` for others.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -179,15 +173,13 @@ def redirect(log: Path, rank: int) -> TextIO | None:
 
 
 def log_alone() -> TextIO:
-    """Return this rank's log without the console, once `redirect` was called: what is shown there in another form."""
+    """Return this rank's log without the console, after `redirect`, for output that the console shows differently."""
     log = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
     return cast(TextIO, Tee(log, None))
 
 
 def quiet_libraries() -> None:
-    """Let libraries speak of errors only: what they say at start-up is said better by the plan, or does not concern
-    users.
-    """
+    """Let libraries report only errors: the plan covers their start-up messages, or users need not see them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -206,23 +198,21 @@ def quiet_libraries() -> None:
 
 
 def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
-    """Import torch, transformers, accelerate and PEFT; call before anything else does.
+    """Import torch, transformers, accelerate and PEFT; call this before anything else imports them.
 
-    PEFT and accelerate import bitsandbytes and DeepSpeed only because they are installed: where the plan has no use for
-    them, `None` in `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the
-    same with `datasets`, which user code may still want, so that is hidden during this import alone. Garbage collection
-    rests meanwhile (a fifth of the time), and never again walks over what was imported.
+    PEFT and accelerate import bitsandbytes and DeepSpeed whenever they are installed. If the plan does not use them,
+    `None` in `sys.modules` makes them look absent (Python's reference, 5.3.1). transformers' `Trainer` does the same
+    with `datasets`, which user code may still need, so it is hidden only during this import. Garbage collection is off
+    meanwhile (it takes a fifth of the time), and skips the imported objects afterwards.
     """
     gc.disable()
     if config.tuning.backend == "unsloth":
-        os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # it asks the hub for a file that counts its users
-        os.environ.setdefault(
-            "UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth")
-        )  # else a folder in the working one
+        os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # it requests a file from the hub to count its users
+        # Otherwise Unsloth creates a folder in the working directory.
+        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder() / "unsloth"))
         import unsloth  # noqa: F401 - it changes what is imported after it
-    os.environ.setdefault(
-        "COMET_DISABLE_AUTO_LOGGING", "1"
-    )  # transformers imports Comet if it is there, and it would follow MLflow's runs
+    # transformers imports Comet if it is installed, and Comet would log MLflow's runs.
+    os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
     absent = {
         "deepspeed": not plan.strategy.startswith("zero"),
         "bitsandbytes": not uses_bitsandbytes(config, plan, prepared),
@@ -239,9 +229,7 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
 
 
 def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
-    """Whether weights are quantised, or may be (by Unsloth, or in the base as it comes), or an optimizer's states
-    are.
-    """
+    """Return whether weights are, or may be, quantised (QLoRA, Unsloth, the base itself), or optimizer states are."""
     from sft_play.model.resolve import quantisation_of
 
     return (

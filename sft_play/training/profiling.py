@@ -73,7 +73,7 @@ class Profiler(TrainerCallback):
         if not steps:
             return
         count = len(steps)
-        wall = max(one.end for one in steps) - min(one.start for one in steps)
+        wall = max(step.end for step in steps) - min(step.start for step in steps)
         shares = where_time_goes(events, gpu=self.gpu, wall=wall, data=1e6 * lap["data"])
         totals = [row for row in torchs.key_averages() if not row.key.startswith("ProfilerStep")]
         spent = {id(row): float(row.self_device_time_total if self.gpu else row.self_cpu_time_total) for row in totals}
@@ -112,7 +112,7 @@ def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: floa
 
     Of a GPU its own events count, of a CPU operators that call no other.
     """
-    found: dict[str, list[Interval]] = {"kernels": [], "communication": [], "copies": []}
+    by_kind: dict[str, list[Interval]] = {"kernels": [], "communication": [], "copies": []}
     for event in events:
         if (
             event.is_user_annotation
@@ -128,9 +128,9 @@ def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: floa
             if event.name.startswith(COPIES)
             else "kernels"
         )
-        found[kind].append((event.time_range.start, event.time_range.end))
+        by_kind[kind].append((event.time_range.start, event.time_range.end))
     shares, covered, before = {}, list[Interval](), 0.0
-    for kind, intervals in found.items():
+    for kind, intervals in by_kind.items():
         covered += intervals
         total = min(length_of_union(covered), wall)
         shares[kind], before = (total - before) / wall, total

@@ -1,8 +1,7 @@
-"""The ranks that train together: what they tell each other, what every part of a training is given, and the checks of
-the world (ADR 4).
+"""The ranks that train together: their messages, the context of a training, and checks of the world (ADR 4).
 
-All collective operations are here, but for the gradients', ZeRO's and FSDP's own. Messages are JSON in tensors of
-bytes, never pickles, which would run a peer's code.
+All collectives are here, except those for gradients and those of ZeRO and FSDP. Messages are JSON in tensors of bytes,
+never pickles, which would run a peer's code.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from sft_play.training.process import Activity, launched_world
 
 CPU = torch.device("cpu")
 MOST_BYTES = 256 * 2**20
-"""Bytes that one rank may send at once: a peer's number must not decide how much memory is taken."""
+"""Most bytes of one rank's message: a number from a peer must not decide how much memory is allocated."""
 EXPECTED = {
     "single": ("NO",),
     "ddp": ("MULTI_GPU", "MULTI_CPU"),
@@ -42,15 +41,15 @@ EXPECTED = {
     "zero3": ("DEEPSPEED",),
     "fsdp2": ("FSDP",),
 }
-"""Strategy of the plan -> what accelerate may call it."""
+"""Strategy of the plan -> accelerate's names for it."""
 
 
 Outline = list[tuple[str, list[int], str]]
-"""Name, shape and type of each of some tensors."""
+"""Name, shape and dtype of each tensor."""
 
 
 def outline(tensors: Mapping[str, Tensor]) -> Outline:
-    """Return what a rank must know of tensors that it receives."""
+    """Return what a rank must know to receive these tensors."""
     return [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
 
 
@@ -58,18 +57,19 @@ T = TypeVar("T")
 
 
 class PeerError(Exception):
-    """What some rank met is known to all, none of which waits for another."""
+    """An error of some rank, raised on all of them, so that none waits for another."""
 
 
 def named(error: BaseException) -> str:
-    """Return an error in a line."""
+    """Return an error's type and message in one line."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank among all. Each method is a collective operation: all ranks must call it, in the same order. A single
-    rank waits for nothing.
+    """This rank among all ranks.
+
+    Each method is a collective: all ranks must call it, in the same order. A single rank waits for nothing.
     """
 
     rank: int = 0
@@ -78,37 +78,35 @@ class Ranks:
     group_size: int = 1
     """Neighbouring ranks that train the same rows."""
     copies: int = 1
-    """How many of them compute all tokens of these rows, each with its part of the weights (`launch.tensor_parallel`,
-    stages).
-    """
+    """How many of them compute all tokens of these rows, each with part of the weights (tensor parallel, stages)."""
 
     @property
     def data_rank(self) -> int:
-        """Which of the groups that have rows of their own this rank is in. Not collective."""
+        """Index of this rank's group among the groups that train different rows. Not collective."""
         return self.rank // self.group_size
 
     @property
     def data_world(self) -> int:
-        """How many such groups there are. Not collective."""
+        """Number of groups that train different rows. Not collective."""
         return self.world // self.group_size
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which slice of its group's lines this rank holds, of how many. Not collective."""
+        """Index of this rank's slice of its group's lines, and the number of slices. Not collective."""
         return (self.rank % self.group_size, self.group_size) if self.copies == 1 else (0, 1)
 
     @property
     def model(self) -> tuple[int, int]:
-        """Which of the complete models this rank holds or has a slice of, of how many. Not collective."""
+        """Index of the complete model that this rank holds (a slice of), and the number of models. Not collective."""
         return self.rank // self.copies, self.world // self.copies
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which writes what all share. Not collective."""
+        """Whether this is rank 0, which writes shared files. Not collective."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each rank's `value`, which JSON can hold; tuples arrive as lists."""
+        """Return each rank's JSON-compatible `value`; tuples arrive as lists."""
         if self.world == 1:
             return [value]
         data = self._bytes(value)
@@ -120,7 +118,7 @@ class Ranks:
         return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value`, which JSON can hold; tuples arrive as lists."""
+        """Return rank 0's JSON-compatible `value`; tuples arrive as lists."""
         if self.world == 1:
             return value
         data = self._bytes(value if self.first else None)
@@ -132,7 +130,7 @@ class Ranks:
         return _value(data)
 
     def table(self, numbers: Sequence[float] | Tensor) -> list[list[float]]:
-        """Return each rank's `numbers` (as many on each) as 64-bit floats."""
+        """Return each rank's `numbers`, equally many on each, as float64."""
         mine = torch.as_tensor(numbers, dtype=torch.float64, device=self.device if self.world > 1 else None)
         if self.world == 1:
             return [mine.tolist()]
@@ -142,17 +140,17 @@ class Ranks:
         return table
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' `values`, which lie on `device`; changes them."""
+        """Return the sum of all ranks' `values`, which are on `device`, in place."""
         if self.world > 1:
             distributed.all_reduce(values)
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank."""
+        """Return whether `flag` is set on any rank."""
         return flag if self.world == 1 else bool(self.total(torch.tensor(int(flag), device=self.device)).item())
 
     def first_problem(self, problem: str | None) -> str | None:
-        """Return the first rank's problem with its rank (all of them: without), `None` where no rank has one."""
+        """Return the first problem, prefixed by its rank unless all ranks have one, or `None` if no rank has one."""
         if not self.any(problem is not None):
             return None
         problems = self.gather(problem)
@@ -160,8 +158,9 @@ class Ranks:
         return reason if all(problems) else f"rank {rank}: {reason}"
 
     def attempt(self, work: Callable[[], T]) -> T:
-        """Return what `work`, which holds no collective operation, gives here. Raise `PeerError` on every rank where it
-        failed on any; a single rank raises what it met.
+        """Return the result of `work`, which must not contain a collective.
+
+        Raise `PeerError` on every rank if it failed on any; a single rank raises the error itself.
         """
         if self.world == 1:
             return work()
@@ -176,12 +175,12 @@ class Ranks:
         return cast("T", result)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors to rank 0, which calls `receive` with their `outline`. As bytes, which every backend sends."""
+        """Send tensors to rank 0, which calls `receive` with their `outline`; as bytes, which every backend supports."""
         for tensor in tensors.values():
             distributed.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(self.device), dst=0)
 
     def receive(self, source: int, outline: Outline) -> dict[str, Tensor]:
-        """Return what rank `source` sends, on the CPU."""
+        """Return the tensors that rank `source` sends, on the CPU."""
         received = {}
         for name, shape, kind in outline:
             dtype = getattr(torch, kind)
@@ -203,13 +202,13 @@ def _value(data: Tensor) -> Any:
 
 def _checked(size: int) -> int:
     if not 0 <= size <= MOST_BYTES:
-        raise ValueError(f"a rank would send {size:,} bytes; at most {MOST_BYTES:,} are taken")
+        raise ValueError(f"a rank would send {size:,} bytes; at most {MOST_BYTES:,} are accepted")
     return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainContext:
-    """What callbacks, saving and states know of the training that they are part of."""
+    """The training that callbacks, saving and states belong to."""
 
     config: Config
     plan: Plan
@@ -227,15 +226,13 @@ class TrainContext:
 
 
 def uses_cpu_flag(plan: Plan) -> bool:
-    """Whether accelerate must be told that there is no GPU. With DeepSpeed and FSDP the flag would silently turn them
-    off.
-    """
+    """Return whether to set accelerate's CPU flag, which would silently turn off DeepSpeed and FSDP."""
     return plan.device == "cpu" and plan.strategy in ("single", "ddp")
 
 
 def join_ranks(plan: Plan, args: Any) -> Ranks:
-    """Build torch's process group, and make accelerate apply FSDP2 on a CPU. Call when `TrainingArguments` is made."""
-    device = torch.device(args.device)  # asking for it builds accelerate's state and the process group
+    """Build torch's process group and let accelerate apply FSDP2 on a CPU; call it after `TrainingArguments`."""
+    device = torch.device(args.device)  # this property builds accelerate's state and the process group
     if plan.device == "cpu" and plan.strategy == "fsdp2":
         from accelerate import PartialState
         from accelerate.utils import DistributedType
@@ -248,24 +245,22 @@ def join_ranks(plan: Plan, args: Any) -> Ranks:
 
 
 def group_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
-    """Return the process group of this rank and those that train the same rows. Collective over all ranks."""
+    """Return the process group of the ranks that train the same rows as this one. Collective over all ranks."""
     group, _ = distributed.new_subgroups(ranks.group_size, timeout=timedelta(seconds=timeout_seconds))
     return group
 
 
 def replicas_of(ranks: Ranks, timeout_seconds: float) -> distributed.ProcessGroup:
-    """Return the process group of the ranks that hold the same slices as this one, and train other rows. Collective
-    over all ranks.
-    """
+    """Return the process group of the ranks with the same slices but other rows. Collective over all ranks."""
     groups = [list(range(first, ranks.world, ranks.group_size)) for first in range(ranks.group_size)]
     group, _ = distributed.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_seconds))
     return group
 
 
 def check_peers(plan: Plan, ranks: Ranks) -> None:
-    """Raise `HardwareError` where a rank of another machine does not know the run's key. Collective.
+    """Raise `HardwareError` if a rank of another machine does not know the run's key. Collective.
 
-    torch's store takes whoever reaches its port; a stranger that took a rank's place there is found here, before
+    torch's store accepts whoever reaches its port; a stranger that took a rank's place is detected here, before
     anything is shared.
     """
     if plan.num_nodes == 1 or (key := key_here()) is None:
@@ -274,20 +269,21 @@ def check_peers(plan: Plan, ranks: Ranks) -> None:
     proofs = ranks.gather(proof(key, "rank", ranks.rank, words))
     if wrong := [place for place, answer in enumerate(proofs) if not proves(key, answer, "rank", place, words)]:
         raise HardwareError(
-            f"rank {wrong[0]} does not know this run's `{VARIABLE}`: it is a stranger's, and nothing was sent to it"
+            f"rank {wrong[0]} does not know this run's `{VARIABLE}`: it does not belong to this run, and nothing was"
+            " sent to it"
         )
 
 
 def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
     """Compare plan, torch and accelerate before the first batch. Raise `HardwareError` naming all three.
 
-    `gpus`: how many one process would divide its batches between (`TrainingArguments.n_gpu`).
+    `gpus` is the number of GPUs among which one process would divide its batches (`TrainingArguments.n_gpu`).
     """
     if gpus > 1:
         raise HardwareError(
-            f"this process sees {gpus} GPUs and would train under torch's DataParallel; the plan is one card for each"
+            f"this process sees {gpus} GPUs and would train under torch's DataParallel; the plan has one GPU per"
             " process",
-            hint="start workers through `make`, or show one card: CUDA_VISIBLE_DEVICES=0",
+            hint="start workers through `make`, or show one GPU: CUDA_VISIBLE_DEVICES=0",
         )
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
@@ -300,20 +296,18 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
 
 
 def ranks_together(context: TrainContext) -> tuple[int, ...]:
-    """Return the ranks that see the run folder of rank 0, the same on each. Collective where there are several
-    machines.
+    """Return the ranks that see the run folder of rank 0, the same on each. Collective with several machines.
 
-    The disk itself is asked: rank 0 writes a file with a random name, the others look for it. Raise `CheckpointError`
-    where a checkpoint could not be complete: parts of the states on machines with separate run folders.
+    The disk itself is tested: rank 0 writes a file with a random name, and the others look for it. Raise
+    `CheckpointError` if checkpoints could not be complete, because machines with separate run folders hold parts.
     """
     plan, ranks, folder = context.plan, context.ranks, context.run.path
     if plan.num_nodes == 1 or plan.world_size == 1:
         return tuple(range(plan.world_size))
     mark: str | None = None
     if ranks.first:
-        with contextlib.suppress(
-            OSError
-        ):  # a folder that cannot be written says so again, and better, when a checkpoint is
+        # A folder that cannot be written is reported, with a better message, when a checkpoint is saved.
+        with contextlib.suppress(OSError):
             name = f".seen-{secrets.token_hex(8)}"
             (folder / name).touch()
             mark = name
@@ -328,7 +322,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
             f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} cannot"
             " see the run folder of rank 0",
             hint=(
-                "let RUNS_DIR be a folder that all machines share, or take `make train-distributed` with"
+                "set RUNS_DIR to a folder that all machines share, or use `make train-distributed` with"
                 " `launch.strategy: ddp`, or set `train.save_strategy: no`"
             ),
         )
@@ -336,19 +330,17 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
 
 
 def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
-    """Raise `CheckpointError` on every rank when they would continue from different checkpoints: machines with a run
-    folder each.
-    """
+    """Raise `CheckpointError` on every rank if separate run folders would resume from different checkpoints."""
     starts = ranks.gather(checkpoint.name if checkpoint else "its start")
     if len(set(starts)) > 1:
         cause = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
         raise CheckpointError(
             f"the ranks would continue from different checkpoints: {cause}",
-            hint="let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others",
+            hint="set RUNS_DIR to a folder that all machines share, or copy the run's folder from node 0 to the others",
         )
 
 
 def leave() -> None:
-    """Take the process group down, so that no rank aborts after the work is done."""
+    """Destroy the process group, so that no rank aborts after the work is done."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

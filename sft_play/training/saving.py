@@ -1,14 +1,14 @@
-"""Saving a checkpoint so that it appears complete or not at all, and so that a full disk ends no run (STATUS B8, T7).
+"""Save checkpoints that appear complete or not at all; a full disk ends no run (STATUS B8, T7).
 
-    space      every rank compares what it will write with what is free; all agree
-    snapshot   states of all ranks; weights, and states of ranks that do not see its folder, sent to rank 0 (collective)
-    write      each rank its own files (`training.checkpoint_files`: never collective, in a thread where `train.async_save` says so)
+    space      every rank compares what it will write with the free space; all agree
+    snapshot   collect all ranks' states; rank 0 gets the weights, and states of ranks that do not see its folder
+    write      each rank writes its own files, in a thread with `train.async_save` (never collective)
     agree      has every rank succeeded?
-    publish    rank 0 joins the lists, renames, moves `last` and `best`
-    rotate     rank 0 removes what is too old
+    publish    rank 0 joins the lists, renames the folder, moves `last` and `best`
+    rotate     rank 0 removes old checkpoints
 
-A rank that cannot write says so when they agree, so none waits for it. Then the partial folder is removed, one warning
-is given, the run trains on and tries again at the next interval.
+A rank that cannot write reports it when they agree, so none waits for it. Then the partial folder is removed, the user
+gets one warning, training continues, and the next interval tries again.
 """
 
 from __future__ import annotations
@@ -42,27 +42,25 @@ from sft_play.training.states.layout import count_bytes
 
 
 class Saver(TrainerCallback):
-    """Saves checkpoints of one trainer; as its callback it publishes what a thread has written meanwhile."""
+    """Save the checkpoints of a trainer; as its callback, publish what a thread has written meanwhile."""
 
     def __init__(self, context: TrainContext, trainer: Trainer, counters: Callable[[], dict[str, Any]]) -> None:
-        """`counters` returns what is counted from the run's start."""
+        """Take `counters`, which returns the totals since the run's start."""
         self.context, self.trainer, self.counters = context, trainer, counters
         self.local: LocalSteps | None = None
-        """Set when it is known."""
+        """Set by the trainer when it starts training."""
         self.problem: str | None = None
-        """Why the newest save failed, the same on every rank; `None` after one that succeeded."""
+        """Why the newest save failed, the same on every rank; `None` after a success."""
         self.together: tuple[int, ...] = tuple(range(context.plan.world_size))
-        """The ranks that write into one folder with rank 0 (`ranks_together`)."""
+        """The ranks that write into rank 0's folder (`ranks_together`)."""
         self._pending: Writing | None = None
         self._predicted: int | None = None
-        self._said_synchronous = False
+        self._synchronous_reported = False
 
-    # ---- What the trainer calls, on every rank alike
+    # ---- Called by the trainer, equally on every rank
 
     def save(self) -> None:
-        """Save this step's checkpoint, or begin to in the background. What cannot be written is reported, not raised.
-        Collective.
-        """
+        """Save this step's checkpoint, or start to in the background; report a failed write, not raise. Collective."""
         step = self.trainer.state.global_step
         self.finish()
         self.context.activity.enter("saving", step=step)
@@ -81,7 +79,7 @@ class Saver(TrainerCallback):
             self._settle(writing, started)
 
     def finish(self) -> None:
-        """Wait for a checkpoint that is being written in the background, and publish it. Collective."""
+        """Wait for a checkpoint that is written in the background, and publish it. Collective."""
         if self._pending is not None:
             started, writing = time.perf_counter(), self._pending
             self.context.activity.enter("saving", step=writing.step)
@@ -90,9 +88,7 @@ class Saver(TrainerCallback):
             self._settle(writing, started)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Move `best` where a process ended between the naming of the best checkpoint and the link, or a copy has a
-        folder there.
-        """
+        """Fix `best` if a process ended before it was linked, or if a copied run has a folder instead of the link."""
         run, step = self.context.run, state.best_global_step
         if not (state.global_step and step and self.context.ranks.first):
             return
@@ -100,78 +96,76 @@ class Saver(TrainerCallback):
             self.link_best()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Publish a pending checkpoint when every rank has written its part; asks for it by one number."""
+        """Publish a pending checkpoint once every rank has written its part, at the cost of one number per step."""
         if self._pending is not None and not self.context.ranks.any(self._pending.running):
             self.finish()
             self.context.activity.enter("training", step=state.global_step + 1)
 
     def _rotate(self, newest: Path) -> None:
-        """Remove old checkpoints. Rank 0's own work."""
+        """Remove old checkpoints; call on rank 0."""
         run, step = self.context.run, self.trainer.state.best_global_step
         with contextlib.suppress(OSError):  # the next save tries again
             keep = self.context.config.train.save_total_limit
             rotate(run, keep, newest, best=run.checkpoint(step) if step else None)
 
     def link_best(self) -> None:
-        """Let `best` point at the best step's checkpoint, where that is there; rank 0's own work."""
+        """Let `best` point at the best step's checkpoint, if that exists; only rank 0 does."""
         run, step = self.context.run, self.trainer.state.best_global_step
         if self.context.ranks.first and step and run.checkpoint(step).is_dir():
             with side_file(run.best, "the link to the best checkpoint"):
                 link(run.best, run.checkpoint(step))
 
     def require_saved(self) -> None:
-        """Raise `HardwareError` when the newest save failed, on every rank alike: nothing comes after the last one."""
+        """Raise `HardwareError` on every rank if the last save failed, since no later one can make up for it."""
         self.finish()
         self.link_best()
         if self.problem is not None:
             run = self.context.run
-            hint = f"make room, then: make resume RUN={run.typed}"
+            hint = f"free some disk space, then: make resume RUN={run.typed}"
             raise HardwareError(
                 f"the last save failed: {self.problem}; {self.name_newest()}", place=str(run.checkpoints), hint=hint
             )
 
     def name_newest(self) -> str:
-        """Return which checkpoint there is, in words."""
+        """Describe the newest checkpoint in words."""
         names = [path.name for path in list_checkpoints(self.context.run)[:1]]
-        return f"the last checkpoint, {names[0]}, is as it was" if names else "there is no checkpoint yet"
+        return f"the last checkpoint, {names[0]}, is intact" if names else "there is no checkpoint yet"
 
     # ---- The steps of a save
 
     def _begin(self, step: int) -> str | None:
-        """Make the partial folder where there is room. Return why there is none, the same on every rank. Collective."""
+        """Create the partial folder, or return why there is no space, the same on every rank. Collective."""
         run, ranks, problem = self.context.run, self.context.ranks, None
         needed = with_spare(self._predict())
         try:
             free = float(free_bytes(run.path)) if ranks.rank in self.together else math.inf
             if ranks.first:
                 discard(run, step)
-                run.checkpoints.mkdir(exist_ok=True)  # whatever was removed, but never the run's own folder
+                run.checkpoints.mkdir(exist_ok=True)  # may have been removed; the run's own folder is never recreated
                 partial_folder(run, step).mkdir()
         except OSError as error:
             problem, free = disk_problem(error), 0
         asked = ranks.table([needed, free, problem is not None])
         if any(failed for *_, failed in asked):
             return ranks.first_problem(problem)
-        room = Room(int(sum(wanted for wanted, *_ in asked)), int(min(there for _, there, _ in asked)))
+        room = Room(int(sum(bytes_needed for bytes_needed, *_ in asked)), int(min(there for _, there, _ in asked)))
         return None if room.enough else f"there is no space for it on the disk: {room}"
 
     def _predict(self) -> int:
-        """Return the bytes that this rank will write: as many as at the save before, at the first from what it
-        holds.
-        """
+        """Return the bytes that this rank will write: as many as at its last save, or estimated from its tensors."""
         if self._predicted is not None:
             return self._predicted
         first, weights = self.context.ranks.first, predicted_bytes(self.trainer)
-        held = count_bytes(self.trainer.model, self.trainer.optimizer)["optimizer"]
+        state_bytes = count_bytes(self.trainer.model, self.trainer.optimizer)["optimizer"]
         if self.context.config.tuning.mode != "full":
-            held += weights  # an adapter's weights are written with its states too, under their full names
+            state_bytes += weights  # an adapter's weights are also written with the states, under their full names
         if self.local is not None:  # anchor, momentum and average on rank 0, own weights on the others
-            return (3 if first else 1) * 2 * weights + held
+            return (3 if first else 1) * 2 * weights + state_bytes
         shared = self.context.plan.strategy in ("single", "ddp") and self.trainer.parts is None and not first
-        return (weights if first else 0) + (0 if shared else held)
+        return (weights if first else 0) + (0 if shared else state_bytes)
 
     def _snapshot(self, step: int) -> Writing:
-        """Return what is to be written, copied where training continues meanwhile. Collective."""
+        """Return what is to be written, copied if training continues meanwhile. Collective."""
         context, trainer, local = self.context, self.trainer, self.local
         background = context.config.train.async_save and self._memory_allows()
         with contextlib.nullcontext() if local is None else local.averaged():
@@ -191,16 +185,14 @@ class Saver(TrainerCallback):
         )
 
     def _memory_allows(self) -> bool:
-        """Whether the host's memory holds a copy of the states of all its ranks; says once when it does not.
-        Collective.
-        """
+        """Return whether host memory has room for a copy of its ranks' states; report once if not. Collective."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, free = self._predict() * ranks_here, ram_bytes()[1]
         if not self.context.ranks.any(free - needed < SPARE_MEMORY_BYTES):
             return True
-        if not self._said_synchronous:
-            self._said_synchronous = True
-            room = f"a copy of the states takes {gib(needed)}, {gib(free)} of host memory are free"
+        if not self._synchronous_reported:
+            self._synchronous_reported = True
+            room = f"a copy of the states takes {gib(needed)}, and {gib(free)} of host memory are free"
             self._say(f"note: `train.async_save`: {room}; training waits while checkpoints are written")
         return False
 
@@ -213,12 +205,12 @@ class Saver(TrainerCallback):
         return json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
 
     def _settle(self, writing: Writing, started: float) -> None:
-        """Publish what all ranks have written, or say why it cannot be. Collective."""
+        """Publish what all ranks have written, or report why that is impossible. Collective."""
         run, ranks = self.context.run, self.context.ranks
         written = ranks.table([writing.write_seconds, writing.verify_seconds, writing.bytes])
         reason = ranks.first_problem(writing.problem)
         if writing.error is not None:
-            raise writing.error  # no disk's fault: a bug, or memory
+            raise writing.error  # not caused by the disk: a bug, or memory
         if reason is None:
             problem = None
             if ranks.first:
@@ -238,7 +230,7 @@ class Saver(TrainerCallback):
             return
         self._predicted = writing.bytes
         if self.problem is not None:
-            self._say(f"checkpoints are saved again: {writing.folder.name[1:].removesuffix('.partial')}")
+            self._say(f"checkpoints are being saved again: {writing.folder.name[1:].removesuffix('.partial')}")
         self.problem = None
         write, verified, count = zip(*written, strict=True)
         self.context.add_row(
@@ -252,9 +244,9 @@ class Saver(TrainerCallback):
         )
 
     def _failed(self, step: int, reason: str, *, pause: float) -> None:
-        """Remove what was written, and warns, once until a save succeeds again. Collective.
+        """Remove what was written, and warn once until a save succeeds again. Collective.
 
-        Raise `HardwareError` on every rank where the run's folder is gone: all that comes after it would be lost.
+        Raise `HardwareError` on every rank if the run's folder is gone, since all later work would be lost.
         """
         run, first = self.context.run, self.problem is None
         if self.context.ranks.any(is_gone(run.path)):
@@ -264,10 +256,9 @@ class Saver(TrainerCallback):
             return
         discard(run, step)
         if first:
-            goes_on = "training continues and tries again at the next save"
             self._say(
                 f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.name_newest()};"
-                f" {goes_on}"
+                " training continues and tries again at the next save"
             )
         self.context.add_row(kind="save", step=step, pause_seconds=pause, failed=reason)
 

@@ -47,7 +47,7 @@ ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Narrow:
+class NarrowFormat:
     """How numbers travel in 16 bits."""
 
     dtype: torch.dtype
@@ -60,8 +60,8 @@ class Narrow:
         """Return this rank's part of the average over `ranks`, in 16 bits. What is no number stays none."""
         part = values * (self.scale / ranks)
         if self.bounded:
-            most = FP16_MOST / ranks  # so that a sum cannot overflow either
-            part = torch.where(part.isfinite(), part.clamp(-most, most), part)
+            limit = FP16_MOST / ranks  # so that a sum cannot overflow either
+            part = torch.where(part.isfinite(), part.clamp(-limit, limit), part)
         return part.to(self.dtype)
 
     def unpack(self, summed: Tensor, into: Tensor) -> Tensor:
@@ -70,17 +70,21 @@ class Narrow:
         return into.mul_(1.0 / self.scale) if self.scale != 1.0 else into
 
 
-def narrow_of(kind: str, *, scaled: bool) -> Narrow | None:
+def narrow_of(kind: str, *, scaled: bool) -> NarrowFormat | None:
     """Return how numbers travel under `launch.compression: kind`; `None` where in their own type.
 
     `scaled`: whether a loss scaler has made gradients fit fp16 already, and must see where they overflow.
     """
     if kind == "fp16":
-        return Narrow(dtype=torch.float16) if scaled else Narrow(dtype=torch.float16, scale=FP16_SCALE, bounded=True)
-    return Narrow(dtype=torch.bfloat16) if kind == "bf16" else None
+        return (
+            NarrowFormat(dtype=torch.float16)
+            if scaled
+            else NarrowFormat(dtype=torch.float16, scale=FP16_SCALE, bounded=True)
+        )
+    return NarrowFormat(dtype=torch.bfloat16) if kind == "bf16" else None
 
 
-def narrow_hook(state: Narrow, bucket: GradBucket) -> Future[Tensor]:
+def narrow_hook(state: NarrowFormat, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket in 16 bits; gradients that have 16 bits already travel as they are."""
     buffer = bucket.buffer()
     if buffer.element_size() <= state.dtype.itemsize:
@@ -119,10 +123,12 @@ class LocalSteps(TrainerCallback):
         # Nor buffers, which `train.ddp_broadcast_buffers` sends in the first forward pass: a rank without rows makes
         # none.
         trainer.model_wrapped.require_forward_param_sync = False
-        trained = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
+        trained = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         self.names: list[str] = [name for name, _ in trained]
-        self.parameters: list[Tensor] = [one for _, one in trained]
-        self.anchor = [one.detach().float().clone(memory_format=torch.contiguous_format) for one in self.parameters]
+        self.parameters: list[Tensor] = [parameter for _, parameter in trained]
+        self.anchor = [
+            parameter.detach().float().clone(memory_format=torch.contiguous_format) for parameter in self.parameters
+        ]
         """fp32, as long as all ranks' weights are their common start; one for each parameter, as all lists here."""
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
@@ -153,10 +159,10 @@ class LocalSteps(TrainerCallback):
         """Return the largest of all ranks' gradient norms, the same on each; no number where one is none.
         Collective.
         """
-        self.norms = [found for (found,) in self.context.ranks.table([norm])]
+        self.norms = [norm_there for (norm_there,) in self.context.ranks.table([norm])]
         return float(torch.tensor(self.norms, dtype=torch.float64).max())  # which passes a NaN on
 
-    def leave_out(self) -> None:
+    def skip_update(self) -> None:
         """The update of this step is not made, so its tokens do not count."""
         self._step_tokens = 0
 
@@ -181,7 +187,10 @@ class LocalSteps(TrainerCallback):
         """
         if not self.window:
             return {}
-        return {name: one.detach().to("cpu", copy=True) for name, one in zip(self.names, self.parameters, strict=True)}
+        return {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+        }
 
     # ---- Averages
 
@@ -207,8 +216,8 @@ class LocalSteps(TrainerCallback):
             yield
         finally:
             with torch.no_grad():
-                for parameter, kept in zip(self.parameters, own, strict=True):
-                    parameter.copy_(kept)
+                for parameter, weights in zip(self.parameters, own, strict=True):
+                    parameter.copy_(weights)
 
     @torch.no_grad()
     def _put_average(self) -> None:
@@ -231,7 +240,7 @@ class LocalSteps(TrainerCallback):
                 ranks.total(flat.div_(world))
             else:
                 self.narrow.unpack(ranks.total(self.narrow.pack(flat, world)), flat)
-            for index, part in zip(group, flat.split([len(one) for one in parts]), strict=True):
+            for index, part in zip(group, flat.split([len(tensor) for tensor in parts]), strict=True):
                 yield index, part.view(self.parameters[index].shape)
 
     def counts(self) -> list[int]:

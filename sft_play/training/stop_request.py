@@ -117,9 +117,9 @@ class StopRequest:
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
             elif self.nothing_to_save:
                 since = f"after step {self.first_step}" if self.first_step else "of this run"
-                kept = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
+                reason = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
                 self._leave(
-                    "nothing is lost: no step has ended since the start" if self.step == self.first_step else kept
+                    "nothing is lost: no step has ended since the start" if self.step == self.first_step else reason
                 )
             if time.monotonic() > deadline:
                 self._leave(
@@ -144,17 +144,17 @@ class StopRequest:
             os._exit(code_of(self.heard))
 
     def _share(self, connect: Callable[[], Any]) -> None:
-        told = False
+        shared = False
         with contextlib.suppress(
             RuntimeError
         ):  # without a store, and when it is gone, ranks still agree at the end of each step
             store = connect()
             while not self._ended:
-                if self.heard is not None and not told:
+                if self.heard is not None and not shared:
                     store.set(KEY, str(int(self.heard)))
-                    told = True
-                elif not told and store.check([KEY]):
-                    told = True
+                    shared = True
+                elif not shared and store.check([KEY]):
+                    shared = True
                     self.hear(int(store.get(KEY)))
                 self._over.wait(1.0)
 

@@ -64,7 +64,7 @@ class Curves(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        curves = {curve: value for name, one in (logs or {}).items() for curve, value in curves_of(name, one)}
+        curves = {curve: value for name, entry in (logs or {}).items() for curve, value in curves_of(name, entry)}
         if curves:
             values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]
             self._write(state.global_step, summary=Summary(value=values))
@@ -110,7 +110,7 @@ class Curves(TrainerCallback):
 def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield the curves of something that is logged, with the value of each."""
     if match := PLACE.fullmatch(name):
-        yield from ((f"{match[1]}/{match[2]}/{index}", one) for index, one in enumerate(value))
+        yield from ((f"{match[1]}/{match[2]}/{index}", number) for index, number in enumerate(value))
     elif isinstance(value, int | float) and (name in NAMES or name.startswith("eval_")):
         yield NAMES.get(name) or f"eval/{name.removeprefix('eval_')}", value
 
@@ -165,8 +165,8 @@ class Tracked(TrainerCallback):
             self._events.put((event, (args, copy.copy(state), None), others))
 
     def _serve(self) -> None:
-        while (found := self._events.get()) and not self._failed:
-            event, arguments, others = found
+        while (item := self._events.get()) and not self._failed:
+            event, arguments, others = item
             try:
                 self._inner = self._inner or self._begin()
                 getattr(self._inner, event)(*arguments, **others)
@@ -178,19 +178,19 @@ class Tracked(TrainerCallback):
                     self._warn(f"failed: {(str(error) or type(error).__name__).strip().splitlines()[0]}")
 
     def _warn(self, what: str) -> None:
-        kept = f"training continues without it, `{self.run.metrics.name}` has everything"
-        print(f"warning: the tracker `{self.name}` {what}; {kept}", file=sys.stderr, flush=True)
+        fallback = f"training continues without it, `{self.run.metrics.name}` has everything"
+        print(f"warning: the tracker `{self.name}` {what}; {fallback}", file=sys.stderr, flush=True)
 
     def _begin(self) -> Any:
         """Say by variables, where the user did not, which run is continued and where files go; return the callback."""
-        known = read_object(self.run.path / IDS).get(self.name)
+        run_id = read_object(self.run.path / IDS).get(self.name)
         folder = str(self.run.path.absolute())
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         if self.name == "wandb":
             os.environ["WANDB_LOG_MODEL"] = "false"  # it would save the model in this thread while others use it
-            known = known or uuid.uuid4().hex[:8]
-            found = {
-                "WANDB_RUN_ID": known,
+            run_id = run_id or uuid.uuid4().hex[:8]
+            variables = {
+                "WANDB_RUN_ID": run_id,
                 "WANDB_RESUME": "allow",
                 "WANDB_PROJECT": "sft-play",
                 "WANDB_DIR": folder,
@@ -198,19 +198,23 @@ class Tracked(TrainerCallback):
                 "WANDB_DISABLE_CODE": "true",
             }
         elif self.name == "comet_ml":
-            known = known or uuid.uuid4().hex
-            found = {"COMET_EXPERIMENT_KEY": known, "COMET_PROJECT_NAME": "sft-play", "COMET_OFFLINE_DIRECTORY": folder}
+            run_id = run_id or uuid.uuid4().hex
+            variables = {
+                "COMET_EXPERIMENT_KEY": run_id,
+                "COMET_PROJECT_NAME": "sft-play",
+                "COMET_OFFLINE_DIRECTORY": folder,
+            }
         elif self.name == "mlflow":
-            found = {
+            variables = {
                 "MLFLOW_TRACKING_URI": (self.run.path.absolute() / "mlruns").as_uri(),
                 "MLFLOW_EXPERIMENT_NAME": "sft-play",
                 "MLFLOW_ALLOW_FILE_STORE": "true",
                 "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-            } | ({"MLFLOW_RUN_ID": known} if known else {})
-        for name, value in found.items():
+            } | ({"MLFLOW_RUN_ID": run_id} if run_id else {})
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
-        keep_id(self.run, self.name, known)
+        keep_id(self.run, self.name, run_id)
         return self._make()
 
     def _begun(self) -> None:
@@ -222,21 +226,23 @@ class Tracked(TrainerCallback):
             keep_id(self.run, self.name, mlflow.active_run().info.run_id)
 
 
-def keep_id(run: RunFolder, tracker: str, known: str | None) -> None:
+def keep_id(run: RunFolder, tracker: str, run_id: str | None) -> None:
     """Write down what a tracker calls this run."""
-    if known:
-        write_json(run.path / IDS, read_object(run.path / IDS) | {tracker: known})
+    if run_id:
+        write_json(run.path / IDS, read_object(run.path / IDS) | {tracker: run_id})
 
 
 def flat(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Return numbers only, one name for each rank or machine: `rank_loss/0`."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in logs.items():
         parts = (
-            {f"{name}/{index}": one for index, one in enumerate(value)} if isinstance(value, list) else {name: value}
+            {f"{name}/{index}": entry for index, entry in enumerate(value)}
+            if isinstance(value, list)
+            else {name: value}
         )
-        found |= {key: one for key, one in parts.items() if isinstance(one, (int, float))}
-    return found
+        numbers |= {key: entry for key, entry in parts.items() if isinstance(entry, (int, float))}
+    return numbers
 
 
 class AimTracker(TrainerCallback):
@@ -272,8 +278,8 @@ class AimTracker(TrainerCallback):
             if isinstance(value, int | float):
                 self._track(plain, value, state, {"subset": kind})
             elif isinstance(value, list) and place in ("rank", "node"):  # `rank_loss`: the loss of each rank
-                for index, one in enumerate(value):
-                    self._track(of_each, one, state, {"subset": kind, place: index})
+                for index, entry in enumerate(value):
+                    self._track(of_each, entry, state, {"subset": kind, place: index})
 
     def _track(self, name: str, value: float, state: Any, context: dict[str, Any]) -> None:
         self.run.track(float(value), name=name, step=state.global_step, epoch=state.epoch, context=context)

@@ -116,7 +116,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
             assert console.read_text().count("warning:") - console.read_text().count("rows are lost") == 1
             assert newest_valid(run)[0] == kept
             filler.unlink()
-            wait(lambda: "checkpoints are saved again: step-" in console.read_text(), process, run)
+            wait(lambda: "checkpoints are being saved again: step-" in console.read_text(), process, run)
             newer, skipped = newest_valid(run)
             assert newer is not None and newer.name > kept.name and not skipped
         assert "Traceback" not in console.read_text()

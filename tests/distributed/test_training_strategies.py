@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     error = end["error"]
     assert "of step 3 is " in error and "TRAIN_LEARNING_RATE" in error
     assert (
-        "the last checkpoint, step-000002, is as it was" in error or strategy == "zero2"
+        "the last checkpoint, step-000002, is intact" in error or strategy == "zero2"
     )  # there it may still be being written
     named = json.loads(next(run.logs.glob("bad-rows-rank*.json")).read_text())
     assert named["step"] == 3 and named["rows"]

@@ -45,7 +45,7 @@ def test_a_killed_launcher_leaves_no_process(variables: dict[str, str], config: 
         launch.end(within=240)
         until(lambda: not launch.left(), said=launch.left)
         said = "".join(path.read_text() for path in launch.run.glob("logs/rank*.log"))
-        assert re.search(r"the launcher is gone; rank \d leaves", said), (
+        assert re.search(r"the launcher is gone; rank \d exits", said), (
             "the first that looks; the other may see its peer leave before"
         )
 
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: s
             with contextlib.suppress(psutil.NoSuchProcess):
                 slow.resume()
                 time.sleep(0.05)
-        launch.lost("rank 1 of 2 did not join within 1 s", f"there are: 0 ({socket.gethostname()})")
+        launch.lost("rank 1 of 2 did not join within 1 s", f"joined: 0 ({socket.gethostname()})")
 
 
 # A launch goes on by itself after a lost rank (`launch.max_restarts`).

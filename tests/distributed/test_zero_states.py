@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft_play.runs.manifest import read_facts
-from sft_play.training.states.files import Shelf
+from sft_play.training.states.files import StateFiles
 from tests.distributed.zero_engine import ENGINES
 from tests.numerics.rank_processes import run_ranks
 
@@ -20,14 +20,14 @@ SHAPES = {"first.weight": (13, 7), "first.bias": (13,), "second.weight": (5, 13)
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
     """Returns every state of every parameter, put together."""
-    shelf = Shelf(folder, range(read_facts(folder).files))
+    state_files = StateFiles(folder, range(read_facts(folder).files))
     found = {}
     for name, shape in SHAPES.items():
-        assert sorted(shelf.states(name)) == ["exp_avg", "exp_avg_sq", "master", "step"]
-        found[f"{name} step"] = shelf.whole(shelf.pieces(name, "step")[0])
+        assert sorted(state_files.states(name)) == ["exp_avg", "exp_avg_sq", "master", "step"]
+        found[f"{name} step"] = state_files.whole(state_files.pieces(name, "step")[0])
         for state in ("exp_avg", "exp_avg_sq", "master"):
             found[f"{name} {state}"] = torch.full((math.prod(shape),), math.nan)
-            shelf.fill(found[f"{name} {state}"], name, state, 0, math.prod(shape))
+            state_files.fill(found[f"{name} {state}"], name, state, 0, math.prod(shape))
     return found
 
 

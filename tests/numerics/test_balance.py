@@ -6,7 +6,7 @@ import random
 
 from sft_play.data.batches import Shares
 from sft_play.plan.batch import spans
-from sft_play.training.balance import LOOKS, Judge, describe
+from sft_play.training.balance import LOOKS, ShareChooser, describe
 from tests.documents import on_page
 from tests.plans import rank_plan, simple_plan
 
@@ -16,11 +16,11 @@ EQUAL: Shares = ((4, 4), (4, 4))
 def test_alike_ranks_keep_equal_shares_through_noise() -> None:
     ranks = tuple(rank_plan(rank, device_name="cpu", micro_batch=4, accumulation=4) for rank in (0, 1))
     plan = simple_plan(strategy="ddp", world_size=2, backend="gloo", ranks=ranks, global_batch_size=32)
-    chance, judge = random.Random(0), Judge(plan, 8)
+    chance, chooser = random.Random(0), ShareChooser(plan, 8)
 
     def look(*paces: float) -> Shares | None:
         """Judges 10 steps of 32 rows by ranks of these seconds per row."""
-        return judge.look([[pace * 160, 160, 16_000, 40] for pace in paces], EQUAL)
+        return chooser.look([[pace * 160, 160, 16_000, 40] for pace in paces], EQUAL)
 
     for _ in range(500):
         assert look(*(0.05 * chance.uniform(0.94, 1.06) for _ in range(2))) is None
@@ -32,7 +32,9 @@ def test_alike_ranks_keep_equal_shares_through_noise() -> None:
 
 def test_a_rank_that_recovers_gets_its_rows_again() -> None:
     ranks = tuple(rank_plan(rank, device_name=f"CPU {rank}", micro_batch=4, accumulation=4) for rank in (0, 1))
-    judge = Judge(simple_plan(strategy="ddp", world_size=2, backend="gloo", ranks=ranks, global_batch_size=32), 8)
+    chooser = ShareChooser(
+        simple_plan(strategy="ddp", world_size=2, backend="gloo", ranks=ranks, global_batch_size=32), 8
+    )
 
     def shares_after(paces: tuple[float, float], shares: Shares) -> Shares:
         """Judges 10 looks at ranks of these seconds per row, each at 10 steps with the shares of that time."""
@@ -40,7 +42,7 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
             counts = [10 * rows for rows in spans(32, shares)]
             work = zip(paces, counts, shares, strict=True)
             measured = [[pace * rows, rows, 100 * rows, 10 * steps] for pace, rows, (_, steps) in work]
-            shares = judge.look(measured, shares) or shares
+            shares = chooser.look(measured, shares) or shares
         return shares
 
     slowed = shares_after((0.05, 0.15), EQUAL)

@@ -161,7 +161,7 @@ def test_a_card_is_sampled_and_what_fails_is_asked_once(capsys: pytest.CaptureFi
         sampler.look(nvml, card)
     assert sampler.take() == {"utilisation": 50.0, "power_watts": 250.0, "throttled": 50.0}, "a power cap is no fault"
     assert sampler.take() == {}
-    assert capsys.readouterr().err.count("is read no more") == 2
+    assert capsys.readouterr().err.count("is not sampled any more") == 2
 
 
 # When a launch goes on by itself, how long it waits, and which rank is blamed for standing still.

@@ -54,8 +54,8 @@ from sft_play.training.states.files import (
     INDEX,
     VALUES,
     Kind,
-    Piece,
-    Shelf,
+    StateFiles,
+    StatePiece,
     add_local_steps,
     facts_of,
     restore_local_steps,
@@ -70,7 +70,7 @@ class States:
     """The states of one rank in CPU memory, ready to be written by any thread."""
 
     rank: int
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[StatePiece, ...] | None
     """`None` on ranks that hold what rank 0 writes already."""
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Mapping[str, Any]]
@@ -83,13 +83,13 @@ class States:
     def write(self, folder: Path) -> list[Path]:
         """Write the files of these ranks and return them. Needs no other rank. Raise `OSError`."""
         written = []
-        for one in (self, *self.others):
-            written.append(folder / random_file(one.rank))
-            write_tensors(written[-1], *one.random)
-            if one.pieces is not None:
-                index = {"pieces": [piece.facts() for piece in one.pieces], "values": one.values}
-                written.append(folder / optimizer_file(one.rank))
-                write_tensors(written[-1], one.tensors, {INDEX: json.dumps(index)})
+        for states in (self, *self.others):
+            written.append(folder / random_file(states.rank))
+            write_tensors(written[-1], *states.random)
+            if states.pieces is not None:
+                index = {"pieces": [piece.facts() for piece in states.pieces], "values": states.values}
+                written.append(folder / optimizer_file(states.rank))
+                write_tensors(written[-1], states.tensors, {INDEX: json.dumps(index)})
         if self.facts is not None:
             written.append(folder / STATES_NAME)
             written[-1].write_text(json.dumps(asdict(self.facts), indent=2) + "\n", encoding="utf-8")
@@ -151,7 +151,11 @@ def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> S
             ranks.send(states.random[0])
         elif ranks.first:
             tensors, (random, metadata) = ranks.receive(rank, facts["tensors"]), facts["random"]
-            pieces = None if facts["pieces"] is None else tuple(Piece.read(one, "") for one in facts["pieces"])
+            pieces = (
+                None
+                if facts["pieces"] is None
+                else tuple(StatePiece.read(piece_facts, "") for piece_facts in facts["pieces"])
+            )
             drawn = ranks.receive(rank, random), metadata
             others.append(
                 States(rank=rank, pieces=pieces, tensors=tensors, values=facts["values"], random=drawn, facts=None)
@@ -164,7 +168,7 @@ class _Collector:
 
     def __init__(self, clone: bool, in_weights: frozenset[str]) -> None:
         self.clone, self.in_weights = clone, in_weights
-        self.pieces: list[Piece] = []
+        self.pieces: list[StatePiece] = []
         self.tensors: dict[str, Tensor] = {}
         self.values: dict[str, dict[str, Any]] = {}
 
@@ -213,11 +217,11 @@ class _Collector:
         self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]
     ) -> None:
         """Add one piece."""
-        kept = tensor.detach().to("cpu", copy=self.clone).contiguous()
+        values = tensor.detach().to("cpu", copy=self.clone).contiguous()
         key = f"{state}/{parameter}"
-        self.tensors[key] = kept
+        self.tensors[key] = values
         self.pieces.append(
-            Piece(
+            StatePiece(
                 key=key,
                 parameter=parameter,
                 state=state,
@@ -225,7 +229,7 @@ class _Collector:
                 start=start,
                 end=end,
                 shape=shape,
-                dtype=str(kept.dtype).removeprefix("torch."),
+                dtype=str(values.dtype).removeprefix("torch."),
             )
         )
 
@@ -244,7 +248,7 @@ def _facts(
         strategy=context.plan.strategy,
         world_size=world,
         optimizer=name,
-        reshardable=name in ELEMENTWISE and all(one.kind != "rank" for one in collector.pieces),
+        reshardable=name in ELEMENTWISE and all(piece.kind != "rank" for piece in collector.pieces),
         files=world if layout.sharded else 1,
         groups=groups_of(layout.optimizer),
         scheduler=scheduler_of(trainer.lr_scheduler, layout.optimizer),
@@ -288,8 +292,8 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
             place=str(checkpoint),
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
         )
-    shelf = Shelf(checkpoint, range(facts.files))
-    sources = sources_of(context, local, checkpoint, facts, shelf)
+    state_files = StateFiles(checkpoint, range(facts.files))
+    sources = sources_of(context, local, checkpoint, facts, state_files)
     ties: Mapping[str, str] = getattr(trainer.model, "all_tied_weights_keys", None) or {}
     with torch.no_grad():
         layout.begin()
@@ -299,7 +303,7 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
             if state:
                 layout.optimizer.state[bundle.key] = state
         layout.finish()
-        restore_local_steps(context, local, facts, shelf, sources)
+        restore_local_steps(context, local, facts, state_files, sources)
     set_groups(layout.optimizer, facts.groups)
     set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)
@@ -308,8 +312,8 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
     fresh = [str(rank) for rank, is_missing in enumerate(missing) if is_missing]
     if fresh and context.ranks.first:
         who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
-        said = f"note: {checkpoint.name} has no random states of {who}: drawn from `train.seed` and the step"
-        print(said, file=sys.stderr, flush=True)
+        message = f"note: {checkpoint.name} has no random states of {who}: drawn from `train.seed` and the step"
+        print(message, file=sys.stderr, flush=True)
     restore_random(context, checkpoint)
     return facts.counters
 
@@ -332,27 +336,27 @@ def _random_file(context: TrainContext, checkpoint: Path) -> Path:
     return checkpoint / random_file(_draws_as(context))
 
 
-def _put_values(shelf: Shelf, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
+def _put_values(state_files: StateFiles, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
     for share in bundle.shares:
         target = bundle.local[share.offset : share.offset + share.elements]
-        state = next((one for one in order if shelf.pieces(share.name, one)), None)
+        state = next((one for one in order if state_files.pieces(share.name, one)), None)
         if state is not None:
-            _fill(share, target, partial(shelf.fill, parameter=share.name, state=state))
+            _fill(share, target, partial(state_files.fill, parameter=share.name, state=state))
             continue
         aliases = [
             share.name,
             *(name for name, source in ties.items() if source == share.name),
             ties.get(share.name, share.name),
         ]
-        pieces = next(filter(None, map(shelf.weight, aliases)), [])
+        pieces = next(filter(None, map(state_files.weight, aliases)), [])
         if not pieces or pieces[0].shape != share.shape:
             raise CheckpointError(
                 f"the checkpoint has no values of `{share.name}`, which this run trains, in the shape"
                 f" {list(share.shape)}",
-                place=str(shelf.checkpoint),
+                place=str(state_files.checkpoint),
                 hint="the tuning mode, the adapter or the model has changed; start a new run",
             )
-        _fill(share, target, partial(shelf.fill_from, pieces, what=f"`{share.name}`"))
+        _fill(share, target, partial(state_files.fill_from, pieces, what=f"`{share.name}`"))
 
 
 ROWS_AT_ONCE = 1024
@@ -372,33 +376,33 @@ def _fill(share: Share, target: Tensor, read: Callable[..., None]) -> None:
         mine[first:last].copy_(block.view(last - first, width)[:, share.start : share.end])
 
 
-def _states(shelf: Shelf, bundle: Bundle, optimizer: Any, own_file: str) -> dict[str, Any]:
+def _states(state_files: StateFiles, bundle: Bundle, optimizer: Any, own_file: str) -> dict[str, Any]:
     """Return the optimizer's states of a bundle, in the order in which it made them."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     labels = [share.name for share in bundle.shares]
     if not labels:  # only padding, whose states stay zero
-        return found
+        return states
     for label in (*labels, bundle.label):
-        for name in shelf.states(label):
-            if name not in found and name not in VALUES and name not in EXTRA:
-                found[name] = _state(shelf, bundle, name, label, optimizer, own_file)
+        for name in state_files.states(label):
+            if name not in states and name not in VALUES and name not in EXTRA:
+                states[name] = _state(state_files, bundle, name, label, optimizer, own_file)
     for label in labels:
-        for name, value in shelf.values(label).items():
-            found.setdefault(name, from_plain(value))
-    return found
+        for name, value in state_files.values(label).items():
+            states.setdefault(name, from_plain(value))
+    return states
 
 
-def _state(shelf: Shelf, bundle: Bundle, name: str, label: str, optimizer: Any, own_file: str) -> Tensor:
-    piece = shelf.pieces(label, name)[0]
+def _state(state_files: StateFiles, bundle: Bundle, name: str, label: str, optimizer: Any, own_file: str) -> Tensor:
+    piece = state_files.pieces(label, name)[0]
     if piece.kind in ("slice", "columns"):
         target = torch.zeros(bundle.local.numel(), dtype=getattr(torch, piece.dtype), device=bundle.local.device)
         for share in bundle.shares:
             part = target[share.offset : share.offset + share.elements]
-            _fill(share, part, partial(shelf.fill, parameter=share.name, state=name))
+            _fill(share, part, partial(state_files.fill, parameter=share.name, state=name))
         return bundle.wrap(target)
     if piece.kind == "rank":
-        piece = next(one for one in shelf.pieces(label, name) if one.file == own_file)
-    state = shelf.whole(piece)
+        piece = next(own_piece for own_piece in state_files.pieces(label, name) if own_piece.file == own_file)
+    state = state_files.whole(piece)
     if name == "step" and state.ndim == 0 and not _step_on_device(optimizer, bundle.key):
         return state
     return state.to(bundle.local.device)
@@ -406,5 +410,5 @@ def _state(shelf: Shelf, bundle: Bundle, name: str, label: str, optimizer: Any, 
 
 def _step_on_device(optimizer: Any, key: Tensor) -> bool:
     """Whether the optimizer counts its steps on the device of the parameter: torch's fused and capturable ones do."""
-    mine = [group for group in optimizer.param_groups if any(one is key for one in group["params"])]
+    mine = [group for group in optimizer.param_groups if any(parameter is key for parameter in group["params"])]
     return any(group.get("fused") or group.get("capturable") for group in mine or optimizer.param_groups)

@@ -42,9 +42,9 @@ def to_plain(value: Any, what: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, (list, tuple)):
-        return [to_plain(one, what) for one in value]
+        return [to_plain(item, what) for item in value]
     if isinstance(value, Mapping):
-        return {str(name): to_plain(one, f"{what}.{name}") for name, one in value.items()}
+        return {str(name): to_plain(item, f"{what}.{name}") for name, item in value.items()}
     if isinstance(value, (Tensor, numpy.ndarray, numpy.generic)) and math.prod(value.shape) == 1:
         return to_plain(value.item(), what)
     raise CheckpointError(
@@ -58,8 +58,8 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"float"}:
             return float(value["float"])
-        return {name: from_plain(one) for name, one in value.items()}
-    return [from_plain(one) for one in value] if isinstance(value, list) else value
+        return {name: from_plain(item) for name, item in value.items()}
+    return [from_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
@@ -89,8 +89,8 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
         raise CheckpointError(
             f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}"
         )
-    for group, kept in zip(mine, groups, strict=True):
-        for name, plain in from_plain(kept).items():
+    for group, saved in zip(mine, groups, strict=True):
+        for name, plain in from_plain(saved).items():
             now, value = group.get(name), plain
             if isinstance(plain, Mapping) and "tensor" in plain:
                 value = torch.tensor(plain["tensor"], dtype=getattr(torch, plain["dtype"]))
@@ -109,16 +109,16 @@ def scheduler_of(scheduler: Any, optimizer: Any) -> dict[str, Any] | None:
     return {"state": to_plain(scheduler.state_dict(), "scheduler"), "filled": _have_parameters(optimizer)}
 
 
-def set_scheduler(scheduler: Any, optimizer: Any, kept: dict[str, Any] | None) -> None:
+def set_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any] | None) -> None:
     """Put a scheduler's state back; its values for groups that have no parameters here stay what they are now."""
-    if scheduler is None or kept is None:
+    if scheduler is None or saved is None:
         return
-    state, now, filled = from_plain(kept["state"]), scheduler.state_dict(), _have_parameters(optimizer)
-    if len(filled) != len(kept["filled"]):
+    state, now, filled = from_plain(saved["state"]), scheduler.state_dict(), _have_parameters(optimizer)
+    if len(filled) != len(saved["filled"]):
         for name, value in state.items():
-            if isinstance(value, list) and len(value) == len(kept["filled"]):
-                mine = iter([one for one, has in zip(value, kept["filled"], strict=True) if has])
-                state[name] = [next(mine) if has else one for one, has in zip(now[name], filled, strict=True)]
+            if isinstance(value, list) and len(value) == len(saved["filled"]):
+                mine = iter([item for item, has in zip(value, saved["filled"], strict=True) if has])
+                state[name] = [next(mine) if has else item for item, has in zip(now[name], filled, strict=True)]
     scheduler.load_state_dict(state)
     _follow(scheduler)
 
@@ -145,8 +145,8 @@ def _follow(scheduler: Any) -> None:
 
 
 def _have_parameters(optimizer: Any) -> list[bool]:
-    found = [bool(group["params"]) for group in optimizer.param_groups]
-    return found if any(found) else [True] * len(found)
+    filled = [bool(group["params"]) for group in optimizer.param_groups]
+    return filled if any(filled) else [True] * len(filled)
 
 
 def loss_scaler(trainer: Trainer) -> Any:
@@ -168,17 +168,17 @@ def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
     }
 
 
-def set_scaler(trainer: Trainer, kept: dict[str, Any] | None) -> None:
+def set_scaler(trainer: Trainer, saved: dict[str, Any] | None) -> None:
     """Put the loss scaler's state back, where the run has one now."""
     scaler = loss_scaler(trainer)
-    if not kept or scaler is None:
+    if not saved or scaler is None:
         return
     if trainer.is_deepspeed_enabled:
-        for name, value in kept.items():
+        for name, value in saved.items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
-    elif "growth_factor" in kept:
-        scaler.load_state_dict(from_plain(kept))
+    elif "growth_factor" in saved:
+        scaler.load_state_dict(from_plain(saved))
 
 
 def engine_of(trainer: Trainer) -> dict[str, Any] | None:
@@ -188,13 +188,13 @@ def engine_of(trainer: Trainer) -> dict[str, Any] | None:
     )
 
 
-def set_engine(trainer: Trainer, kept: dict[str, Any] | None) -> None:
+def set_engine(trainer: Trainer, saved: dict[str, Any] | None) -> None:
     """Put DeepSpeed's counters back; micro-steps are counted again, since another world divides a batch otherwise."""
-    if kept and trainer.is_deepspeed_enabled:
+    if saved and trainer.is_deepspeed_enabled:
         engine = trainer.model_wrapped
         for name in ENGINE:
-            setattr(engine, name, kept[name])
-        engine.micro_steps = kept["global_steps"] * engine.gradient_accumulation_steps()
+            setattr(engine, name, saved[name])
+        engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
 
 
 class RandomStates(NamedTuple):

@@ -31,7 +31,7 @@ rank; `rank`: of this rank's layout only.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class StatePiece:
     """Where one tensor of a state file belongs."""
 
     key: str
@@ -53,12 +53,12 @@ class Piece:
         return {name: value for name, value in asdict(self).items() if name != "file"}
 
     @staticmethod
-    def read(facts: Mapping[str, Any], file: str) -> Piece:
+    def read(facts: Mapping[str, Any], file: str) -> StatePiece:
         """The opposite of `facts`."""
-        return Piece(**{**facts, "shape": tuple(facts["shape"]), "file": file})
+        return StatePiece(**{**facts, "shape": tuple(facts["shape"]), "file": file})
 
 
-def reads(start: int, end: int, pieces: Iterable[Piece], what: str) -> Iterator[tuple[Piece, int, int, int]]:
+def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iterator[tuple[StatePiece, int, int, int]]:
     """Yield how to fill the elements `[start, end)` from `pieces`, which may overlap.
 
     Each part is (piece, first and end of its own elements, where they go counted from `start`). Raise `CheckpointError`
@@ -107,20 +107,20 @@ INDEX = "index"
 """Metadata key of a state file: JSON with its pieces and with the values that are no tensors."""
 
 
-class Shelf:
+class StateFiles:
     """What a checkpoint holds of parameters: pieces of states, whoever wrote them, and complete weights."""
 
     def __init__(self, checkpoint: Path, ranks: Iterable[int]) -> None:
         """`ranks`: whose files of pieces are taken. Raise `CheckpointError` for a file that is missing or not ours."""
         self.checkpoint = checkpoint
         self._open: dict[str, Any] = {}
-        self._pieces: dict[str, dict[str, list[Piece]]] = {}
+        self._pieces: dict[str, dict[str, list[StatePiece]]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         for name in map(optimizer_file, ranks):
             with readable(checkpoint / name):
                 index = json.loads(self._file(name).metadata()[INDEX])
             for facts in index["pieces"]:
-                piece = Piece.read(facts, name)
+                piece = StatePiece.read(facts, name)
                 self._pieces.setdefault(piece.parameter, {}).setdefault(piece.state, []).append(piece)
             for parameter, values in index["values"].items():
                 self._values.setdefault(parameter, {}).update(values)
@@ -133,7 +133,7 @@ class Shelf:
         """Return a parameter's states that are no tensors."""
         return self._values.get(parameter, {})
 
-    def pieces(self, parameter: str, state: str) -> list[Piece]:
+    def pieces(self, parameter: str, state: str) -> list[StatePiece]:
         """Return the pieces of one state."""
         return self._pieces.get(parameter, {}).get(state, [])
 
@@ -145,7 +145,7 @@ class Shelf:
             return dict(read_json(index)["weight_map"])
         return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
 
-    def weight(self, name: str) -> list[Piece]:
+    def weight(self, name: str) -> list[StatePiece]:
         """Return a weight in the model's own files as the only piece of its values; nothing where there is none of this
         name.
         """
@@ -156,7 +156,7 @@ class Shelf:
             shape = tuple(self._file(file).get_slice(name).get_shape())
         whole = math.prod(shape)
         return [
-            Piece(
+            StatePiece(
                 key=name,
                 parameter=name,
                 state="weight",
@@ -173,7 +173,7 @@ class Shelf:
         """Write elements `[start, end)` of a state into `target`. Raise `CheckpointError` where one is missing."""
         self.fill_from(self.pieces(parameter, state), target, start, end, f"`{state}` of `{parameter}`")
 
-    def fill_from(self, pieces: list[Piece], target: Tensor, start: int, end: int, what: str) -> None:
+    def fill_from(self, pieces: list[StatePiece], target: Tensor, start: int, end: int, what: str) -> None:
         """As `fill`, from `pieces` of one state; `what` names it."""
         if not pieces or pieces[0].kind != "columns":
             for piece, first, last, into in reads(start, end, pieces, what):
@@ -187,7 +187,7 @@ class Shelf:
             block[:, into : into + last - first].copy_(rows[:, first:last])
         target.copy_(block.view(-1)[start - top * width : end - top * width])
 
-    def _elements(self, piece: Piece, start: int, end: int) -> Tensor:
+    def _elements(self, piece: StatePiece, start: int, end: int) -> Tensor:
         """Return elements of a piece's own tensor; only the rows that they are in are read."""
         with readable(self.checkpoint / piece.file):
             shape = self._file(piece.file).get_slice(piece.key).get_shape()
@@ -197,16 +197,16 @@ class Shelf:
         first = start // width
         return self._rows(piece, first, -(-end // width)).reshape(-1)[start - first * width : end - first * width]
 
-    def _rows(self, piece: Piece, start: int, end: int) -> Tensor:
+    def _rows(self, piece: StatePiece, start: int, end: int) -> Tensor:
         with readable(self.checkpoint / piece.file):
-            found: Tensor = self._file(piece.file).get_slice(piece.key)[start:end]
-        return found
+            rows: Tensor = self._file(piece.file).get_slice(piece.key)[start:end]
+        return rows
 
-    def whole(self, piece: Piece) -> Tensor:
+    def whole(self, piece: StatePiece) -> Tensor:
         """Return a piece's own tensor."""
         with readable(self.checkpoint / piece.file):
-            found: Tensor = self._file(piece.file).get_tensor(piece.key)
-        return found
+            tensor: Tensor = self._file(piece.file).get_tensor(piece.key)
+        return tensor
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -278,20 +278,20 @@ def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Te
     """
     if local is None:
         return
-    kept = [(AVERAGE, name, value) for name, value in average.items()]
+    tensors = [(AVERAGE, name, value) for name, value in average.items()]
     for name, anchor, velocity in zip(local.names, local.anchor, local.velocity, strict=True):
-        kept += [(ANCHOR, name, anchor), (MOMENTUM, name, velocity)]
-    for state, name, value in kept:
+        tensors += [(ANCHOR, name, anchor), (MOMENTUM, name, velocity)]
+    for state, name, value in tensors:
         add(state, value.reshape(-1), name, "slice", 0, value.numel(), tuple(value.shape))
 
 
-class MeanShelf(Shelf):
+class MeanStateFiles(StateFiles):
     """Several ranks' own states read as one: numbers of each element are averaged, everything else is the first
     rank's.
     """
 
-    def __init__(self, shelves: Sequence[Shelf]) -> None:
-        self.shelves, first = tuple(shelves), shelves[0]
+    def __init__(self, per_rank: Sequence[StateFiles]) -> None:
+        self.per_rank, first = tuple(per_rank), per_rank[0]
         self.checkpoint, self._open, self._pieces, self._values = (
             first.checkpoint,
             first._open,
@@ -300,14 +300,16 @@ class MeanShelf(Shelf):
         )
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
-        """As `Shelf.fill`, with the mean over those ranks that have the state."""
-        holding = [shelf for shelf in self.shelves if shelf.pieces(parameter, state)] or [self.shelves[0]]
+        """As `StateFiles.fill`, with the mean over those ranks that have the state."""
+        holding = [state_files for state_files in self.per_rank if state_files.pieces(parameter, state)] or [
+            self.per_rank[0]
+        ]
         if not target.is_floating_point() or len(holding) == 1:
             holding[0].fill(target, parameter, state, start, end)
             return
         total, part = torch.zeros(target.shape, dtype=torch.float64), torch.empty(target.shape, dtype=target.dtype)
-        for shelf in holding:
-            shelf.fill(part, parameter, state, start, end)
+        for state_files in holding:
+            state_files.fill(part, parameter, state, start, end)
             total += part
         target.copy_(total / len(holding))
 
@@ -316,33 +318,33 @@ class MeanShelf(Shelf):
 class Sources:
     """Where this rank's states come from."""
 
-    values: Shelf
+    values: StateFiles
     order: tuple[str, ...]
     """Names of the states that are a parameter's values, the one to take first."""
-    states: Shelf
+    states: StateFiles
     alike: bool
     """Whether all ranks continue with the weights that they had."""
 
 
 def sources_of(
-    context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, shelf: Shelf
+    context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, state_files: StateFiles
 ) -> Sources:
-    """Return the sources; `shelf` is what rank 0 wrote.
+    """Return the sources; `state_files` is what rank 0 wrote.
 
     A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then
     begin with the average's weights.
     """
     if facts.own is None:
-        return Sources(values=shelf, order=VALUES, states=shelf, alike=True)
+        return Sources(values=state_files, order=VALUES, states=state_files, alike=True)
     alike = facts.own["world"] == context.ranks.world and local is not None
     own = (
-        Shelf(checkpoint, [context.ranks.rank])
+        StateFiles(checkpoint, [context.ranks.rank])
         if alike
-        else MeanShelf([Shelf(checkpoint, [one]) for one in range(facts.own["world"])])
+        else MeanStateFiles([StateFiles(checkpoint, [rank]) for rank in range(facts.own["world"])])
     )
     different = facts.own["window"] > 0 and alike
     return Sources(
-        values=own if different else shelf,
+        values=own if different else state_files,
         order=VALUES if different else (AVERAGE, *VALUES),
         states=own,
         alike=alike,
@@ -350,17 +352,17 @@ def sources_of(
 
 
 def restore_local_steps(
-    context: TrainContext, local: LocalSteps | None, facts: StatesFacts, shelf: Shelf, sources: Sources
+    context: TrainContext, local: LocalSteps | None, facts: StatesFacts, state_files: StateFiles, sources: Sources
 ) -> None:
     """Put back what local steps keep. Call when the weights are in."""
     if local is None:
         return
     for index, (name, parameter) in enumerate(zip(local.names, local.parameters, strict=True)):
-        if not shelf.pieces(name, ANCHOR):  # of a run that had one rank until now
+        if not state_files.pieces(name, ANCHOR):  # of a run that had one rank until now
             local.anchor[index].copy_(parameter.detach())
             continue
         for state, target in ((ANCHOR, local.anchor[index]), (MOMENTUM, local.velocity[index])):
-            shelf.fill(target.view(-1), name, state, 0, target.numel())
+            state_files.fill(target.view(-1), name, state, 0, target.numel())
     if facts.own is not None:
         local.window = int(facts.own["window"])
         local.tokens = int(facts.own["tokens"][context.ranks.rank]) if sources.alike else 0

@@ -135,7 +135,7 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
         return _plain(name, parameter)
     part = slice_of(parameter)
     dim = part.dim if part is not None else 0
-    if any(isinstance(one, Shard) and one.dim != dim for one in parameter.placements):
+    if any(isinstance(placement, Shard) and placement.dim != dim for placement in parameter.placements):
         raise CheckpointError(
             f"`{name}` is not sharded by rows ({parameter.placements}), so its states cannot be saved"
         )
@@ -195,13 +195,13 @@ def _zero12(zero: Any, names: dict[int, str]) -> Layout:
         begin = rank * flat.numel()
         shares = [
             Share(
-                name=names[id(parameters[one])],
-                shape=tuple(parameters[one].shape),
+                name=names[id(parameters[number])],
+                shape=tuple(parameters[number].shape),
                 start=first,
                 end=last,
                 offset=offset,
             )
-            for one, first, last, offset in flat_shares(sizes, offsets, begin, begin + flat.numel())
+            for number, first, last, offset in flat_shares(sizes, offsets, begin, begin + flat.numel())
         ]
         bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
     return Layout(
@@ -262,10 +262,10 @@ def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
     weights = [held_part(parameter) for parameter in model.parameters()]
     mine = {storage_of(tensor) for tensor in weights}
-    kept = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-    kept += [parameter for group in inner.param_groups for parameter in group["params"]]
-    kept += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
-    others = [tensor for tensor in map(held_part, kept) if storage_of(tensor) not in mine]
+    tensors = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
+    tensors += getattr(engine, "fp32_partitioned_groups_flat", [])  # ZeRO-3's masters
+    others = [tensor for tensor in map(held_part, tensors) if storage_of(tensor) not in mine]
     return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(others)}
 
 
@@ -310,7 +310,7 @@ class ShardProof(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         parameters = list(references["model"].parameters())
         self.counts["parameters"] = {
-            kind: sum(held_part(one).numel() for one in parameters if one.requires_grad == trained)
+            kind: sum(held_part(parameter).numel() for parameter in parameters if parameter.requires_grad == trained)
             for kind, trained in (("trainable", True), ("frozen", False))
         }
         engine = getattr(references["optimizer"], "optimizer", None)
@@ -337,9 +337,14 @@ class ShardProof(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         if "optimizer" not in self.counts:
-            states = inner_optimizer(references["optimizer"]).state.values()
-            moments = [one for state in states for one in state.values() if torch.is_tensor(one) and one.dim() > 0]
-            self.counts["optimizer"] = sum(held_part(one).numel() for one in moments)
+            optimizer_states = inner_optimizer(references["optimizer"]).state.values()
+            moments = [
+                moment
+                for state in optimizer_states
+                for moment in state.values()
+                if torch.is_tensor(moment) and moment.dim() > 0
+            ]
+            self.counts["optimizer"] = sum(held_part(moment).numel() for moment in moments)
             self.counts["bytes"] = count_bytes(references["model"], references["optimizer"])
 
     def save(self, context: TrainContext) -> None:
