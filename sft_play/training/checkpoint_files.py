@@ -1,6 +1,4 @@
-"""Files of a checkpoint and of `model/` on their way to the disk: weights gathered, written, synced, listed with
-checksums, published.
-"""
+"""Gather weights, then write, sync, checksum and publish the files of a checkpoint and of `model/`."""
 
 from __future__ import annotations
 
@@ -35,35 +33,35 @@ from sft_play.training.states import States
 from sft_play.training.states.layout import storage_of, whole_shape
 
 OF_RANK = re.compile(r"-rank(\d+)\.")
-"""In the name of a file that one rank writes."""
+"""Part of the name of a file that one rank writes."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Writing:
-    """This rank's part of a checkpoint. Rank 0 writes the weights and the trainer's state too."""
+    """This rank's part of a checkpoint; on rank 0 with the weights and the trainer's state."""
 
     step: int
     folder: Path
     states: States | None
-    """`None` on ranks that do not see rank 0's folder, which writes theirs."""
+    """`None` on ranks that do not see rank 0's folder: rank 0 writes their states."""
     weights: dict[str, Any] | None
     trainer_state: str | None
     background: bool
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
-    """Until everything was on the disk."""
+    """Time to write and sync the files."""
     verify_seconds: float = 0.0
-    """For checksums."""
+    """Time for checksums."""
     bytes: int = 0
-    """Of this rank's files."""
+    """Size of this rank's files."""
     problem: str | None = None
-    """Why the disk did not take them."""
+    """Why the files could not be written."""
     error: Exception | None = None
-    """What was no disk's fault."""
+    """An error that the disk did not cause."""
     thread: threading.Thread | None = field(default=None, repr=False)
 
     def start(self, context: TrainContext, trainer: Trainer) -> None:
-        """Begin in a thread that does not keep the process alive."""
+        """Start writing in a thread that does not keep the process alive."""
         self.thread = threading.Thread(target=self.run, args=(context, trainer), name=f"save-{self.step}", daemon=True)
         self.thread.start()
 
@@ -77,7 +75,7 @@ class Writing:
             self.thread.join()
 
     def run(self, context: TrainContext, trainer: Trainer) -> None:
-        """Write, lists and syncs; what goes wrong is kept for when the ranks agree."""
+        """Write, list and sync the files; errors are stored until the ranks agree."""
         if self.states is None:
             return
         try:
@@ -92,7 +90,7 @@ class Writing:
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1]
-        except Exception as error:  # noqa: BLE001 - raised by the caller where it is no disk's fault; the ranks agree first
+        except Exception as error:  # noqa: BLE001 - the ranks agree first; the caller raises what is not the disk's fault
             self.problem = disk_problem(error)
             self.error = None if errno_of(error) is not None else error
         finally:
@@ -101,8 +99,8 @@ class Writing:
     def _write(self, context: TrainContext, trainer: Trainer) -> list[Path]:
         """Return the files of this rank."""
         assert self.states is not None
-        context.run.path.stat()  # raises where the run's folder is gone: it is not made again
-        self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 made it, but a network disk may show that late
+        context.run.path.stat()  # raises if the run's folder is gone, which must not be created again
+        self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 created it, but a network disk may show that late
         if self.weights is None or self.trainer_state is None:
             return self.states.write(self.folder)
         write_weights(context, trainer, self.weights, self.folder)
@@ -113,7 +111,7 @@ class Writing:
 
 
 def _of_rank_0(path: Path) -> bool:
-    """Whether a file is not another rank's, which may be half-written now."""
+    """Return whether a file is not another rank's, which may be half-written now."""
     match = OF_RANK.search(path.name)
     return not path.name.startswith(".") and (match is None or int(match.group(1)) == 0)
 
@@ -121,8 +119,8 @@ def _of_rank_0(path: Path) -> bool:
 def publish_model(context: TrainContext, trainer: Trainer) -> int:
     """Publish the last weights, or the best checkpoint's, as `model/`, by rename. Return their step. Collective.
 
-    Where the best checkpoint is damaged or gone this is reported, and the last weights are taken. Raise `HardwareError`
-    where the model cannot be written.
+    If the best checkpoint is damaged or missing, report it and use the last weights. Raise `HardwareError` if the model
+    cannot be written.
     """
     run, ranks, best, step = context.run, context.ranks, None, trainer.state.global_step
     if context.config.train.load_best_model_at_end:
@@ -133,22 +131,20 @@ def publish_model(context: TrainContext, trainer: Trainer) -> int:
     if ranks.first:
         try:
             _write_model(context, trainer, run.checkpoints / best if best else None, weights, step=step)
-        except Exception as error:  # what safetensors and tokenizers raise for a full disk is no OSError
+        except Exception as error:  # safetensors and tokenizers do not raise OSError for a full disk
             shutil.rmtree(run.path / ".model.partial", ignore_errors=True)
             if errno_of(error) is None:
                 raise
             problem = disk_problem(error)
     reason = ranks.first_problem(problem)
     if reason is not None:
-        hint = f"the last checkpoint is as it was; make room, then: make resume RUN={run.typed}"
+        hint = f"the last checkpoint is intact; free some disk space, then: make resume RUN={run.typed}"
         raise HardwareError(f"the model was not written: {reason}", place=str(run.model), hint=hint)
     return int(step)
 
 
 def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | None, int]:
-    """Return name and step of the best checkpoint, (`None`, the last step) for the weights in memory; warns where it is
-    damaged.
-    """
+    """Return name and step of the best checkpoint; if there is none or it is damaged, (`None`, the last step)."""
     if not best_step:
         return None, last_step
     best = run.checkpoint(best_step)
@@ -164,7 +160,7 @@ def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | 
 def _write_model(
     context: TrainContext, trainer: Trainer, best: Path | None, weights: Mapping[str, Any] | None, *, step: int
 ) -> None:
-    """Write `model/` aside, sync it to the disk, and give it its name."""
+    """Write `model/` under a temporary name, sync it to disk, and rename it."""
     run = context.run
     partial, replaced = run.path / ".model.partial", run.path / ".model.replaced"
     shutil.rmtree(partial, ignore_errors=True)
@@ -173,30 +169,30 @@ def _write_model(
         assert weights is not None
         write_weights(context, trainer, weights, partial)
     else:
-        for path in model_files(best):  # the states for resuming stay behind
+        for path in model_files(best):  # without the states for resuming
             shutil.copy2(path, partial / path.name)
-        published.copy_code(_model_of(trainer), partial)  # never the checkpoint's, which may have come from elsewhere
+        published.copy_code(_model_of(trainer), partial)  # not the checkpoint's code, which may come from elsewhere
         if not any(partial.glob("*.safetensors")):
             raise CheckpointError("the best checkpoint holds no weights", place=str(best))
     replace(context.stamp, step=step).save(partial)
     sync_below(partial)
     shutil.rmtree(replaced, ignore_errors=True)
-    if run.model.exists():  # a run that was made longer
+    if run.model.exists():  # an extended run
         run.model.rename(replaced)
     partial.rename(run.model)
     sync_path(run.path)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-# Gathering weights is a collective operation; writing them is none, so a disk that is full on rank 0 keeps no other
-# rank waiting. The files have one form under every strategy: complete, as safetensors that any tool loads, with
-# configuration, tokenizer and template.
+# Gathering weights is a collective; writing them is not, so a full disk on rank 0 keeps no other rank waiting. The files
+# have the same form under every strategy: complete, as safetensors that any tool loads, with configuration, tokenizer
+# and template.
 
 
 def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> dict[str, Any] | None:
     """Return the complete model's state dict on rank 0, `None` on the others. Collective.
 
-    With `clone` what training changes next is copied to host memory, so that it can be written meanwhile.
+    With `clone`, tensors that training will change are copied to host memory, so that they can be written meanwhile.
     """
     whole = _whole_state(context, trainer)
     if not context.ranks.first:
@@ -205,7 +201,7 @@ def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> d
 
 
 def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str, Any], folder: Path) -> None:
-    """Write weights, configuration and tokenizer into `folder`. Rank 0 alone; may run in a thread. Raise `OSError`."""
+    """Write weights, configuration and tokenizer into `folder`, on rank 0, maybe in a thread. Raise `OSError`."""
     model = _model_of(trainer)
     model.save_pretrained(str(folder), state_dict=dict(weights))
     publish_on_base(model, folder)
@@ -216,7 +212,7 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     write_text(folder / "README.md", model_card(context.stamp, context.run.name))
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):
-        path.chmod(usual & 0o777)  # safetensors writes aside, for its owner alone
+        path.chmod(usual & 0o777)  # safetensors makes its files readable for the owner only
 
 
 def _model_of(trainer: Trainer) -> Any:
@@ -225,7 +221,7 @@ def _model_of(trainer: Trainer) -> Any:
 
 
 def model_card(stamp: Stamp, run: str) -> str:
-    """Return what a person who finds the folder must know, in place of PEFT's empty form; no path of this machine."""
+    """Return a README for whoever finds the folder, in place of PEFT's empty form; without paths of this machine."""
     base, on_hub = stamp.public_base
     adapter = stamp.mode != "full"
     facts = f"base_model: {base}\n" if on_hub else ""
@@ -234,22 +230,20 @@ def model_card(stamp: Stamp, run: str) -> str:
         f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags:"
         f" [sft-play]\n---\n\n# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`,"
         f" trained by SFT-Play: {stamp.mode}{lora}, rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size}"
-        f" rows a step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `make infer RUN={run}`. `stamp.json` says all"
-        " that made it.\n"
+        f" rows per step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `make infer RUN={run}`. `stamp.json` records"
+        " everything that it was made from.\n"
     )
 
 
 def predicted_bytes(trainer: Trainer) -> int:
-    """Return the size of the weights that `write_weights` will write: what is trained, or the whole of a fully tuned
-    model.
-    """
+    """Return the size of the weights that `write_weights` will write: all trained parameters."""
     return sum(math.prod(whole_shape(p)) * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
 
 
 def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
     adapters_only = context.config.tuning.mode != "full"
     if trainer.is_fsdp_enabled and trainer.parts is None:
-        # accelerate's own `get_state_dict` would gather a frozen base too, at every save; adapters alone are written.
+        # accelerate's own `get_state_dict` would gather a frozen base too, at every save, to write only the adapters.
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters_only)
         return _once(get_model_state_dict(trainer.model, options=options), trainer.model)
     if trainer.is_deepspeed_enabled:
@@ -269,16 +263,16 @@ def _whole_state(context: TrainContext, trainer: Trainer) -> dict[str, Any]:
 
 
 def _once(whole: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Return what was gathered without its second copies: a head that is the embedding."""
+    """Return a gathered state without second copies of tied weights, such as a head that is the embedding."""
     tied = getattr(model, "all_tied_weights_keys", {})
     return {name: value for name, value in whole.items() if name not in tied}
 
 
 def _copy_changing(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Return `state` with every tensor that may change copied, those that share memory sharing their copy.
+    """Return `state` with copies of the tensors that may change; tensors that share memory share their copy.
 
-    Frozen parameters never change, and what was gathered is a copy already. Tied weights must stay tied: they are
-    written once.
+    Frozen parameters never change, and gathered tensors are copies already. Tied weights must stay tied, because they
+    are written once.
     """
     frozen = {storage_of(p) for p in model.parameters() if not p.requires_grad}
     living = {storage_of(p) for p in (*model.parameters(), *model.buffers())}

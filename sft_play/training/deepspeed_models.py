@@ -1,7 +1,7 @@
-"""What DeepSpeed's own models say of a JSON: `python -m sft_play.training.deepspeed_models <settings.json`, as JSON on
-stdout.
+"""Check a JSON by DeepSpeed's own models: `python -m sft_play.training.deepspeed_models <settings.json`.
 
-A process of its own, since DeepSpeed imports torch. Nothing is initialised and no device is touched.
+The result is JSON on stdout. It runs in a separate process because DeepSpeed imports torch; nothing is initialised and
+no device is used.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import Any
 
 
 def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what is refused, each with the dotted `key` that it is about (empty where nobody says it) and DeepSpeed's
-    `words`.
-    """
+    """Return DeepSpeed's refusals: its `words` and the dotted `key` that they are about (empty if unknown)."""
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
     from deepspeed.utils.logging import get_log_level_from_string
     from pydantic import ValidationError
 
-    # One process here: the batch of all was compared with the plan's already.
+    # This is one process; the global batch was already compared with the plan's.
     alone = {
         **settings,
         "train_batch_size": settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"],
@@ -34,25 +32,22 @@ def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
         ("data_types", lambda: [DtypeEnum(name) for name in (settings.get("data_types") or {}).values() if name]),
     )
     problems = []
-    for about, build in checks:
+    for dotted, build in checks:
         try:
             build()
         except ValidationError as error:
             problems += [
                 {"key": _key(settings, error.title, detail["loc"]), "words": detail["msg"]} for detail in error.errors()
             ]
-        except Exception as error:  # noqa: BLE001 - whatever it raises, a worker would end with it
+        except Exception as error:  # noqa: BLE001 - whatever it raises would end a worker
             words = str(error)
-            problems.append(
-                {"key": about or next((key for key in _keys(settings) if _names(words, key)), ""), "words": words}
-            )
+            named = next((key for key in _keys(settings) if _names(words, key)), "")
+            problems.append({"key": dotted or named, "words": words})
     return problems
 
 
 def _key(settings: Mapping[str, Any], model: str, location: tuple[int | str, ...]) -> str:
-    """Return the dotted key of an error inside a section, of which pydantic says only its model:
-    `DeepSpeedZeroConfig`.
-    """
+    """Return the dotted key of an error in a section, which pydantic names only by model (`DeepSpeedZeroConfig`)."""
     names, stem = [str(part) for part in location], model.lower().removeprefix("deepspeed").removesuffix("config")
     holders = [
         section for section, part in settings.items() if isinstance(part, Mapping) and names and names[0] in part
@@ -62,7 +57,7 @@ def _key(settings: Mapping[str, Any], model: str, location: tuple[int | str, ...
 
 
 def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield all keys, the deepest first."""
+    """Yield all dotted keys, the deepest first."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{name}.")
@@ -75,6 +70,6 @@ def _names(words: str, dotted: str) -> bool:
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints to stdout
         result = problems_of(json.load(sys.stdin))
     print(json.dumps(result))

@@ -1,8 +1,7 @@
-"""A pipeline: the stages of a group pass the micro-batches of a step on, forward and back (1F1B, Narayanan et al. 2019,
-SOSP).
+"""Pipeline parallelism: stages pass a step's micro-batches forward and back (1F1B, Narayanan et al. 2019, SOSP).
 
-Every stage reads the same batches, so only hidden states and their gradients travel, while the next micro-batch is
-computed. Activations and gradients have a process group each: on GPUs the operations of one group wait for each other.
+Every stage reads the same batches, so only hidden states and their gradients are sent, while the next micro-batch is
+computed. They have separate process groups, because on GPUs the operations of one group wait for each other.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_s
 from sft_play.training.ranks import Ranks, group_of, outline, replicas_of
 
 CACHES = ("past_key_values", "cache_params")
-"""What models call what they keep of tokens that have passed."""
+"""Models' names for the cache of earlier tokens."""
 
 
 def _no_step(_: str) -> None:
-    """Evaluation is of no step."""
+    """Ignore the phase: evaluation belongs to no step."""
 
 
 def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
-    """Return the pipeline that a rank's stage, `model`, is in. Collective over all ranks."""
+    """Return the pipeline of a rank whose stage is `model`. Collective over all ranks."""
     return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, plan, timeout_seconds)
 
 
 class Pipeline:
-    """This rank's stage among those of its group."""
+    """This rank's stage and its neighbours in the group."""
 
     def __init__(self, stage: Stage, ranks: Ranks, plan: Plan, timeout_seconds: float) -> None:
-        """Collective over all ranks."""
+        """Create the process groups. Collective over all ranks."""
         self.stage, self.ranks = stage, ranks
         self.dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
-        """Of hidden states on the wire."""
+        """Type of hidden states on the wire."""
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
         self.autocast = functools.partial(torch.autocast, plan.device, narrow, enabled=narrow is not None)
-        """A stage calls its decoder below the forward pass that accelerate put under autocast."""
+        """A stage calls its decoder directly, below the forward pass that accelerate runs under autocast."""
         number = ranks.rank % ranks.group_size
         self.behind = ranks.group_size - 1 - number
-        """How many stages come after this one."""
+        """Number of stages after this one."""
         self.before, self.after, self.last = ranks.rank - 1, ranks.rank + 1, ranks.rank + self.behind
         self.group, self.gradients = group_of(ranks, timeout_seconds), group_of(ranks, timeout_seconds)
         self.replicas = replicas_of(ranks, timeout_seconds)
@@ -59,10 +58,10 @@ class Pipeline:
         firsts = range(0, ranks.world, ranks.group_size)
         pairs = [[first, first + ranks.group_size - 1] for first in firsts]
         self.ends = [distributed.new_group(pair, timeout=limit) for pair in pairs][ranks.data_rank]
-        """First and last stage, which may hold the same embedding."""
+        """Group of the first and last stage, which may hold the same embedding."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self.enter: Callable[[str], None] = _no_step
-        """Called with the phase of a step that begins (`metrics.PHASES`)."""
+        """Called with each phase of a step when it begins (`metrics.PHASES`)."""
 
     # ---- Passes
 
@@ -74,10 +73,10 @@ class Pipeline:
         at: Callable[[Batch], None],
         enter: Callable[[str], None],
     ) -> Tensor:
-        """Compute the gradients of `scale` times the summed loss of a step's micro-batches; return [summed loss, label
-        tokens] on every stage.
+        """Compute the gradients of `scale` times the summed loss of a step's micro-batches.
 
-        `at` is called with each batch before its pass, `enter` with each phase. Collective over the group.
+        Return [summed loss, label tokens] on every stage. `at` is called with each batch before its pass, `enter` with
+        each phase. Collective over the group.
         """
         self.enter = enter
         pending: deque[tuple[Tensor | None, Tensor]] = deque()
@@ -96,9 +95,7 @@ class Pipeline:
         return self._share_sums(sums)
 
     def measure(self, batch: Batch) -> Tensor:
-        """Return [summed loss, label tokens] of a batch on every stage, without gradients. Collective over the
-        group.
-        """
+        """Return [summed loss, label tokens] of a batch on every stage, without gradients. Collective in the group."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad():
             self._forward(batch, sums)
@@ -136,7 +133,7 @@ class Pipeline:
             self._send(hidden.grad, self.before, self.gradients)
 
     def _receive(self, ids: Tensor) -> Tensor | None:
-        """Return the hidden states [B, T, H] of the stage before for tokens [B, T]; `None` on the first stage."""
+        """Return the previous stage's hidden states [B, T, H] for tokens [B, T], or `None` on the first stage."""
         if self.stage.begins:
             return None
         hidden = torch.empty(*ids.shape, self.stage.hidden, dtype=self.dtype, device=self.ranks.device)
@@ -145,9 +142,7 @@ class Pipeline:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Within, the model's own `generate` runs on all stages at once: each keeps its layers' cache, and all get the
-        last one's logits.
-        """
+        """Let the model's own `generate` run on all stages: each caches its layers, and all get the last logits."""
         base = self.stage.base
         patched, whole = base.__dict__.get("forward"), base.forward
 
@@ -178,9 +173,8 @@ class Pipeline:
     def _send(self, tensor: Tensor, to: int, group: Any) -> None:
         tensor = tensor.contiguous()
         self._sent.append((distributed.isend(tensor, dst=to, group=group), tensor))
-        while len(self._sent) > 2 * (
-            self.behind + 2
-        ):  # so old that it has arrived; until it is waited for, gloo keeps it
+        # Sends this old have arrived, but gloo keeps their memory until they are waited for.
+        while len(self._sent) > 2 * (self.behind + 2):
             self._sent.popleft()[0].wait()
 
     def _settle(self) -> None:
@@ -194,8 +188,9 @@ class Pipeline:
     # ---- Gradients and weights
 
     def share_gradients(self) -> None:
-        """Sum gradients over the pipelines, and those of an embedding that first and last stage hold. Collective over
-        all ranks.
+        """Sum gradients over the pipelines, and those of an embedding shared by first and last stage.
+
+        Collective over all ranks.
         """
         trained = [parameter for parameter in self.stage.model.parameters() if parameter.requires_grad]
         if self.ranks.data_world > 1:
@@ -209,11 +204,9 @@ class Pipeline:
                 distributed.all_reduce(parameter.grad, group=self.ends)
 
     def clip(self, parameters: Iterator[nn.Parameter], max_norm: float) -> Tensor:
-        """Return the norm of the gradients of all stages, and scales them to `most` where it is larger. Collective over
-        the group.
-        """
+        """Clip the gradients of all stages to `max_norm`, and return their norm. Collective over the group."""
         twice = {id(parameter) for parameter in self.stage.shared} if not self.stage.begins else set()
-        gradients = [(one.grad, id(one) in twice) for one in parameters if one.grad is not None]
+        gradients = [(weight.grad, id(weight) in twice) for weight in parameters if weight.grad is not None]
         total = torch.zeros((), device=self.ranks.device)
         for gradient, elsewhere in gradients:
             if not elsewhere:
@@ -226,10 +219,10 @@ class Pipeline:
         return norm
 
     def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of all stages of the first pipeline, on rank 0; elsewhere what was given. Collective over
-        all ranks.
+        """Return the tensors of all stages of the first pipeline on rank 0, and `mine` on others.
 
-        What only one stage trains is taken from it; others may hold it frozen.
+        A tensor that only one stage trains is taken from that stage; others may hold it frozen. Collective over all
+        ranks.
         """
         state = {name: tensor.detach() for name, tensor in mine.items()}
         facts = self.ranks.gather([outline(state), [name for name, tensor in mine.items() if tensor.requires_grad]])

@@ -1,6 +1,4 @@
-"""`train.profile`: some steps of a rank under `torch.profiler`, as a Chrome trace and a summary that needs no torch to
-be read.
-"""
+"""`train.profile`: profile steps of a rank by `torch.profiler`, into a Chrome trace and a JSON summary."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ Interval = tuple[float, float]
 
 
 class Profiler(TrainerCallback):
-    """Records the steps that `train.profile` names; one more before them warms the profiler up."""
+    """Record the steps that `train.profile` names, after one step that warms the profiler up."""
 
     def __init__(self, context: TrainContext, watch: Stopwatch) -> None:
         self.asked, self.lap, self.done = context.config.train.profile, Lap(watch), False
         self.folder, self.name = context.run.profile, f"rank{context.ranks.rank}"
         self.gpu = context.ranks.device.type == "cuda"
-        self.torchs: profile | None = None
+        self.profile: profile | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -44,38 +42,38 @@ class Profiler(TrainerCallback):
         if state.global_step + 2 == self.asked.start:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
             plan = schedule(wait=0, warmup=1, active=self.asked.steps, repeat=1)
-            self.torchs = profile(activities=activities, schedule=plan, on_trace_ready=self._keep)
-            self.torchs.start()
+            self.profile = profile(activities=activities, schedule=plan, on_trace_ready=self._keep)
+            self.profile.start()
         elif state.global_step + 1 == self.asked.start:
             self.lap.take()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.torchs and not self.done:
-            self.torchs.step()
+        if self.profile and not self.done:
+            self.profile.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.torchs and not self.done:
-            self.torchs.stop()
+        if self.profile and not self.done:
+            self.profile.stop()
         if not self.done:
             print(
-                f"note: `train.profile` has measured nothing: step {self.asked.start} was not made here",
+                f"note: `train.profile` measured nothing: step {self.asked.start} did not run here",
                 file=sys.stderr,
             )
 
-    def _keep(self, torchs: profile) -> None:
-        """Write the trace and its summary: seconds of a step, and shares of its time."""
+    def _keep(self, trace: profile) -> None:
+        """Write the trace and its summary: seconds per step, and how they are spent."""
         self.done, lap = True, self.lap.take()
-        torchs.export_chrome_trace(str(self.folder / f"{self.name}.pt.trace.json.gz"))
+        trace.export_chrome_trace(str(self.folder / f"{self.name}.pt.trace.json.gz"))
         if self.asked.memory:
             self._dump_memory()
-        events: Sequence[Any] = torchs.events() or ()
+        events: Sequence[Any] = trace.events() or ()
         steps = [event.time_range for event in events if event.name.startswith("ProfilerStep") and not _on_gpu(event)]
         if not steps:
             return
         count = len(steps)
         wall = max(step.end for step in steps) - min(step.start for step in steps)
         shares = where_time_goes(events, gpu=self.gpu, wall=wall, data=1e6 * lap["data"])
-        totals = [row for row in torchs.key_averages() if not row.key.startswith("ProfilerStep")]
+        totals = [row for row in trace.key_averages() if not row.key.startswith("ProfilerStep")]
         spent = {id(row): float(row.self_device_time_total if self.gpu else row.self_cpu_time_total) for row in totals}
         totals = sorted(totals, key=lambda row: -spent[id(row)])[:COSTLIEST]
         write_json(
@@ -107,10 +105,10 @@ def _on_gpu(event: Any) -> bool:
 
 
 def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: float) -> dict[str, float]:
-    """Return shares of `wall` that add up to 1: `kernels`, then `communication` and `copies` that no kernel hides,
-    waiting for `data`, and `gaps`, in which the device had nothing to do. Times are microseconds.
+    """Return how `wall` (microseconds, as `data`) is spent, as shares that add up to 1.
 
-    Of a GPU its own events count, of a CPU operators that call no other.
+    They are `kernels`, then `communication` and `copies` that no kernel hides, waiting for `data`, and `gaps`, in which
+    the device is idle. On a GPU its own events count, on a CPU operators that call no others.
     """
     by_kind: dict[str, list[Interval]] = {"kernels": [], "communication": [], "copies": []}
     for event in events:
@@ -121,13 +119,9 @@ def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: floa
             or (not gpu and event.cpu_children)
         ):
             continue
-        kind = (
-            "communication"
-            if any(word in event.name for word in COMMUNICATION)
-            else "copies"
-            if event.name.startswith(COPIES)
-            else "kernels"
-        )
+        kind = "copies" if event.name.startswith(COPIES) else "kernels"
+        if any(word in event.name for word in COMMUNICATION):
+            kind = "communication"
         by_kind[kind].append((event.time_range.start, event.time_range.end))
     shares, covered, before = {}, list[Interval](), 0.0
     for kind, intervals in by_kind.items():
@@ -139,7 +133,7 @@ def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: floa
 
 
 def length_of_union(intervals: Iterable[Interval]) -> float:
-    """Return how much intervals cover together."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

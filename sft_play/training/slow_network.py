@@ -1,22 +1,21 @@
-"""Training over slow networks: gradients in fewer bytes (`launch.compression`), and steps that each rank makes alone
-(`launch.local_steps`).
+"""Train over slow networks: send gradients in fewer bytes (`launch.compression`), or take local steps.
 
-Compression is a communication hook of DDP that gloo and NCCL both take: each bucket travels in 16 bits. Torch's own
-hooks do the same, but its bf16 hook insists on NCCL, and its fp16 hook casts before it scales: gradients below 6e-5
-lose digits and those above 65,504 become infinite.
+Compression is a DDP communication hook for gloo and NCCL: each bucket is sent in 16 bits. Torch's own hooks do the
+same, but its bf16 hook requires NCCL, and its fp16 hook casts before it scales, so that gradients below 6e-5 lose
+digits and those above 65,504 become infinite.
 
-Local steps follow DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Every rank takes its rows of each global batch as
-usual, with the mean loss over *its own* label tokens, and updates its own weights by its own optimizer. After every H
-steps, and after the last one,
+Local steps (`launch.local_steps`) follow DiLoCo (Douillard et al. 2023, arXiv 2311.08105). Every rank takes its rows of
+each global batch as usual, with the mean loss over *its own* label tokens, and updates its own weights by its own
+optimizer. After every H steps, and after the last one,
 
     g = anchor - sum_i n_i w_i / sum_i n_i     n_i: label tokens of rank i since the last average
     v = momentum * v + g
-    anchor = anchor - rate * (g + momentum * v)     Nesterov, as torch.optim.SGD has it
+    anchor = anchor - rate * (g + momentum * v)     Nesterov, as in torch.optim.SGD
 
-and all continue from the anchor. Only weights that train travel. Evaluations and checkpoints in between see the average
-of the ranks' weights and change nothing: a resumed run is the uninterrupted one to the bit, since a checkpoint holds
-each rank's own weights and optimizer states. A step still exchanges some numbers (counts of tokens, norms, requests to
-stop).
+and all continue from the anchor. Only trained weights are sent. Evaluations and checkpoints in between use the average
+of the ranks' weights and change nothing: a resumed run equals the uninterrupted one to the bit, since a checkpoint
+holds each rank's own weights and optimizer states. A step still exchanges some numbers (token counts, norms, stop
+requests).
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its types.
@@ -37,27 +36,27 @@ from sft_play.training.loss import IDLE, label_tokens
 from sft_play.training.ranks import TrainContext
 
 FP16_SCALE = 1024.0
-"""Gradients are multiplied by it on the wire as fp16, and divided again: three digits from 6e-8 to 64 instead of from
-6e-5 to 65,504. Gradients of a mean over tokens are small: see docs/slow-networks.md for how many a scale of one would
+"""Gradients are multiplied by this factor when sent in fp16, then divided again: three digits from 6e-8 to 64 instead of
+from 6e-5 to 65,504. Gradients of a mean over tokens are small: docs/slow-networks.md shows how many a scale of one would
 lose.
 """
 FP16_MOST = 65504.0
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"
-"""States of a parameter in a checkpoint: all ranks' common ones, and the average that was neither."""
+"""A parameter's states in a checkpoint: two that all ranks share, and the average of their weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NarrowFormat:
-    """How numbers travel in 16 bits."""
+    """A 16-bit format in which numbers are sent."""
 
     dtype: torch.dtype
     scale: float = 1.0
-    """A power of two: it costs no digit."""
+    """A power of two, so that scaling costs no digit."""
     bounded: bool = False
-    """Whether finite numbers beyond fp16's range are held at its end instead of becoming infinite."""
+    """Whether finite numbers beyond fp16's range are clamped instead of becoming infinite."""
 
     def pack(self, values: Tensor, ranks: int) -> Tensor:
-        """Return this rank's part of the average over `ranks`, in 16 bits. What is no number stays none."""
+        """Return this rank's part of the average over `ranks` in 16 bits; non-finite values stay non-finite."""
         part = values * (self.scale / ranks)
         if self.bounded:
             limit = FP16_MOST / ranks  # so that a sum cannot overflow either
@@ -71,9 +70,9 @@ class NarrowFormat:
 
 
 def narrow_of(kind: str, *, scaled: bool) -> NarrowFormat | None:
-    """Return how numbers travel under `launch.compression: kind`; `None` where in their own type.
+    """Return the format of `launch.compression: kind`, or `None` if numbers are sent in their own type.
 
-    `scaled`: whether a loss scaler has made gradients fit fp16 already, and must see where they overflow.
+    `scaled` means that a loss scaler already makes gradients fit fp16, and must see overflows.
     """
     if kind == "fp16":
         return (
@@ -85,7 +84,7 @@ def narrow_of(kind: str, *, scaled: bool) -> NarrowFormat | None:
 
 
 def narrow_hook(state: NarrowFormat, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket in 16 bits; gradients that have 16 bits already travel as they are."""
+    """Average a bucket in 16 bits; gradients that already have 16 bits are sent unchanged."""
     buffer = bucket.buffer()
     if buffer.element_size() <= state.dtype.itemsize:
         return plain(buffer)
@@ -95,17 +94,17 @@ def narrow_hook(state: NarrowFormat, bucket: GradBucket) -> Future[Tensor]:
 
 
 def plain(buffer: Tensor) -> Future[Tensor]:
-    """Average a bucket as it is."""
+    """Average a bucket in its own type."""
     buffer.div_(distributed.get_world_size())
     future: Future[Any] = distributed.all_reduce(buffer, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 
 class LocalSteps(TrainerCallback):
-    """The outer optimizer of one trainer, and what this rank has trained since the last average."""
+    """The outer optimizer of a trainer, with this rank's progress since the last average."""
 
     def __init__(self, context: TrainContext, trainer: Trainer) -> None:
-        """Call when the model is wrapped. From here on DDP sends no gradients."""
+        """Stop DDP from sending gradients; call when the model is wrapped."""
         launch = context.config.launch
         self.context = context
         self.steps, self.rate, self.momentum = launch.local_steps, launch.outer_learning_rate, launch.outer_momentum
@@ -115,13 +114,13 @@ class LocalSteps(TrainerCallback):
         self.tokens = 0
         """This rank's label tokens in them."""
         self.own_tokens = 1
-        """Of the step that is being made, 1 at least."""
+        """This rank's label tokens in the current step, at least 1."""
         self.norms: list[float] = []
         """Each rank's gradient norm of the last step."""
         self._step_tokens, self._part = 0, torch.ones(())
         trainer.model_wrapped.require_backward_grad_sync = False
-        # Nor buffers, which `train.ddp_broadcast_buffers` sends in the first forward pass: a rank without rows makes
-        # none.
+        # No buffers either: `train.ddp_broadcast_buffers` sends them in the first forward pass, which a rank without
+        # rows does not run.
         trainer.model_wrapped.require_forward_param_sync = False
         trained = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         self.names: list[str] = [name for name, _ in trained]
@@ -129,15 +128,13 @@ class LocalSteps(TrainerCallback):
         self.anchor = [
             parameter.detach().float().clone(memory_format=torch.contiguous_format) for parameter in self.parameters
         ]
-        """fp32, as long as all ranks' weights are their common start; one for each parameter, as all lists here."""
+        """The ranks' common start, in fp32; one tensor per parameter, like all lists here."""
         self.velocity = [torch.zeros_like(anchor) for anchor in self.anchor]
 
-    # ---- What the trainer calls
+    # ---- Called by the trainer
 
     def begin_step(self, batches: Sequence[Batch], total: Tensor) -> None:
-        """Notes a step's micro-batches, `total` label tokens over all ranks; this rank passes over those that it has
-        nothing in.
-        """
+        """Prepare a step with `total` label tokens over all ranks, and mark this rank's empty micro-batches."""
         self._step_tokens = sum(int(label_tokens(batch)) for batch in batches if batch["rows"])
         self.own_tokens = max(1, self._step_tokens)
         self._part = self.own_tokens * self.context.ranks.world / total
@@ -145,25 +142,21 @@ class LocalSteps(TrainerCallback):
             batch[IDLE] = not batch["rows"]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss over this rank's own tokens as its part of the loss over all, for the logs: their mean over
-        ranks is that loss.
-        """
+        """Scale a loss over this rank's own tokens for the logs, so that the mean over ranks is the loss over all."""
         return loss * self._part.to(loss.device)
 
     @property
     def empty(self) -> bool:
-        """Whether this rank has nothing to learn from in this step: its optimizer then leaves its weights alone."""
+        """Whether this rank has no label tokens in this step; its optimizer then does not change its weights."""
         return not self._step_tokens
 
     def agree(self, norm: float) -> float:
-        """Return the largest of all ranks' gradient norms, the same on each; no number where one is none.
-        Collective.
-        """
+        """Return the largest of all ranks' gradient norms, the same on each; NaN if any is NaN. Collective."""
         self.norms = [norm_there for (norm_there,) in self.context.ranks.table([norm])]
-        return float(torch.tensor(self.norms, dtype=torch.float64).max())  # which passes a NaN on
+        return float(torch.tensor(self.norms, dtype=torch.float64).max())  # torch's maximum propagates a NaN
 
     def skip_update(self) -> None:
-        """The update of this step is not made, so its tokens do not count."""
+        """Do not count the tokens of this step, whose update is skipped."""
         self._step_tokens = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -174,17 +167,13 @@ class LocalSteps(TrainerCallback):
             self.synchronise()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the average in the model where training ended early: that is what the last checkpoint and `model/`
-        have.
-        """
+        """Put the average into the model if training ended early, as in the last checkpoint and `model/`."""
         if self.window:
             self._put_average()
             self.window = self.tokens = 0
 
     def copies(self) -> dict[str, Tensor]:
-        """Return the trained parameters as they are now, on the CPU; within `averaged`, the average. Nothing where all
-        ranks have the same.
-        """
+        """Return copies of the trained parameters on the CPU (in `averaged`, the average), none if all ranks agree."""
         if not self.window:
             return {}
         return {
@@ -196,7 +185,7 @@ class LocalSteps(TrainerCallback):
 
     @torch.no_grad()
     def synchronise(self) -> None:
-        """Make an outer step from the ranks' average; all ranks have the same weights afterwards. Collective."""
+        """Take an outer step from the ranks' average; afterwards all ranks have the same weights. Collective."""
         for index, gradient in self._differences():
             velocity, anchor = self.velocity[index], self.anchor[index]
             velocity.mul_(self.momentum).add_(gradient)
@@ -206,7 +195,7 @@ class LocalSteps(TrainerCallback):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the model has the ranks' average; afterwards each rank has its own weights again. Collective."""
+        """Give the model the ranks' average in the context, and each rank its own weights afterwards. Collective."""
         if not self.window:
             yield
             return
@@ -225,14 +214,11 @@ class LocalSteps(TrainerCallback):
             self.parameters[index].copy_(self.anchor[index] - gradient)
 
     def _differences(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each parameter's index with anchor minus the ranks' token-weighted average, fp32, in its shape.
-        Collective.
-        """
+        """Yield each parameter's index and anchor minus the ranks' token-weighted average (fp32). Collective."""
         ranks, counts = self.context.ranks, self.counts()
         world = ranks.world
-        weight = (
-            self.tokens * world / sum(counts) if sum(counts) else 1.0
-        )  # how much more than an equal share this rank counts
+        # This rank's weight relative to an equal share.
+        weight = self.tokens * world / sum(counts) if sum(counts) else 1.0
         for group in split_into_groups([parameter.numel() for parameter in self.parameters]):
             parts = [(self.anchor[index] - self.parameters[index].detach().float()).reshape(-1) for index in group]
             flat = torch.cat(parts).mul_(weight)
@@ -249,7 +235,7 @@ class LocalSteps(TrainerCallback):
 
 
 def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
-    """Return indices in groups of at most `most` numbers (one that is larger makes a separate group), in order."""
+    """Return indices in groups of at most `most` numbers, in order; a larger one is a separate group."""
     groups: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):
@@ -264,7 +250,7 @@ def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> l
 def local_steps_of(context: TrainContext, trainer: Trainer) -> LocalSteps | None:
     """Return local steps, or register the hook of `launch.compression` with the wrapped model.
 
-    Local steps send no gradients: there the differences of weights are narrowed.
+    Local steps send no gradients; they compress the differences of weights instead.
     """
     launch, plan = context.config.launch, context.plan
     if plan.strategy != "ddp" or plan.world_size == 1:

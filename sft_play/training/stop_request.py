@@ -1,11 +1,13 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, and SIGHUP but under `nohup`. Signals are read from a pipe by a thread: a
-main thread that waits in a collective operation, or for a library to load, would not hear them. What a request leads
-to:
+"""Handle stop requests: SIGTERM, SIGINT, SIGUSR1, and SIGHUP except under `nohup`.
 
-- before the first step has ended there is nothing to save: the process leaves at once;
-- afterwards the ranks agree at the end of a step (`training.stopping`), save and leave;
-- without checkpoints (`train.save_strategy` is `no`) the process leaves at once, unless the last step has ended: then the model is written;
-- when no end of a step came within `PATIENCE_SECONDS` the process leaves without a new checkpoint, except in the middle of a save.
+A thread reads the signals from a pipe, because a main thread that waits in a collective, or for a library to load,
+would not receive them. What a request leads to:
+
+- before the first step has ended there is nothing to save, and the process exits at once;
+- afterwards the ranks agree at the end of a step (`training.stopping`), save and exit;
+- without checkpoints (`train.save_strategy: no`) the process exits at once, unless the last step has ended: then it
+  writes the model;
+- if no step ends within `PATIENCE_SECONDS` the process exits without a new checkpoint, except in the middle of a save.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ from sft_play.training.process import Activity, leave_record
 PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0
-"""How long the end waits for the thread that asks other ranks; it looks up once a second, and at the end at once."""
+"""How long the end waits for the thread that polls other ranks: it polls once a second, and once more at the end."""
 KEY = "asked_to_stop"
 
 
 def code_of(number: int) -> int:
-    """Return the exit code of a stop that this signal asked for."""
+    """Return the exit code of a stop requested by this signal."""
     return 130 if number == signal.SIGINT else 143
 
 
 @dataclass(kw_only=True, slots=True)
 class StopRequest:
-    """Whether this worker has been asked to stop, and its end when it cannot stop in order."""
+    """A request to this worker to stop, which ends the process if it cannot stop in an orderly way."""
 
     run: RunFolder
     rank: int
     activity: Activity
     heard: int | None = None
-    """The signal, here or (SIGTERM) on another rank."""
+    """The signal received here, or SIGTERM for one received by another rank."""
     during: str = "loading"
-    """The phase in which it was heard."""
+    """The phase in which the signal was received."""
     nothing_to_save: bool = True
-    """Until the first step has ended; without checkpoints until the last has."""
+    """True until the first step has ended; without checkpoints, until the last step has."""
     step: int = 0
     """The last optimizer step that has ended."""
     first_step: int = 0
-    """The step that this process continued from."""
+    """The step from which this process resumed."""
     saved: int | None = None
     """The step of the newest checkpoint of this process."""
     _ended: bool = False
@@ -63,41 +65,39 @@ class StopRequest:
     _sharing: threading.Thread | None = None
 
     def listen(self) -> None:
-        """Take the signals over; call once, in the main thread."""
+        """Install the signal handlers; call once, in the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in signals_to_hear():
-            signal.signal(number, _nothing)  # what counts is the byte in the pipe
+            signal.signal(number, _nothing)  # the byte in the pipe is what counts
         os.register_at_fork(after_in_child=_as_child)
         threading.Thread(target=self._read, args=(reader,), name="requests to stop", daemon=True).start()
 
     def hear(self, number: int) -> None:
-        """Take up a request; the first counts."""
+        """Accept a request; only the first counts."""
         if self.heard is None:
             self.heard, self.during = number, self.activity.phase
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
     def share(self, connect: Callable[[], Any]) -> None:
-        """Tell other ranks and hears from them, about every second, through a torch `Store` that `connect` opens for it
-        alone.
-        """
+        """Exchange requests with other ranks about every second, through a separate torch `Store` from `connect`."""
         self._sharing = threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True)
         self._sharing.start()
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """Write this process's exit record; from here on it only has to leave."""
+        """Write this process's exit record; all that remains is to exit."""
         with self._ending:
             if not self._ended:
                 leave_record(self.run, self.rank, self._with_facts(record))
                 self._code, self._ended = int(record["code"]), True
         self._over.set()
-        # A thread that comes back from torch's C++ into an interpreter that ends aborts the process
+        # A thread that returns from torch's C++ into a finalising interpreter aborts the process.
         if self._sharing is not None:
             self._sharing.join(LEAVE_SECONDS)
 
     def _with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Add to the exit record of a stop what is known of it."""
+        """Add the facts of a stop to its exit record."""
         if self.heard is None or record["code"] not in (130, 143):
             return dict(record)
         stop = {"signal": signal.Signals(self.heard).name, "phase": self.during, "step": self.step, "saved": self.saved}
@@ -106,30 +106,29 @@ class StopRequest:
     def _read(self, reader: int) -> None:
         while received := os.read(reader, 64):
             for number in received:
-                if number in STOPS:  # the pipe tells of other signals with handlers too (SIGCHLD)
+                if number in STOPS:  # the pipe also gets other signals that have handlers (SIGCHLD)
                     self.hear(number)
 
     def _wait(self) -> None:
-        """End the process when it does not end in time."""
+        """End the process if it does not end in time."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._ended:
-            if self.activity.phase == "saving":  # it is finished, however long it takes
+            if self.activity.phase == "saving":  # a save is finished, however long it takes
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
             elif self.nothing_to_save:
                 since = f"after step {self.first_step}" if self.first_step else "of this run"
                 reason = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
-                self._leave(
-                    "nothing is lost: no step has ended since the start" if self.step == self.first_step else reason
-                )
+                if self.step == self.first_step:
+                    reason = "nothing is lost: no step has ended since the start"
+                self._leave(reason)
             if time.monotonic() > deadline:
                 self._leave(
                     f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is"
                     " complete"
                 )
             time.sleep(LOOK_SECONDS)
-        time.sleep(
-            AFTER_SAVE_SECONDS
-        )  # an interpreter that hangs in its last clearing up must not keep its launcher waiting
+        # An interpreter that hangs in its final cleanup must not keep its launcher waiting.
+        time.sleep(AFTER_SAVE_SECONDS)
         os._exit(self._code)
 
     def _leave(self, why: str) -> None:
@@ -139,15 +138,14 @@ class StopRequest:
                 return
             name = signal.Signals(self.heard).name
             with contextlib.suppress(OSError, ValueError):
-                print(f"{name} {self.activity}: rank {self.rank} leaves; {why}", file=sys.stderr, flush=True)
+                print(f"{name} {self.activity}: rank {self.rank} exits; {why}", file=sys.stderr, flush=True)
             leave_record(self.run, self.rank, self._with_facts({"code": code_of(self.heard), "error": "", "note": why}))
             os._exit(code_of(self.heard))
 
     def _share(self, connect: Callable[[], Any]) -> None:
         shared = False
-        with contextlib.suppress(
-            RuntimeError
-        ):  # without a store, and when it is gone, ranks still agree at the end of each step
+        # Without the store, or when it is gone, ranks still agree at the end of each step.
+        with contextlib.suppress(RuntimeError):
             store = connect()
             while not self._ended:
                 if self.heard is not None and not shared:
@@ -164,7 +162,7 @@ def _nothing(_number: int, _frame: object) -> None:
 
 
 def _as_child() -> None:
-    """A forked process has no part in this: it must not write into the pipe."""
+    """Reset signal handling in a forked process, which must not write into the pipe."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

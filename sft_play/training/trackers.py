@@ -1,6 +1,4 @@
-"""TensorBoard (loss and memory per rank, speed, MFU, GPU use, CPU and network of each machine, learning curves), and
-other trackers.
-"""
+"""Log to TensorBoard (curves per rank, machine and evaluation) and to other trackers."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from sft_play.files import free_bytes, open_own, read_json, read_object, write_j
 from sft_play.runs.folder import RunFolder, read_predictions
 
 ROOM_BYTES = 2**20
-"""With less a new file is not begun."""
+"""Free bytes needed to start a new file."""
 NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -40,10 +38,10 @@ LETTERS, ANSWERS = 2_000, 3
 
 
 class Curves(TrainerCallback):
-    """Writes what is logged as scalars into `tb/`; a resumed run continues where its checkpoint was.
+    """Write what is logged as scalars into `tb/`; a resumed run continues from its checkpoint's step.
 
-    What the disk has no room for is left out (`metrics.jsonl` has it later), and a new file is begun when there is some
-    again. Written without the library's own thread, which would end at a full disk with a traceback.
+    Events that do not fit on the disk are dropped, and a new file is started when there is space again. The library's
+    own writer thread is not used, because it would end at a full disk with a traceback.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -56,7 +54,7 @@ class Curves(TrainerCallback):
 
         self.folder.mkdir(parents=True, exist_ok=True)
         step = state.global_step
-        if step:  # what earlier files have from the next step on is void
+        if step:  # invalidates later steps in earlier files
             self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
         for path in (self.run.config, self.run.plan):
             self._add_text(path.stem, _indent(path.read_text(encoding="utf-8")), state)
@@ -97,10 +95,9 @@ class Curves(TrainerCallback):
                     Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
                 )
             RecordWriter(self.stream).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
-            # A process that is killed takes along what it has not written, and a checkpoint may follow: its steps are
-            # never made again.
+            # A killed process loses unflushed events, and steps before a checkpoint are never repeated.
             self.stream.flush()
-        except OSError:  # a torn record ends what readers take from a file
+        except OSError:  # readers stop at a torn record, so the file cannot be continued
             stream, self.stream = self.stream, None
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -108,7 +105,7 @@ class Curves(TrainerCallback):
 
 
 def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the curves of something that is logged, with the value of each."""
+    """Yield the curves of a logged value: one, or one per rank or machine."""
     if match := PLACE.fullmatch(name):
         yield from ((f"{match[1]}/{match[2]}/{index}", number) for index, number in enumerate(value))
     elif isinstance(value, int | float) and (name in NAMES or name.startswith("eval_")):
@@ -116,24 +113,24 @@ def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _indent(text: str) -> str:
-    """Return a text as a block that Markdown shows letter for letter."""
+    """Return a text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-# Trackers (W&B, MLflow, Comet, Aim) by callbacks in a thread each: one that fails or hangs is a warning and ends no
-# run.
+# Each tracker (W&B, MLflow, Comet, Aim) runs its callback in a separate thread: a failure or hang gives a warning and
+# ends no run.
 
 
 END_SECONDS = 10.0
 """How long the end of a training waits for a tracker."""
 IDS = "trackers.json"
-"""File in the run's folder: tracker -> the id of its run, so that a resumed one continues it."""
+"""File in the run's folder: tracker -> id of its run, which a resumed run continues."""
 
 
 class Tracked(TrainerCallback):
-    """Hands what is logged to a tracker's callback, in a thread: training never waits for a server.
+    """Pass what is logged to a tracker's callback in a thread, so that training never waits for a server.
 
-    `make` returns that callback; it is called in the thread, since some libraries bind their run to one.
+    `make` returns that callback; it is called in the thread, because some libraries bind their run to a thread.
     """
 
     def __init__(
@@ -158,7 +155,7 @@ class Tracked(TrainerCallback):
         self._thread.join(self.end_seconds)
         if self._thread.is_alive() and not self._failed:
             self._failed = True
-            self._warn(f"has not taken everything within {self.end_seconds:.0f} s")
+            self._warn(f"has not accepted everything within {self.end_seconds:.0f} s")
 
     def _hand(self, event: str, args: Any, state: Any, **others: Any) -> None:
         if not self._failed:
@@ -172,7 +169,7 @@ class Tracked(TrainerCallback):
                 getattr(self._inner, event)(*arguments, **others)
                 if event == "on_train_begin":
                     self._begun()
-            except BaseException as error:  # noqa: BLE001 - of many kinds, SystemExit among them, and a curve is never worth a run
+            except BaseException as error:  # noqa: BLE001 - of any kind, even SystemExit; a curve is not worth a run
                 if not self._failed:
                     self._failed = True
                     self._warn(f"failed: {(str(error) or type(error).__name__).strip().splitlines()[0]}")
@@ -182,12 +179,12 @@ class Tracked(TrainerCallback):
         print(f"warning: the tracker `{self.name}` {what}; {fallback}", file=sys.stderr, flush=True)
 
     def _begin(self) -> Any:
-        """Say by variables, where the user did not, which run is continued and where files go; return the callback."""
+        """Set the variables for the tracker's run and folder that the user did not set; return the callback."""
         run_id = read_object(self.run.path / IDS).get(self.name)
         folder = str(self.run.path.absolute())
         variables: dict[str, str] = {}
         if self.name == "wandb":
-            os.environ["WANDB_LOG_MODEL"] = "false"  # it would save the model in this thread while others use it
+            os.environ["WANDB_LOG_MODEL"] = "false"  # W&B would save the model in this thread while others use it
             run_id = run_id or uuid.uuid4().hex[:8]
             variables = {
                 "WANDB_RUN_ID": run_id,
@@ -218,7 +215,7 @@ class Tracked(TrainerCallback):
         return self._make()
 
     def _begun(self) -> None:
-        """MLflow alone names its runs itself, and would send in a separate thread, whose errors nobody sees."""
+        """Record MLflow's run id, since it names runs itself, and turn off its own thread, whose errors nobody sees."""
         if self.name == "mlflow":
             import mlflow
 
@@ -227,13 +224,13 @@ class Tracked(TrainerCallback):
 
 
 def keep_id(run: RunFolder, tracker: str, run_id: str | None) -> None:
-    """Write down what a tracker calls this run."""
+    """Save a tracker's id of this run."""
     if run_id:
         write_json(run.path / IDS, read_object(run.path / IDS) | {tracker: run_id})
 
 
 def flat(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers only, one name for each rank or machine: `rank_loss/0`."""
+    """Return only the numbers, with a separate name for each rank or machine (`rank_loss/0`)."""
     numbers: dict[str, Any] = {}
     for name, value in logs.items():
         parts = (
@@ -246,9 +243,7 @@ def flat(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AimTracker(TrainerCallback):
-    """Writes numbers as sequences of an Aim run, on rank 0; a step that is trained again after a resume replaces its
-    value.
-    """
+    """Write numbers as sequences of an Aim run, on rank 0; a step repeated after a resume replaces its value."""
 
     def __init__(self, run: RunFolder) -> None:
         self.folder = run
@@ -289,7 +284,7 @@ class AimTracker(TrainerCallback):
 
 
 def tracker_callbacks(config: Config, run: RunFolder) -> list[Tracked]:
-    """Return the callbacks of the trackers that `train.report_to` names, our own TensorBoard excepted."""
+    """Return the callbacks of the trackers that `train.report_to` names, except TensorBoard, which we write."""
     from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
     names = trackers(config)

@@ -49,7 +49,7 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, capsys: pytest.Capt
     for inner, kept, said in (
         (Recording(), 5, ""),
         (Recording(fails=3), 2, "failed: the server is gone"),
-        (Recording(hangs=3), 2, "has not taken everything within"),
+        (Recording(hangs=3), 2, "has not accepted everything within"),
     ):
         drive(inner, RunFolder(tmp_path))
         assert inner.seen == [(step, {"loss": float(step)}) for step in range(1, kept + 1)]

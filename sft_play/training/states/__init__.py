@@ -1,8 +1,7 @@
-"""Every state of a run that is not weights: collected, written without pickle, and put back on any number of ranks (ADR
-7).
+"""Collect every state of a run other than weights, write it without pickle, restore it on any number of ranks (ADR 7).
 
-- `layout`: where each strategy keeps parameters and their optimizer states; `facts`: states that are a few numbers;
-- `files`: which range of which parameter is where, and what differs between ranks.
+- `layout`: where each strategy keeps parameters and their optimizer states; `facts`: states of a few numbers;
+- `files`: which file holds which range of which parameter, and the states that differ between ranks.
 """
 
 from __future__ import annotations
@@ -67,21 +66,21 @@ from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """The states of one rank in CPU memory, ready to be written by any thread."""
+    """The states of one rank in CPU memory, which any thread can write."""
 
     rank: int
     pieces: tuple[StatePiece, ...] | None
-    """`None` on ranks that hold what rank 0 writes already."""
+    """`None` on ranks whose states rank 0 writes, because they are the same."""
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Mapping[str, Any]]
     random: tuple[Mapping[str, Tensor], Mapping[str, str]]
     facts: StatesFacts | None
-    """On rank 0 only."""
+    """Only on rank 0."""
     others: tuple[States, ...] = ()
-    """On rank 0: of ranks that do not see its folder."""
+    """On rank 0: the states of ranks that do not see its folder."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the files of these ranks and return them. Needs no other rank. Raise `OSError`."""
+        """Write and return the files of these ranks; not collective. Raise `OSError`."""
         written = []
         for states in (self, *self.others):
             written.append(folder / random_file(states.rank))
@@ -107,9 +106,9 @@ def collect(
 ) -> States:
     """Return this rank's states after an optimizer step. Collective: all ranks call it together.
 
-    With `clone` nothing that is returned shares memory with the trainer, so that it may train on while they are
-    written. `average`: where weights differ between ranks, the average of each trained parameter, on rank 0. Raise
-    `CheckpointError` for a state that cannot be saved (an object that is neither tensor nor number).
+    With `clone` they share no memory with the trainer, which may continue while they are written. `average` holds, on
+    rank 0, the average of each trained parameter if weights differ between ranks. Raise `CheckpointError` for a state
+    that cannot be saved (an object that is neither tensor nor number).
     """
     layout, first = layout_of(trainer), context.ranks.first
     own = facts_of(context, local)
@@ -131,8 +130,9 @@ def collect(
 
 
 def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> States | None:
-    """Return what each rank writes: the states of ranks outside `together`, which do not see rank 0's folder, travel to
-    it. Collective.
+    """Send rank 0 the states of ranks outside `together`, which do not see its folder; return what each rank writes.
+
+    Collective.
     """
     mine = None
     if ranks.rank not in together:
@@ -164,7 +164,7 @@ def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> S
 
 
 class _Collector:
-    """Gathers pieces, bundle by bundle."""
+    """Collect pieces, bundle by bundle."""
 
     def __init__(self, clone: bool, in_weights: frozenset[str]) -> None:
         self.clone, self.in_weights = clone, in_weights
@@ -173,7 +173,7 @@ class _Collector:
         self.values: dict[str, dict[str, Any]] = {}
 
     def take(self, bundle: Bundle, states: Mapping[str, Any]) -> None:
-        """Add a bundle's values, as far as the weights' file lacks them, and all its states."""
+        """Add a bundle's values that the weights' file lacks, and all its states."""
         for share in bundle.shares:
             if bundle.master or share.name not in self.in_weights:
                 self._slice("master" if bundle.master else "weight", bundle.local, share)
@@ -182,7 +182,7 @@ class _Collector:
                 self._state(bundle, name, state)
             elif isinstance(state, Tensor) and (flat := bundle.unwrap(state)) is not None:
                 self._slices(bundle, name, flat)
-            else:  # a number, or what raises
+            else:  # a number; anything else raises
                 for share in bundle.shares:
                     self.values.setdefault(share.name, {})[name] = to_plain(state, name)
 
@@ -260,10 +260,9 @@ def _facts(
 
 
 def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
-    """Return the trainable parameters that a checkpoint's weights hold under their own name and in their own shape.
+    """Return the trainable parameters that a checkpoint's weights hold under their own name and shape.
 
-    An adapter's file has shorter names, and for some models transformers writes the original names and forms of the
-    hub.
+    An adapter's file has shorter names, and for some models transformers writes the hub's original names and shapes.
     """
     if context.config.tuning.mode != "full":
         return frozenset()
@@ -272,15 +271,15 @@ def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
     try:
         written = revert_weight_conversion(trainer.model, written)
     except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError):
-        return frozenset()  # whatever it does to the names, our own pieces do not depend on it
+        return frozenset()  # then all values are saved as pieces, which need no such conversion
     skipped = frozenset(getattr(trainer.model, "_keys_to_ignore_on_save", None) or ())
     return frozenset(name for name, value in written.items() if shapes.get(name) == tuple(value.shape)) - skipped
 
 
 def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, checkpoint: Path) -> Mapping[str, Any]:
-    """Put weights, optimizer, scheduler, scaler and random states back; return the counters. Collective.
+    """Restore weights, optimizer, scheduler, scaler and random states; return the counters. Collective.
 
-    Call after model and optimizer are wrapped. Raise `CheckpointError` when the states do not fit.
+    Call after model and optimizer are wrapped. Raise `CheckpointError` if the states do not fit.
     """
     facts = read_facts(checkpoint)
     check_states(checkpoint, strategy=context.plan.strategy, world_size=context.plan.world_size)
@@ -319,27 +318,25 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
 
 
 def restore_random(context: TrainContext, checkpoint: Path) -> None:
-    """Put this rank's random states back."""
+    """Restore this rank's random states."""
     path, seed = _random_file(context, checkpoint), context.config.train.seed
     restore_random_states(path, _draws_as(context), seed=seed, step=step_of(checkpoint))
 
 
 def _draws_as(context: TrainContext) -> int:
-    """Return the rank whose random numbers this one draws: those with slices of one layer must draw the same (dropout,
-    NEFTune).
-    """
+    """Return the rank whose random numbers this one draws; ranks with slices of a layer must draw the same ones."""
     return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
 
 
 def _random_file(context: TrainContext, checkpoint: Path) -> Path:
-    """Return the file of this rank's random states, which a checkpoint of fewer ranks lacks."""
+    """Return the file of this rank's random states, which a checkpoint of fewer ranks does not have."""
     return checkpoint / random_file(_draws_as(context))
 
 
 def _put_values(state_files: StateFiles, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
     for share in bundle.shares:
         target = bundle.local[share.offset : share.offset + share.elements]
-        state = next((one for one in order if state_files.pieces(share.name, one)), None)
+        state = next((candidate for candidate in order if state_files.pieces(share.name, candidate)), None)
         if state is not None:
             _fill(share, target, partial(state_files.fill, parameter=share.name, state=state))
             continue
@@ -363,7 +360,7 @@ ROWS_AT_ONCE = 1024
 
 
 def _fill(share: Share, target: Tensor, read: Callable[..., None]) -> None:
-    """Fill the elements of a share; `read` fills a tensor with a range of the whole parameter's."""
+    """Fill the elements of a share; `read` fills a tensor with a range of the complete parameter."""
     if not share.columns:
         read(target, start=share.start, end=share.end)
         return
@@ -377,10 +374,10 @@ def _fill(share: Share, target: Tensor, read: Callable[..., None]) -> None:
 
 
 def _states(state_files: StateFiles, bundle: Bundle, optimizer: Any, own_file: str) -> dict[str, Any]:
-    """Return the optimizer's states of a bundle, in the order in which it made them."""
+    """Return the optimizer's states of a bundle, in the order in which the optimizer created them."""
     states: dict[str, Any] = {}
     labels = [share.name for share in bundle.shares]
-    if not labels:  # only padding, whose states stay zero
+    if not labels:  # the bundle is only padding, whose states stay zero
         return states
     for label in (*labels, bundle.label):
         for name in state_files.states(label):
@@ -409,6 +406,6 @@ def _state(state_files: StateFiles, bundle: Bundle, name: str, label: str, optim
 
 
 def _step_on_device(optimizer: Any, key: Tensor) -> bool:
-    """Whether the optimizer counts its steps on the device of the parameter: torch's fused and capturable ones do."""
+    """Return whether the optimizer counts steps on the parameter's device, as torch's fused and capturable ones do."""
     mine = [group for group in optimizer.param_groups if any(parameter is key for parameter in group["params"])]
     return any(group.get("fused") or group.get("capturable") for group in mine or optimizer.param_groups)

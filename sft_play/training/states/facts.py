@@ -1,5 +1,6 @@
-"""States that are a few numbers: parameter groups, scheduler, loss scaler, DeepSpeed's counters, random states. As
-JSON, exact.
+"""Save and restore states of a few numbers, exactly, as JSON.
+
+They are parameter groups, scheduler, loss scaler, DeepSpeed's counters and random states.
 """
 
 from __future__ import annotations
@@ -24,19 +25,33 @@ from sft_play.errors import CheckpointError
 from sft_play.training.states.files import readable
 
 NOT_KEPT = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "maximize", "param_names"})
-"""Keys of a parameter group that say how this process computes, or what is given again."""
+"""Keys of a parameter group that describe how this process computes, or that a new process sets itself."""
 ENGINE = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-ELEMENTWISE = frozenset({
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam",
-    "FusedLion", "Lion", "NAdam", "RAdam", "RMSprop", "SGD",
-})  # fmt: skip
-"""Optimizers that update each element alone, so that it does not matter how parameters are cut."""
+ELEMENTWISE = frozenset(
+    [
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "DeepSpeedCPUAdagrad",
+        "DeepSpeedCPUAdam",
+        "DeepSpeedCPULion",
+        "FusedAdam",
+        "FusedLion",
+        "Lion",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "SGD",
+    ]
+)
+"""Optimizers that update each element independently, so that it does not matter how parameters are sliced."""
 
 
 def to_plain(value: Any, what: str) -> Any:
-    """Return `value` as JSON has it, tuples as lists and one-element tensors as numbers. Raise `CheckpointError` for
-    anything else.
-    """
+    """Return `value` in JSON's types, tuples as lists, one-element tensors as numbers. Raise `CheckpointError`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -54,7 +69,7 @@ def to_plain(value: Any, what: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The opposite of `to_plain` for numbers that JSON has not."""
+    """Invert `to_plain` for the floats that JSON lacks."""
     if isinstance(value, Mapping):
         if set(value) == {"float"}:
             return float(value["float"])
@@ -63,7 +78,7 @@ def from_plain(value: Any) -> Any:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the hyperparameters of an optimizer's groups, those of groups that were always empty left out."""
+    """Return the hyperparameters of an optimizer's groups, without groups that were always empty."""
     return [
         {name: _of_group(value, f"param_groups.{name}") for name, value in group.items() if name not in NOT_KEPT}
         for group in _groups(optimizer)
@@ -71,7 +86,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _of_group(value: Any, what: str) -> Any:
-    """Return a hyperparameter as JSON has it; a tensor with its type: some optimizers count steps in one."""
+    """Return a hyperparameter in JSON's types; a tensor with its dtype, since some optimizers count steps in one."""
     plain = to_plain(value, what)
     return {"tensor": plain, "dtype": str(value.dtype).removeprefix("torch.")} if isinstance(value, Tensor) else plain
 
@@ -79,16 +94,15 @@ def _of_group(value: Any, what: str) -> Any:
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = optimizer.param_groups
     filled = [group for group in groups if group["params"]]
-    return filled or groups  # ZeRO-3 keeps them empty between steps, and drops a group without parameters at the start
+    # ZeRO-3 keeps all groups empty between steps, and drops a group without parameters at the start.
+    return filled or groups
 
 
 def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Put hyperparameters back. Raise `CheckpointError` for another number of groups."""
+    """Restore hyperparameters. Raise `CheckpointError` if the number of groups differs."""
     mine = _groups(optimizer)
     if len(mine) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(groups)} groups of parameters, and the optimizer has {len(mine)}"
-        )
+        raise CheckpointError(f"the checkpoint has {len(groups)} parameter groups, and the optimizer has {len(mine)}")
     for group, saved in zip(mine, groups, strict=True):
         for name, plain in from_plain(saved).items():
             now, value = group.get(name), plain
@@ -101,16 +115,14 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
 
 
 def scheduler_of(scheduler: Any, optimizer: Any) -> dict[str, Any] | None:
-    """Return a scheduler's state, and which of the groups that it counts have parameters: DeepSpeed drops those
-    without.
-    """
+    """Return a scheduler's state, and which of its groups have parameters, since DeepSpeed drops empty groups."""
     if scheduler is None:
         return None
     return {"state": to_plain(scheduler.state_dict(), "scheduler"), "filled": _have_parameters(optimizer)}
 
 
 def set_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any] | None) -> None:
-    """Put a scheduler's state back; its values for groups that have no parameters here stay what they are now."""
+    """Restore a scheduler's state; its values for groups without parameters here do not change."""
     if scheduler is None or saved is None:
         return
     state, now, filled = from_plain(saved["state"]), scheduler.state_dict(), _have_parameters(optimizer)
@@ -124,10 +136,9 @@ def set_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any] | None) 
 
 
 def _follow(scheduler: Any) -> None:
-    """Give the groups the learning rate that this run's schedule has at this step: one that was made longer has another
-    than was kept.
+    """Set the groups' learning rate to this run's schedule at this step, which an extended run has changed.
 
-    Of schedules that are functions of the step, where it is the same number to the bit in a run of the same length.
+    Only for schedules that are functions of the step; with an unchanged length the number is the same to the bit.
     """
     while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
         scheduler = scheduler.scheduler  # accelerate's wrapper
@@ -150,7 +161,7 @@ def _have_parameters(optimizer: Any) -> list[bool]:
 
 
 def loss_scaler(trainer: Trainer) -> Any:
-    """Return fp16's loss scaler, accelerate's or DeepSpeed's; `None` where there is none."""
+    """Return the fp16 loss scaler of accelerate or DeepSpeed, or `None` without one."""
     if trainer.is_deepspeed_enabled:
         return getattr(trainer.model_wrapped.optimizer, "loss_scaler", None)
     return getattr(trainer.accelerator, "scaler", None)
@@ -169,7 +180,7 @@ def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def set_scaler(trainer: Trainer, saved: dict[str, Any] | None) -> None:
-    """Put the loss scaler's state back, where the run has one now."""
+    """Restore the loss scaler's state, if the run has a scaler now."""
     scaler = loss_scaler(trainer)
     if not saved or scaler is None:
         return
@@ -189,7 +200,7 @@ def engine_of(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def set_engine(trainer: Trainer, saved: dict[str, Any] | None) -> None:
-    """Put DeepSpeed's counters back; micro-steps are counted again, since another world divides a batch otherwise."""
+    """Restore DeepSpeed's counters; micro-steps are computed, since another world size divides a batch differently."""
     if saved and trainer.is_deepspeed_enabled:
         engine = trainer.model_wrapped
         for name in ENGINE:
@@ -211,7 +222,7 @@ class RandomStates(NamedTuple):
         return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Put these states back."""
+        """Restore these states."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.random.set_rng_state(self.torch)
@@ -219,7 +230,7 @@ class RandomStates(NamedTuple):
             torch.cuda.set_rng_state(self.cuda)
 
     def as_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return copies of the states as tensors, and what belongs to them as metadata."""
+        """Return copies of the states as tensors, and their other values as metadata."""
         version, inner, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         tensors = {
@@ -237,7 +248,7 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> RandomStates:
-        """The opposite of `as_tensors`."""
+        """Return the states of `as_tensors`."""
         facts = json.loads(metadata["facts"])
         version, gauss = facts["python"]
         name, *numbers = facts["numpy"]
@@ -251,7 +262,7 @@ class RandomStates(NamedTuple):
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Put the random states back afterwards."""
+    """Restore the random states after the body."""
     states = RandomStates.now()
     try:
         yield
@@ -260,9 +271,7 @@ def random_states_kept() -> Iterator[None]:
 
 
 def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
-    """Put a rank's states back from its file. Without one (it was not there when the checkpoint was written) it starts
-    from `fresh_seed`.
-    """
+    """Restore a rank's states from its file, or seed them by `fresh_seed` if the rank is new and has no file."""
     if not path.is_file():
         number = fresh_seed(seed, rank, step)
         random.seed(number)
@@ -270,7 +279,7 @@ def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> Non
         torch.manual_seed(number)
         return
     with readable(path), safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
         RandomStates.of_tensors(tensors, file.metadata()).restore()
 
 

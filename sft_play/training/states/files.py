@@ -1,6 +1,4 @@
-"""Pieces of optimizer states in files: which range of which parameter is where, written and read range by range; whose
-pieces a rank takes.
-"""
+"""Write and read optimizer states in pieces, each a range of a parameter, and choose whose pieces a rank reads."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
 
 Kind = Literal["slice", "columns", "whole", "rank"]
-"""`slice`: elements of the parameter's range; `columns`: a range of its columns, all rows; `whole`: the same on every
-rank; `rank`: of this rank's layout only.
+"""`slice`: a range of the parameter's elements; `columns`: a range of its columns, all rows; `whole`: the same on every
+rank; `rank`: specific to this rank's layout.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePiece:
-    """Where one tensor of a state file belongs."""
+    """The place of a state file's tensor in a parameter's state."""
 
     key: str
     """The tensor's name in its file."""
@@ -43,29 +41,29 @@ class StatePiece:
     start: int
     end: int
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the complete parameter."""
     dtype: str
     file: str = ""
     """Name of the file that holds it."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the index of a file keeps."""
+        """Return the entry for the index of a file."""
         return {name: value for name, value in asdict(self).items() if name != "file"}
 
     @staticmethod
     def read(facts: Mapping[str, Any], file: str) -> StatePiece:
-        """The opposite of `facts`."""
+        """Return the piece of an index entry, the inverse of `facts`."""
         return StatePiece(**{**facts, "shape": tuple(facts["shape"]), "file": file})
 
 
 def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iterator[tuple[StatePiece, int, int, int]]:
     """Yield how to fill the elements `[start, end)` from `pieces`, which may overlap.
 
-    Each part is (piece, first and end of its own elements, where they go counted from `start`). Raise `CheckpointError`
-    where an element is in no piece; `what` names the state for the message.
+    Each part is (piece, start and end in its own elements, target offset from `start`). Raise `CheckpointError` if an
+    element is in no piece; `what` names the state in the message.
     """
     position = start
-    for piece in sorted(pieces, key=lambda one: (one.start, -one.end)):
+    for piece in sorted(pieces, key=lambda part: (part.start, -part.end)):
         if piece.end <= position or piece.start >= end:
             continue
         if piece.start > position:
@@ -76,15 +74,15 @@ def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iter
     if position < end:
         raise CheckpointError(
             f"the checkpoint lacks elements {position} to {end} of {what}",
-            hint="its files do not belong together; take an earlier one",
+            hint="its files do not belong together; use an earlier checkpoint",
         )
 
 
 def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
-    """Return the parts of parameters inside elements `[start, end)` of a buffer in which they lie one after the other.
+    """Return the parts of parameters in elements `[start, end)` of a buffer that holds them one after the other.
 
     `sizes` and `offsets` count elements. Each part is (index of the parameter, first element, end, offset in the
-    range); what is only padding belongs to none.
+    range); padding belongs to no part.
     """
     parts = []
     for index, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
@@ -95,23 +93,21 @@ def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: i
 
 
 def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
-    """Return (first element, end, size with padding) of a rank's share where each gets an equal part, rounded up
-    (ZeRO-3).
-    """
+    """Return (first element, end, size with padding) of a rank's equal share, rounded up (ZeRO-3)."""
     size = -(-numel // world)
     return min(rank * size, numel), min((rank + 1) * size, numel), size
 
 
 NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 INDEX = "index"
-"""Metadata key of a state file: JSON with its pieces and with the values that are no tensors."""
+"""Metadata key of a state file: JSON with its pieces, and with the values that are not tensors."""
 
 
 class StateFiles:
-    """What a checkpoint holds of parameters: pieces of states, whoever wrote them, and complete weights."""
+    """A checkpoint's files: pieces of states, from any rank, and complete weights."""
 
     def __init__(self, checkpoint: Path, ranks: Iterable[int]) -> None:
-        """`ranks`: whose files of pieces are taken. Raise `CheckpointError` for a file that is missing or not ours."""
+        """Read the indices of the state files of `ranks`. Raise `CheckpointError` if a file is missing or not ours."""
         self.checkpoint = checkpoint
         self._open: dict[str, Any] = {}
         self._pieces: dict[str, dict[str, list[StatePiece]]] = {}
@@ -126,11 +122,11 @@ class StateFiles:
                 self._values.setdefault(parameter, {}).update(values)
 
     def states(self, parameter: str) -> list[str]:
-        """Return the names of a parameter's states that are tensors, in the order in which the optimizer made them."""
+        """Return the names of a parameter's tensor states, in the order in which the optimizer created them."""
         return list(self._pieces.get(parameter, ()))
 
     def values(self, parameter: str) -> dict[str, Any]:
-        """Return a parameter's states that are no tensors."""
+        """Return a parameter's states that are not tensors."""
         return self._values.get(parameter, {})
 
     def pieces(self, parameter: str, state: str) -> list[StatePiece]:
@@ -146,9 +142,7 @@ class StateFiles:
         return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
 
     def weight(self, name: str) -> list[StatePiece]:
-        """Return a weight in the model's own files as the only piece of its values; nothing where there is none of this
-        name.
-        """
+        """Return a weight of the model's files as a single piece, or nothing if there is no such weight."""
         file = self._weights.get(name)
         if file is None:
             return []
@@ -170,11 +164,11 @@ class StateFiles:
         ]
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
-        """Write elements `[start, end)` of a state into `target`. Raise `CheckpointError` where one is missing."""
+        """Write elements `[start, end)` of a state into `target`. Raise `CheckpointError` if one is missing."""
         self.fill_from(self.pieces(parameter, state), target, start, end, f"`{state}` of `{parameter}`")
 
     def fill_from(self, pieces: list[StatePiece], target: Tensor, start: int, end: int, what: str) -> None:
-        """As `fill`, from `pieces` of one state; `what` names it."""
+        """Do as `fill` does, from the `pieces` of a state; `what` names it in errors."""
         if not pieces or pieces[0].kind != "columns":
             for piece, first, last, into in reads(start, end, pieces, what):
                 target[into : into + last - first].copy_(self._elements(piece, first, last))
@@ -188,7 +182,7 @@ class StateFiles:
         target.copy_(block.view(-1)[start - top * width : end - top * width])
 
     def _elements(self, piece: StatePiece, start: int, end: int) -> Tensor:
-        """Return elements of a piece's own tensor; only the rows that they are in are read."""
+        """Return elements of a piece's own tensor, reading only the rows that contain them."""
         with readable(self.checkpoint / piece.file):
             shape = self._file(piece.file).get_slice(piece.key).get_shape()
         if not shape:
@@ -217,22 +211,21 @@ class StateFiles:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns a file that cannot be read into a `CheckpointError` with its place."""
+    """Raise `CheckpointError` with the file's path if the body cannot read it."""
     try:
         yield
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint"
+            f"the file cannot be read: {error}", place=str(path), hint="use an earlier checkpoint"
         ) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write CPU tensors as safetensors, one by one: no copy of all in memory. Raise `OSError`; the file may then be
-    incomplete.
+    """Write CPU tensors as safetensors, one by one, without a copy of the file in memory.
 
-    The library's own `save_file` builds the file in memory first and reports a full disk as another error. The format:
-    8 bytes with the header's length, the header as JSON (name -> type, shape, offsets), the tensors' bytes without gaps
-    (https://github.com/huggingface/safetensors#format).
+    Raise `OSError`, which may leave an incomplete file. The library's own `save_file` builds the file in memory and
+    reports a full disk as another error. The format: 8 bytes with the header's length, the header as JSON (name ->
+    type, shape, offsets), the tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
     """
     # Widest types first, so that every tensor starts at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -256,26 +249,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
                 stream.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
-# ---- States that differ between ranks although all train the same parameters: those of local steps
+# ---- States of local steps, which differ between ranks although all train the same parameters
 
 EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE})
-"""States of a parameter that are none of the optimizer's."""
+"""States of a parameter that do not belong to the optimizer."""
 VALUES = ("master", "weight")
-"""States that are the parameter's own values, the one with more digits first."""
+"""States that are the parameter's own values, the more precise first."""
 Add = Callable[[str, Tensor, str, Kind, int, int, tuple[int, ...]], None]
 
 
 def facts_of(context: TrainContext, local: LocalSteps | None) -> dict[str, Any] | None:
-    """Return what `states.json` says of own states, `None` where there are none. Collective."""
+    """Return the entry of `states.json` about states of single ranks, or `None` if there are none. Collective."""
     if local is None:
         return None
     return {"world": context.ranks.world, "window": local.window, "tokens": local.counts()}
 
 
 def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Tensor]) -> None:
-    """Add what local steps keep beside the optimizer's states; `average`: of weights that differ between ranks. Call on
-    rank 0.
-    """
+    """Add the states of local steps, and the `average` of weights that differ between ranks. Call on rank 0."""
     if local is None:
         return
     tensors = [(AVERAGE, name, value) for name, value in average.items()]
@@ -286,9 +277,7 @@ def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Te
 
 
 class MeanStateFiles(StateFiles):
-    """Several ranks' own states read as one: numbers of each element are averaged, everything else is the first
-    rank's.
-    """
+    """Several ranks' states read as one: floats are averaged per element, everything else is the first rank's."""
 
     def __init__(self, per_rank: Sequence[StateFiles]) -> None:
         self.per_rank, first = tuple(per_rank), per_rank[0]
@@ -300,7 +289,7 @@ class MeanStateFiles(StateFiles):
         )
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
-        """As `StateFiles.fill`, with the mean over those ranks that have the state."""
+        """Write the mean over the ranks that have the state."""
         holding = [state_files for state_files in self.per_rank if state_files.pieces(parameter, state)] or [
             self.per_rank[0]
         ]
@@ -316,23 +305,23 @@ class MeanStateFiles(StateFiles):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Where this rank's states come from."""
+    """The files from which this rank restores its states."""
 
     values: StateFiles
     order: tuple[str, ...]
-    """Names of the states that are a parameter's values, the one to take first."""
+    """Names of the states that are a parameter's values, the preferred one first."""
     states: StateFiles
     alike: bool
-    """Whether all ranks continue with the weights that they had."""
+    """Whether every rank continues with its own weights."""
 
 
 def sources_of(
     context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, state_files: StateFiles
 ) -> Sources:
-    """Return the sources; `state_files` is what rank 0 wrote.
+    """Return the sources of this rank's states; `state_files` are the files that rank 0 wrote.
 
-    A rank takes its own states. With another number of ranks it takes the mean of those in the checkpoint, and all then
-    begin with the average's weights.
+    A rank restores its own states. If the number of ranks has changed, each restores the mean of the states in the
+    checkpoint, and all start from the averaged weights.
     """
     if facts.own is None:
         return Sources(values=state_files, order=VALUES, states=state_files, alike=True)
@@ -354,11 +343,11 @@ def sources_of(
 def restore_local_steps(
     context: TrainContext, local: LocalSteps | None, facts: StatesFacts, state_files: StateFiles, sources: Sources
 ) -> None:
-    """Put back what local steps keep. Call when the weights are in."""
+    """Restore the states of local steps; call after the weights are restored."""
     if local is None:
         return
     for index, (name, parameter) in enumerate(zip(local.names, local.parameters, strict=True)):
-        if not state_files.pieces(name, ANCHOR):  # of a run that had one rank until now
+        if not state_files.pieces(name, ANCHOR):  # the run had a single rank until now
             local.anchor[index].copy_(parameter.detach())
             continue
         for state, target in ((ANCHOR, local.anchor[index]), (MOMENTUM, local.velocity[index])):

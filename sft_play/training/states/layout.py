@@ -1,5 +1,6 @@
-"""How each strategy lays parameters out: the tensors that the optimizer steps, which parts of which parameters lie in
-them, their bytes; and the proof of what each rank held.
+"""Describe how each strategy lays out parameters: the optimizer's tensors, the parameters in them, and their bytes.
+
+`ShardProof` records what each rank really held.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from sft_play.training.states.files import flat_shares, partition
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The elements `[start, end)` of a parameter, at `offset` of the bundle that holds them; with `columns` these
-    columns of all rows.
-    """
+    """The elements `[start, end)` of a parameter (or columns of all its rows), at `offset` of their bundle."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,29 +35,27 @@ class Share:
 
     @property
     def elements(self) -> int:
-        """How many elements these are."""
+        """Number of elements."""
         return (self.end - self.start) * (self.shape[0] if self.columns else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """One tensor that the optimizer steps on this rank."""
+    """A tensor that the optimizer steps on this rank."""
 
     label: str
     key: Tensor
-    """What the optimizer's `state` is keyed by."""
+    """Key of the optimizer's `state`."""
     local: Tensor
-    """The values that count, [elements of this rank]: the master copy where weights are kept in fewer digits. A view,
-    to be written into.
-    """
+    """A writable view of the values [elements of this rank]: the master copy if weights are less precise."""
     shares: tuple[Share, ...]
-    """Without padding."""
+    """Parts of parameters, without padding."""
     master: bool
-    """Whether `local` has more digits than the weights."""
+    """Whether `local` is more precise than the weights."""
     wrap: Callable[[Tensor], Tensor]
-    """[elements] -> a state tensor as the optimizer keeps it."""
+    """[elements] -> a state tensor in the optimizer's form."""
     unwrap: Callable[[Tensor], Tensor | None]
-    """The opposite; `None` for a state that does not hold one number for each element."""
+    """The inverse; `None` for a state without one number per element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,17 +65,15 @@ class Layout:
     optimizer: Any
     bundles: tuple[Bundle, ...]
     sharded: bool
-    """Whether ranks hold different parts; otherwise all hold the same, and rank 0 writes."""
+    """Whether ranks hold different parts; otherwise all hold the same, and rank 0 writes it."""
     begin: Callable[[], None]
-    """Before values are put in; collective."""
+    """Called before values are restored; collective."""
     finish: Callable[[], None]
-    """Takes the values over into the weights that the model computes with; collective."""
+    """Copies the values into the weights that the model computes with; collective."""
 
 
 def layout_of(trainer: Any) -> Layout:
-    """Return where this rank's trainable parameters and their states lie. Raise `CheckpointError` for what cannot be
-    saved.
-    """
+    """Return the layout of this rank's trainable parameters and states. Raise `CheckpointError` if not savable."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     if trainer.is_deepspeed_enabled:
         zero = trainer.model_wrapped.optimizer
@@ -98,7 +93,7 @@ def layout_of(trainer: Any) -> Layout:
 
 
 def _nothing() -> None:
-    """There is one copy of the weights only."""
+    """Do nothing, since there is only one copy of the weights."""
 
 
 def _plain(name: str, parameter: Tensor) -> Bundle:
@@ -165,7 +160,7 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
 
 
 def _flat(label: str, key: Tensor, shares: Sequence[Share], *, master: bool) -> Bundle:
-    """A flat buffer of DeepSpeed's."""
+    """Return the bundle of a flat DeepSpeed buffer."""
     return Bundle(
         label=label,
         key=key,
@@ -178,9 +173,7 @@ def _flat(label: str, key: Tensor, shares: Sequence[Share], *, master: bool) -> 
 
 
 def _zero12(zero: Any, names: dict[int, str]) -> Layout:
-    """ZeRO-1 and 2: the parameters of a group lie one after the other in a buffer, cut into equal parts, padded at the
-    end.
-    """
+    """Return the layout of ZeRO-1 and 2: a group's parameters in one buffer, in equal parts, padded at the end."""
     bundles = []
     for index, process_group in enumerate(zero.real_dp_process_group):
         rank = distributed.get_rank(process_group)
@@ -210,9 +203,7 @@ def _zero12(zero: Any, names: dict[int, str]) -> Layout:
 
 
 def _zero3(zero: Any, names: dict[int, str]) -> Layout:
-    """ZeRO-3: each parameter alone is cut into equal parts, the last one padded; a rank's parts lie one after the
-    other.
-    """
+    """Return the layout of ZeRO-3: each parameter in equal parts, the last padded; a rank's parts in one buffer."""
     if zero.swap_optimizer or zero.params_in_nvme_and_cpu:
         raise CheckpointError(
             "states that DeepSpeed keeps on NVMe (`offload_optimizer.device` or `offload_param.device`) cannot be"
@@ -250,15 +241,13 @@ def _zero3(zero: Any, names: dict[int, str]) -> Layout:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the complete parameter of which a rank may hold a part."""
+    """Return the shape of the complete parameter, of which a rank may hold a part."""
     part = slice_of(parameter)
     return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
-    """Return the bytes of distinct storages on this rank: weights, and what the optimizer keeps (states, fp32
-    masters).
-    """
+    """Return the bytes of distinct storages on this rank: of weights, and of the optimizer (states, fp32 masters)."""
     engine, inner = getattr(optimizer, "optimizer", optimizer), inner_optimizer(optimizer)
     weights = [held_part(parameter) for parameter in model.parameters()]
     mine = {storage_of(tensor) for tensor in weights}
@@ -270,21 +259,19 @@ def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return what is in accelerate's wrapper, and in DeepSpeed's."""
+    """Return the optimizer inside accelerate's and DeepSpeed's wrappers."""
     engine = getattr(optimizer, "optimizer", optimizer)
     return getattr(engine, "optimizer", engine)
 
 
 def held_part(tensor: Tensor) -> Tensor:
-    """Return the plain tensor with what this rank holds of `tensor`: a DTensor's shard, ZeRO-3's partition, else the
-    tensor.
-    """
+    """Return this rank's part of `tensor` as a plain tensor: a DTensor's shard, ZeRO-3's partition, or all of it."""
     partition: Tensor | None = getattr(tensor, "ds_tensor", None)
     return local_part(tensor) if partition is None else partition
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of what this rank holds of `tensor`; a DTensor itself has none."""
+    """Return the address of this rank's part of `tensor`, since a DTensor itself has none."""
     return int(held_part(tensor).untyped_storage().data_ptr())
 
 
@@ -293,19 +280,17 @@ def _storage_bytes(tensors: list[Tensor]) -> int:
 
 
 ROWS_NOTED = 100_000
-"""Rows that each rank remembers having trained, the newest."""
+"""The newest trained rows that each rank remembers."""
 
 
 class ShardProof(TrainerCallback):
-    """Counts, from its own tensors, what this rank holds at its first update: the proof that sharding happened. Notes
-    its rows too.
-    """
+    """Count what this rank's own tensors hold at its first update, as proof of sharding, and record its rows."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Any] = {}
         self.rows_trained: deque[int] = deque(maxlen=ROWS_NOTED)
         self.rows_scored: list[int] = []
-        """Of the newest evaluation."""
+        """Rows of the newest evaluation."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **references: Any) -> None:
         parameters = list(references["model"].parameters())
@@ -314,7 +299,7 @@ class ShardProof(TrainerCallback):
             for kind, trained in (("trainable", True), ("frozen", False))
         }
         engine = getattr(references["optimizer"], "optimizer", None)
-        if hasattr(engine, "averaged_gradients"):  # DeepSpeed steps inside the backward pass, out of reach of callbacks
+        if hasattr(engine, "averaged_gradients"):  # DeepSpeed steps inside the backward pass, before any callback
             self._count_before_step(engine, references["model"])
 
     def _count_before_step(self, engine: Any, model: Any) -> None:
@@ -328,7 +313,7 @@ class ShardProof(TrainerCallback):
         engine.step = counted
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **references: Any) -> None:
-        if "gradients_between" not in self.counts:  # what FSDP2 keeps unsharded has no place that could be counted here
+        if "gradients_between" not in self.counts:  # does not see gradients that FSDP2 keeps unsharded
             self.counts["gradients_between"] = count_gradients(references["model"], references["optimizer"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **references: Any) -> None:
@@ -357,7 +342,7 @@ class ShardProof(TrainerCallback):
 
 
 def count_gradients(model: Any, optimizer: Any) -> int:
-    """Return elements of gradients on this rank just before the update."""
+    """Return the number of gradient elements on this rank just before the update."""
     averaged = getattr(optimizer, "averaged_gradients", None)
     if averaged:  # ZeRO keeps this rank's share of the reduced gradients here
         return sum(int(g.numel()) for group in averaged.values() if group for g in group if g is not None)
