@@ -1,7 +1,6 @@
-"""Layer 3: finds, loads, quantises and adapts the model."""
+"""Layer 3: find, load, quantise and adapt the model."""
 
 import logging
 
-# PEFT imports bitsandbytes, which on a CPU warns of a kernel that it does without, and for int8 of a cast in every
-# forward pass.
+# PEFT imports bitsandbytes, which warns on a CPU about a missing kernel, and for int8 about a cast in every forward pass.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

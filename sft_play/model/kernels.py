@@ -1,6 +1,4 @@
-"""Two computations of our own: layers that know where each row of a line ends, and head and cross-entropy in chunks of
-label positions.
-"""
+"""Custom computations: layers that keep the rows of a packed line apart, and the loss in chunks of label positions."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ from sft_play.plan.shape import CHANGED_LOGITS, VARLEN
 
 
 def register() -> None:
-    """Make `attn_implementation="varlen"` known to transformers. Its mask interface is not told, so that no mask is
-    ever built.
-    """
+    """Register `attn_implementation="varlen"` with transformers, but not with its masks, so that it builds none."""
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
@@ -48,27 +44,26 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V], row i from
-    `row_ends[i]` to `[i + 1]`.
+    """Return [1, T, H, V] for `query` [1, H, T, D], `key` [1, K, T, D] and `value` [1, K, T, V].
 
-    A token sees those before it in its row, `sliding_window` of them at most, itself included; and its head's sink
-    `s_aux` [H], a score without a value. `data.batches.Collator` makes the lengths. The plan keeps to `sdpa` or `eager`
-    what this kernel does not have: soft caps, dropout, a cache of keys.
+    Row i is from `row_ends[i]` to `row_ends[i + 1]`, as `data.batches.Collator` computes them. A token attends to those
+    before it in its row, at most `sliding_window` with itself, and to its head's sink `s_aux` [H], a score without a
+    value. For what this kernel lacks (soft caps, dropout, a key cache) the plan chooses `sdpa` or `eager`.
     """
-    assert row_ends is not None and attention_mask is None, "this batch lacks the lengths of its rows"
+    assert row_ends is not None and attention_mask is None, "this batch has no row lengths"
     assert not dropout and softcap is None, f"`varlen` does not compute {type(module).__name__}"
     width = value.shape[-1]
-    if query.shape[-1] > width:  # latent attention: kernels want heads of one size
+    if query.shape[-1] > width:  # latent attention: kernels need heads of one size
         value = functional.pad(value, (0, query.shape[-1] - width))
     if cu_seq_lens_q is None or s_aux is not None:
         return _row_by_row((query, key, value), row_ends, scaling, sliding_window, s_aux)[..., :width], None
-    from torch.nn.attention import varlen  # imports torch's compiler: for runs that use it
+    from torch.nn.attention import varlen  # imported here because it imports torch's compiler
 
     computed = attention_dtype(query, value)
     query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1).to(computed) for states in (query, key, value))
-    # torch 2.10 and 2.11 have no such word: their kernel takes fewer heads of keys as it is.
+    # torch 2.10 and 2.11 have no such argument: their kernel accepts fewer key heads without it.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
-    found: Any = varlen.varlen_attn(
+    attended: Any = varlen.varlen_attn(
         query_THD,
         key_TKD,
         value_TKD,
@@ -80,13 +75,11 @@ def varlen_attention(
         window_size=(sliding_window - 1 if sliding_window else -1, 0),
         **grouped,
     )
-    return found[None, ..., :width], None
+    return attended[None, ..., :width], None
 
 
 def attention_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Return the type to compute in, as autocast casts for sdpa: norms of queries and keys with fp32 weights return
-    fp32.
-    """
+    """Return the compute dtype, as autocast would cast for sdpa: query and key norms with fp32 weights return fp32."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
@@ -98,8 +91,8 @@ def _row_by_row(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return [1, T, H, D]. Only a row that is longer than the window has a mask, of its own size."""
-    found = []
+    """Return [1, T, H, D]; only rows longer than the window get a mask, of their own size."""
+    outputs = []
     scale = states[0].shape[-1] ** -0.5 if scaling is None else scaling
     first = 0 if sinks is None else 1
     for row in zip(*(state.split([end - start for start, end in pairwise(ends)], 2) for state in states), strict=True):
@@ -111,13 +104,14 @@ def _row_by_row(
         part = functional.scaled_dot_product_attention(
             queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
-        found.append(part[:, :, first:].transpose(1, 2))
-    return torch.cat(found, 1)
+        outputs.append(part[:, :, first:].transpose(1, 2))
+    return torch.cat(outputs, 1)
 
 
 def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
-    """Return a row's states with one token more in front, whose value is 0, and whose score, through 8 dimensions more,
-    is the head's sink.
+    """Return a row's states with a token in front whose value is 0 and whose score is the head's sink.
+
+    Eight extra dimensions carry that score.
     """
     query, key, value = (functional.pad(state, (0, 8, 1, 0)) for state in row)
     query[..., -1] = sinks[:, None]
@@ -126,12 +120,11 @@ def _after_a_sink(row: tuple[Tensor, ...], sinks: Tensor) -> tuple[Tensor, ...]:
 
 
 def keep_rows_apart(model: nn.Module) -> None:
-    """Let layers that carry a state along the line (state spaces, gated delta rules, convolutions) begin every row
-    without one.
+    """Reset layers that carry a state along the line (state spaces, gated delta rules, convolutions) at every row.
 
-    Those of transformers know the ends of rows only where packages with kernels for it are installed, and fail
-    elsewhere. Here rows of about one length (the longest at most 1.42 times the shortest) are computed side by side,
-    padded behind, where no token of theirs looks.
+    Those of transformers handle row ends only if packages with kernels are installed, and fail otherwise. Here rows of
+    similar length (the longest at most 1.42 times the shortest) are computed as a batch, padded at the end, which no
+    token attends to.
     """
     for module in model.modules():
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
@@ -146,35 +139,34 @@ def _forward_by_rows(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("cu_seq_lens_q", None)
     line, *others = args or (kwargs.pop("hidden_states"),)
     rows = line[0].split([end - start for start, end in pairwise(ends)])
-    alike: dict[int, list[int]] = {}
+    similar: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        alike.setdefault(round(2 * math.log2(len(row))), []).append(index)
-    found = list(rows)
-    for indices in alike.values():
+        similar.setdefault(round(2 * math.log2(len(row))), []).append(index)
+    outputs = list(rows)
+    for indices in similar.values():
         computed = forward(pad_sequence([rows[index] for index in indices], batch_first=True), *others, **kwargs)
         for index, result in zip(indices, computed, strict=True):
-            found[index] = result[: len(rows[index])]
-    return torch.cat(found)[None]
+            outputs[index] = result[: len(rows[index])]
+    return torch.cat(outputs)[None]
 
 
 FP16_FACTOR = 32.0
-"""Gradients in fp16 are computed so much larger, and divided again in fp32: about what loss scaling leaves after the
-division by a step's tokens. Else the smallest would be lost, since the scaler's factor comes only later.
+"""Gradients in fp16 are computed larger by this factor and divided again in fp32, because the loss scaler's factor comes
+only later and the smallest would be lost. It is about what loss scaling leaves after dividing by a step's tokens.
 """
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Labels:
-    """What a chunked head is to compute a loss for, and what it found."""
+    """A chunked head's targets, and its results."""
 
     targets: Tensor
     """Next tokens [B, P] or [K], `IGNORED` where there is none."""
     objective: Objective
     total: Tensor | None = None
-    """Summed loss (nats, fp32, a scalar without a graph), once the head ran; `None` when no head is chunked.
-    """
+    """Summed loss (nats, an fp32 scalar without a graph) after the head ran; `None` if no head is chunked."""
     upstream: Tensor | None = None
-    """Gradient of the sum, once the backward pass began."""
+    """Gradient of the sum, once the backward pass has started."""
 
 
 _LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
@@ -182,7 +174,7 @@ _LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
 
 @contextlib.contextmanager
 def labels_for_head(targets: Tensor, objective: Objective) -> Iterator[Labels]:
-    """Let a chunked head that runs inside compute the loss of these targets in place of logits."""
+    """Let a chunked head that runs in the body compute the loss of these targets instead of logits."""
     labels = Labels(targets=targets, objective=objective)
     token = _LABELS.set(labels)
     try:
@@ -192,18 +184,15 @@ def labels_for_head(targets: Tensor, objective: Objective) -> Iterator[Labels]:
 
 
 def total_of(labels: Labels, output: Tensor) -> Tensor:
-    """Return the summed loss with its graph. `output` is what the model returned as logits: it only carries the
-    graph.
-    """
+    """Return the summed loss with its graph, which `output`, returned by the model as its logits, only carries."""
     total: Tensor = _Total.apply(output, labels)
     return total
 
 
 def chunk_head(model: Any, chunk: int) -> None:
-    """Make the model's head compute the loss `chunk` positions at a time, wherever `labels_for_head` says for which
-    targets.
+    """Make the model's head compute the loss `chunk` positions at a time inside `labels_for_head`.
 
-    Without targets it returns logits as before. `model` may have adapters, on the head too.
+    Outside it returns logits as before. `model` may have adapters, on the head too.
     """
     head = model.get_output_embeddings()
     forward, change = head.forward, _change_of(model)
@@ -222,13 +211,13 @@ def chunk_head(model: Any, chunk: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Change:
-    """What a model does to the logits that its head returns."""
+    """The change that a model applies to its head's logits."""
 
     factor: float = 1.0
     cap: float | None = None
 
     def apply(self, logits: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the changed logits, changed in place if they may be, and the derivative of the change."""
+        """Return the changed logits, modified in place, and the derivative of the change."""
         if self.factor != 1.0:
             logits = logits.mul_(self.factor)
         if self.cap is None:
@@ -247,10 +236,9 @@ def _change_of(model: Any) -> _Change:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(a zero that carries the graph, the summed loss): gradients are computed in the forward pass, while a chunk's
-    logits exist.
+    """Compute (a zero that carries the graph, the summed loss), with gradients while a chunk's logits exist.
 
-    The model may still bend, scale or round the zero, so that its gradient means nothing: `labels.upstream` is used
+    The model may still cap, scale or round the zero, which makes its gradient meaningless: `labels.upstream` is used
     instead.
     """
 
@@ -265,29 +253,33 @@ class _ChunkedLoss(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         hidden_KH, targets_K = hidden.reshape(-1, hidden.shape[-1]), labels.targets.reshape(-1)
-        wanted = any(ctx.needs_input_grad)
+        needs_grad = any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
         sums: list[Tensor] = []  # over chunks, in fp32 where there is more than one
         unscaled = _fp16_factor(hidden, weights)
         for start in range(0, hidden_KH.shape[0], chunk):
             part = slice(start, start + chunk)
-            with torch.set_grad_enabled(wanted):
+            with torch.set_grad_enabled(needs_grad):
                 part_CH = hidden_KH[part].detach().requires_grad_(grad_KH is not None)
                 logits_CV = head(part_CH)
             losses, slope_CV = _losses_and_slope(
-                logits_CV, targets_K[part], labels.objective, change, unscaled if wanted else None
+                logits_CV, targets_K[part], labels.objective, change, unscaled if needs_grad else None
             )
             total += losses
             if slope_CV is None:
                 continue
             inputs = [part_CH, *weights] if grad_KH is not None else list(weights)
-            found = list(torch.autograd.grad(logits_CV, inputs, slope_CV))
+            chunk_grads = list(torch.autograd.grad(logits_CV, inputs, slope_CV))
             if grad_KH is not None:
-                grad_KH[part] = found.pop(0)
-            sums = [total.float().add_(more) for total, more in zip(sums, found, strict=True)] if sums else found
+                grad_KH[part] = chunk_grads.pop(0)
+            sums = (
+                [total.float().add_(added) for total, added in zip(sums, chunk_grads, strict=True)]
+                if sums
+                else chunk_grads
+            )
         of_weights = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)] if sums else []
-        ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *of_weights) if wanted else ()
+        ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *of_weights) if needs_grad else ()
         ctx.labels, ctx.unscaled = labels, unscaled
         ctx.mark_non_differentiable(total)
         return torch.zeros_like(total), total
@@ -295,7 +287,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _carrier: Tensor, _total: Tensor) -> tuple[Any, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the chunked loss can be differentiated once only: its gradients are scaled in place")
+            raise RuntimeError("the chunked loss can be differentiated only once: its gradients are scaled in place")
         (hidden, *weights), ctx.gradients = ctx.gradients, None
         factor = ctx.labels.upstream / ctx.unscaled
         scaled = [None if grad is None else grad.mul_(factor) for grad in (hidden, *weights)]
@@ -303,9 +295,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum that the head left in `labels`; its gradient goes to the head the same way, whatever becomes of the
-    carrier's.
-    """
+    """Pass the sum from `labels` on, and its gradient back through `labels`, whatever happens to the carrier's."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, labels: Labels) -> Tensor:
@@ -323,10 +313,9 @@ class _Total(torch.autograd.Function):
 def _losses_and_slope(
     logits_CV: Tensor, targets_C: Tensor, objective: Objective, change: _Change, unscaled: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the chunk's summed loss and, times `unscaled` where that is given, its gradient for the head's
-    logits.
+    """Return the chunk's summed loss, and its gradient for the head's logits times `unscaled`, unless that is `None`.
 
-    Everything that can happen in place does: one fp32 buffer, and the logits themselves where they are narrower.
+    It works in place where possible: in one fp32 buffer, and in the logits themselves if they are narrower.
     """
     with torch.no_grad():
         changed, slope = change.apply(logits_CV.detach().float())
@@ -341,7 +330,7 @@ def _losses_and_slope(
 
 
 def _fp16_factor(hidden: Tensor, weights: tuple[Tensor, ...]) -> float:
-    """Return by how much gradients are scaled up. The sums of a trained head's are large enough, and could overflow."""
+    """Return the factor of gradients: 1 for a trained head, whose sums are large enough and could overflow."""
     device = hidden.device.type
     narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return FP16_FACTOR if narrow == torch.float16 and not weights else 1.0

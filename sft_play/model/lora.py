@@ -1,4 +1,4 @@
-"""Which modules get a low-rank adapter, and putting the adapters there (PEFT)."""
+"""Choose the modules that get a low-rank adapter, and add the adapters (PEFT)."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ from sft_play.runs.prepared import ResolvedModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Where the adapters go."""
+    """The modules and parameters that get adapters."""
 
     modules: list[str]
-    """Names of linear layers (and of embeddings that were typed)."""
+    """Names of linear layers (and of embeddings that the user typed)."""
     parameters: list[str]
-    """Names of fused expert weights (three-dimensional parameters that belong to no linear layer)."""
+    """Names of fused expert weights (three-dimensional parameters outside linear layers)."""
     notes: tuple[str, ...]
 
 
 def text_prefix(model: nn.Module) -> str:
-    """Return the name of the text model inside a multimodal one (`model.language_model`), or `""` when all of it is
-    text.
-    """
+    """Return the name of the text model in a multimodal one (`model.language_model`), or `""` for a text model."""
     config = model.config
     if config.get_text_config() is config:
         return ""
@@ -55,7 +53,7 @@ def text_prefix(model: nn.Module) -> str:
 
 
 def free_text_part(model: Any) -> str:
-    """Let the text model and its head train; a vision tower and its projector stay frozen. Return `text_prefix`."""
+    """Unfreeze the text model and its head, but not a vision tower and its projector. Return `text_prefix`."""
     prefix = text_prefix(model)
     model.requires_grad_(not prefix)
     if prefix:
@@ -71,21 +69,21 @@ def _inside(name: str, prefix: str) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a matrix product that PEFT can adapt: `Linear`, its quantised kinds, or `Conv1D`."""
+    """Return whether a module is a matrix product that PEFT can adapt: `Linear`, quantised or not, or `Conv1D`."""
     return isinstance(module, (nn.Linear, Conv1D)) or (
         hasattr(module, "in_features") and hasattr(module, "out_features") and "Linear" in type(module).__name__
     )
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return the names of the text model's linear layers that take an adapter, the head left out."""
+    """Return the names of the text model's linear layers that can take an adapter, without the head."""
     head = model.get_output_embeddings()
     named = _named_layers(model).items()
     return [name for name, module in named if is_linear(module) and module is not head and why_not(model, name) is None]
 
 
 def _named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers and embeddings of the text model, and its head, by their names."""
+    """Return name -> module for the text model's linear layers, embeddings and head."""
     prefix, head = text_prefix(model), model.get_output_embeddings()
     return {
         name: module
@@ -95,7 +93,7 @@ def _named_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def why_not(model: nn.Module, name: str) -> str | None:
-    """Return why a linear layer takes no adapter, or `None` when it does."""
+    """Return why a linear layer cannot take an adapter, or `None` if it can."""
     module, mixer, leaf = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), _leaf(name)
     if ROUTER.search(name):
         return ROUTES
@@ -105,7 +103,7 @@ def why_not(model: nn.Module, name: str) -> str | None:
     if own and type(module).__name__ != "FalconLinear":
         return f"PEFT cannot adapt a `{type(module).__name__}`"
     if leaf in READ_DIRECTLY or (leaf in READ_BY_KERNELS and hasattr(mixer, "A_log") and hasattr(mixer, "D")):
-        return f"`{type(mixer).__name__}` reads its weight past an adapter"
+        return f"`{type(mixer).__name__}` reads its weight directly, which bypasses an adapter"
     return None
 
 
@@ -115,26 +113,27 @@ def expert_names(model: nn.Module) -> list[str]:
     return [
         f"{name}.{leaf}"
         for name, module in model.named_modules()
+        # Parametrizations are expert weights in NF4.
         for leaf, weight in (
             *module.named_parameters(recurse=False),
             *getattr(module, "parametrizations", {}).items(),
-        )  # nf4 ones
+        )
         if _inside(name, prefix) and (is_expert(f"{name}.{leaf}", weight) or isinstance(weight, ParametrizationList))
     ]
 
 
 def is_expert(name: str, weight: nn.Parameter | nn.Module) -> bool:
-    """Whether a parameter is a fused expert weight: one with an expert dimension before (out, in)."""
+    """Return whether a parameter is a fused expert weight, with an expert dimension before (out, in)."""
     return "experts" in name and len(getattr(weight, "ds_shape", getattr(weight, "shape", ()))) == 3
 
 
-def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
-    """Return where adapters go for `auto` or for typed names (`q_proj`, `self_attn.q_proj`, `experts.gate_up_proj`).
+def find_targets(model: nn.Module, typed_names: str | Sequence[str]) -> Targets:
+    """Return the targets of `auto`, or of typed names (`q_proj`, `self_attn.q_proj`, `experts.gate_up_proj`).
 
-    Raise `UserError` when a typed name matches nothing in the text model, or the head of a model with tied embeddings.
+    Raise `UserError` if a typed name matches nothing in the text model, or the head of a model with tied embeddings.
     """
     experts, parameters, notes = expert_names(model), list[str](), tuple[str, ...]()
-    if isinstance(wanted, str):
+    if isinstance(typed_names, str):
         names = linear_names(model)
         if not names:
             raise UserError(
@@ -152,7 +151,7 @@ def find_targets(model: nn.Module, wanted: str | Sequence[str]) -> Targets:
             )
             notes = (f"{frozen} and shared experts; to adapt experts too, type their names ({typed})",)
     else:
-        names, parameters = _match_typed(model, wanted, experts)
+        names, parameters = _match_typed(model, typed_names, experts)
     return Targets(modules=names, parameters=parameters, notes=notes)
 
 
@@ -160,8 +159,8 @@ def _ends(name: str, typed: str) -> bool:
     return name == typed or name.endswith("." + typed)
 
 
-def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return names of matched modules and of matched expert weights."""
+def _match_typed(model: nn.Module, typed_names: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of matched modules and of matched expert weights."""
     head, named = model.get_output_embeddings(), _named_layers(model)
     tied = head is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     refused = {name: why for name in named if (why := why_not(model, name))}
@@ -169,28 +168,27 @@ def _match_typed(model: nn.Module, wanted: Sequence[str], experts: Sequence[str]
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
     missing: dict[str, str] = {}
-    for typed in wanted:
-        found = [name for name in candidates if _ends(name, typed)]
-        found_experts = (
-            [name for name in experts if _ends(name, typed)] if "." in typed else []
-        )  # `down_proj` means layers only
-        if not found and not found_experts:
+    for typed in typed_names:
+        matches = [name for name in candidates if _ends(name, typed)]
+        # A name without a dot, such as `down_proj`, means only layers.
+        expert_matches = [name for name in experts if _ends(name, typed)] if "." in typed else []
+        if not matches and not expert_matches:
             missing[typed] = next((f" ({why})" for name, why in refused.items() if _ends(name, typed)), "")
-        if tied and any(candidates[name] is head or isinstance(candidates[name], nn.Embedding) for name in found):
+        if tied and any(candidates[name] is head or isinstance(candidates[name], nn.Embedding) for name in matches):
             raise UserError(
                 f"`tuning.lora.target_modules` names `{typed}`, but this model's head and input embeddings share one"
                 " weight: an adapter on one could not be merged without changing the other",
-                hint=f"leave `{typed}` out",
+                hint=f"omit `{typed}`",
             )
-        modules.update(dict.fromkeys(found))
-        parameters.update(dict.fromkeys(found_experts))
+        modules.update(dict.fromkeys(matches))
+        parameters.update(dict.fromkeys(expert_matches))
     if missing:
-        known = sorted({_leaf(name) for name in candidates} | {_last_two(name) for name in experts})
+        accepted = sorted({_leaf(name) for name in candidates} | {_last_two(name) for name in experts})
         raise UserError(
             "`tuning.lora.target_modules` names "
             + ", ".join(f"`{name}`{why}" for name, why in missing.items())
             + ", where this model's text part takes no adapter",
-            hint=f"it takes them on {_some(known)}; or `auto` for every linear layer but the head",
+            hint=f"it takes them on {_some(accepted)}; or `auto` for every linear layer but the head",
         )
     return list(modules), list(parameters)
 
@@ -209,9 +207,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -> list[str] | None:
-    """Return ends of the names `chosen`, of `least` parts or more, that mean no other name, `None` where no short ones
-    do.
-    """
+    """Return ends of the names `chosen`, of at least `least` parts, that match no other name, or `None`."""
     others = set(everything) - set(chosen)
     for parts in range(least, least + 3):
         ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
@@ -221,7 +217,7 @@ def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -
 
 
 def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
-    """Return the ends of names that mean exactly the modules `chosen`, else a regular expression that does."""
+    """Return name ends, or a regular expression, that match exactly the modules `chosen`."""
     modules = [name for name, _ in model.named_modules()]
     if ends := _ends_of(chosen, modules):
         return ends
@@ -234,10 +230,10 @@ def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
 
 @contextmanager
 def as_named() -> Iterator[None]:
-    """Make PEFT take targets as they are named.
+    """Stop PEFT from rewriting target names in the body.
 
-    For a mixture of experts PEFT 0.21 takes `gate_proj`, `up_proj` and `down_proj` for the experts of transformers 4,
-    where each was a linear layer, and adapts all experts instead of the dense and shared layers of that name
+    In a mixture of experts PEFT 0.21 interprets `gate_proj`, `up_proj` and `down_proj` as the experts of transformers
+    4, where each was a linear layer, and adapts all experts instead of the dense and shared layers of that name
     (`_convert_peft_config_moe`).
     """
     rewrite = conversion.convert_peft_config_for_transformers
@@ -249,10 +245,9 @@ def as_named() -> Iterator[None]:
 
 
 def _as_saved(model: nn.Module, targets: Targets) -> dict[str, Any]:
-    """Return what the saved configuration says otherwise, so that PEFT alone, which rewrites targets, finds the same
-    layers.
+    """Return changes to the saved configuration by which plain PEFT, which rewrites targets, finds the same layers.
 
-    PEFT leaves `target_parameters` as they are, and `mlp.gate_proj.weight` there is the same adapter, but without
+    PEFT does not rewrite `target_parameters`, and `mlp.gate_proj.weight` there gives the same adapter, but without
     dropout.
     """
     family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
@@ -261,11 +256,11 @@ def _as_saved(model: nn.Module, targets: Targets) -> dict[str, Any]:
         return {}
     layers = [name for name in targets.modules if _leaf(name) not in rewritten]
     weights = [f"{name}.weight" for name in targets.modules if _leaf(name) in rewritten]
-    found = {
+    changes = {
         "target_modules": set(_ends_of(layers, (name for name, _ in model.named_modules())) or layers),
         "target_parameters": _parameter_ends(model, weights) + _parameter_ends(model, targets.parameters) or None,
     }
-    return found | ({"lora_dropout": 0.0} if weights else {})
+    return changes | ({"lora_dropout": 0.0} if weights else {})
 
 
 def _parameter_ends(model: nn.Module, chosen: Sequence[str]) -> list[str]:
@@ -273,24 +268,22 @@ def _parameter_ends(model: nn.Module, chosen: Sequence[str]) -> list[str]:
 
 
 def saved_config(base: nn.Module, folder: Path) -> LoraConfig:
-    """Return the configuration of a saved adapter of `base`, its targets linear layers again (see `_as_saved`)."""
+    """Return the configuration of a saved adapter of `base`, with linear layers as targets (the inverse of `_as_saved`)."""
     config = LoraConfig.from_pretrained(str(folder))
     weights = {name for name in config.target_parameters or () if name.endswith(".weight")}
     if weights:
         layers = [name for name, module in base.named_modules() if is_linear(module)]
-        found = {name for name in layers if any(_ends(f"{name}.weight", end) for end in weights)}
-        config.target_modules = {*config.target_modules, *found}
+        matches = {name for name in layers if any(_ends(f"{name}.weight", end) for end in weights)}
+        config.target_modules = {*config.target_modules, *matches}
         config.target_parameters = [name for name in config.target_parameters if name not in weights] or None
     return config
 
 
 def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
-    """Return `base` with the adapter of `folder`. Raise `CheckpointError` for weights that are missing or do not
-    fit.
-    """
+    """Return `base` with the adapter of `folder`. Raise `CheckpointError` if weights are missing or do not fit."""
     try:
         with warnings.catch_warnings(), as_named():
-            # An adapter whose weights are not found loads as the zero function: the model would behave as if untrained.
+            # An adapter with missing weights would load as the zero function, as if it were untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             warnings.filterwarnings("ignore", message=CHECKPOINTING, category=FutureWarning)
             return PeftModel.from_pretrained(
@@ -308,11 +301,11 @@ def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
 
 
 CHECKPOINTING = ".*is_gradient_checkpointing.*"
-"""In a warning that PEFT 0.21 causes itself."""
+"""Part of a warning that PEFT 0.21 causes itself."""
 
 
 def continue_adapter(model: nn.Module, folder: Path, base: ResolvedModel, dropout: float, dtype: torch.dtype) -> Any:
-    """Return the frozen model with the adapter of `folder` to be trained on, its weights of `dtype`."""
+    """Return the frozen model with the adapter of `folder`, trainable and in `dtype`."""
     adapted = read_adapter(model, folder, trainable=True)
     config = adapted.peft_config["default"]
     config.revision, config.inference_mode = base.revision, False
@@ -326,7 +319,7 @@ def continue_adapter(model: nn.Module, folder: Path, base: ResolvedModel, dropou
 
 
 def load_weights(adapted: Any, folder: Path) -> None:
-    """Put the weights of `folder` into a model's adapters. Raise `CheckpointError` where they are of another shape."""
+    """Load the weights of `folder` into a model's adapters. Raise `CheckpointError` if their shapes differ."""
     try:
         result = set_peft_model_state_dict(adapted, load_file(folder / ADAPTER_WEIGHTS))
         missing = [name for name in result.missing_keys if "lora_" in name]
@@ -337,7 +330,7 @@ def load_weights(adapted: Any, folder: Path) -> None:
 
 
 def _as_trained(adapted: Any, base: ResolvedModel, dtype: torch.dtype) -> Any:
-    # Other tools find the base by this; the folder that it was read from may be a cache of this machine.
+    # Other tools find the base by this name; the folder that it was read from may be a cache of this machine.
     adapted.peft_config["default"].base_model_name_or_path = base.name
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -348,9 +341,9 @@ def _as_trained(adapted: Any, base: ResolvedModel, dtype: torch.dtype) -> Any:
 def add_adapters(
     model: Any, settings: LoraSettings, base: ResolvedModel, dtype: torch.dtype, new_tokens: Sequence[int] = ()
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the model with fresh adapters whose weights are of `dtype`, and notes for the user.
+    """Return the model with new adapters in `dtype` and a frozen base, and notes for the user.
 
-    The base is frozen. Adapters start as the zero function: A is random by torch's seed, B is zero.
+    Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
     targets = find_targets(model, settings.target_modules)
     shape = peft_settings(settings)
@@ -371,17 +364,17 @@ def add_adapters(
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(f"PEFT refuses this shape of adapters: {first_line(error)}") from error
     placed = {*adapted.base_model.targeted_module_names, *adapted.base_model.targeted_parameter_names}
-    assert placed == {*targets.modules, *targets.parameters}, "PEFT put adapters elsewhere than they were planned"
+    assert placed == {*targets.modules, *targets.parameters}, "PEFT put adapters in other places than planned"
     for name, value in saved.items():
         setattr(config, name, value)
     trained = _as_trained(adapted, base, dtype)
     if settings.init in MUTATING:
-        trained.initial_adapters = {name: one.detach().cpu().clone() for name, one in _pairs(trained)}
+        trained.initial_adapters = {name: matrix.detach().cpu().clone() for name, matrix in _pairs(trained)}
     return trained, targets.notes
 
 
 def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:
-    """Return what PEFT is told of the rows of embedding and head that are trained."""
+    """Return PEFT's settings for trained rows of embedding and head."""
     ends = [model.get_input_embeddings(), *([] if _is_tied(model) else [model.get_output_embeddings()])]
     names = [_leaf(name) for name, module in model.named_modules() if any(module is end for end in ends)]
     if rows == "all":
@@ -394,25 +387,26 @@ def _is_tied(model: Any) -> bool:
 
 
 def _pairs(adapted: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the matrices of the adapters by the names that their file has."""
+    """Yield the adapters' matrices, by their names in the file."""
     for name, parameter in adapted.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
             yield name.replace(".default.", "."), parameter
 
 
 def publish_on_base(adapted: Any, folder: Path) -> None:
-    """Rewrite the files of an adapter that began with a part of the base (`init: pissa`, `olora`) as plain LoRA on the
-    untouched base: of twice the rank, what was learnt less what it began with, as PEFT's `subtract_mutated_init`.
+    """Rewrite an adapter initialised from the base (`init: pissa`, `olora`) as plain LoRA on the unchanged base.
+
+    It gets twice the rank: the trained matrices minus the initial ones, as in PEFT's `subtract_mutated_init`.
     """
     initial: Mapping[str, Tensor] | None = getattr(adapted, "initial_adapters", None)
     if initial is None:
         return
     path, settings = folder / ADAPTER_WEIGHTS, folder / CONFIG
-    found = load_file(path)
-    for name, began in initial.items():
+    weights = load_file(path)
+    for name, start in initial.items():
         side, sign = (0, 1) if ".lora_A." in name else (1, -1)
-        found[name] = torch.cat([found[name], sign * began.to(found[name].dtype)], dim=side)
-    save_file(found, path, metadata={"format": "pt"})
+        weights[name] = torch.cat([weights[name], sign * start.to(weights[name].dtype)], dim=side)
+    save_file(weights, path, metadata={"format": "pt"})
     saved = read_json(settings)
     scale = 2**0.5 if saved["use_rslora"] else 2
     for rank, alpha in (("r", "lora_alpha"), ("rank_pattern", "alpha_pattern")):
@@ -426,17 +420,17 @@ def _times(value: Any, factor: float) -> Any:
 
 
 def leave_casts_to_autocast(model: nn.Module) -> None:
-    """Switch PEFT's cast of inputs to the adapters' type off, for models that only ever run under autocast.
+    """Turn off PEFT's cast of inputs to the adapters' type, for models that only run under autocast.
 
-    Autocast would cast the copy straight back to what it was: the numbers are the same, and no layer keeps an input of
-    its own.
+    Autocast would cast the copy straight back: without it the numbers are the same, and no layer keeps its own copy of
+    the input.
     """
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = False
 
 
-# A linear layer with its adapter, the same numbers with fewer passes over memory.
+# A linear layer with its adapter: the same numbers, with fewer passes over memory.
 #
 # PEFT computes `base(x) + B(A(x)) * scale` as five operations and keeps two results as wide as the layer; over a 4-bit
 # base it also copies the result. Here the scale goes to the r-wide side and the sum happens inside the matrix product.
@@ -445,7 +439,7 @@ def leave_casts_to_autocast(model: nn.Module) -> None:
 
 
 QUANTISED = "peft.tuners.lora.bnb"
-"""PEFT's module of layers over bitsandbytes' ones; importing it would import bitsandbytes."""
+"""PEFT's module of bitsandbytes layers; importing it would import bitsandbytes."""
 
 
 def fuse_adapters(model: nn.Module) -> int:
@@ -460,7 +454,7 @@ def fuse_adapters(model: nn.Module) -> int:
 
 
 def _fusible(layer: Any) -> bool:
-    """Whether a layer is what `_forward` computes: one adapter over a matrix product, without bias or variant."""
+    """Return whether `_forward` can compute a layer: one adapter on a matrix product, without bias or variant."""
     if type(layer) is not LoraLinear and type(layer).__module__ != QUANTISED:
         return False
     if len(layer.lora_A) != 1 or layer.lora_variant or layer.fan_in_fan_out:
@@ -486,9 +480,8 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if plain and isinstance(dropout, nn.Identity):
         bias = None if base.bias is None else base.bias.to(computed)
         y_TO = _Fused.apply(x.to(computed).reshape(-1, x.shape[-1]), base.weight.to(computed), bias, a, b, scale)
-        return y_TO.view(
-            *x.shape[:-1], b.shape[0]
-        )  # a view that the function itself returned could not be added to in place (Llama 4)
+        # The view is made out here because Llama 4 adds to it in place, which a view returned by the function forbids.
+        return y_TO.view(*x.shape[:-1], b.shape[0])
     y = base(x)
     h_TR = functional.linear(dropout(x).to(computed), a).reshape(-1, a.shape[0])
     y_TO = torch.addmm(y.to(computed).reshape(-1, b.shape[0]), h_TR, b.t(), alpha=scale)
@@ -496,7 +489,7 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Fused(torch.autograd.Function):
-    """y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B; all of one type."""
+    """Compute y = x W^T + bias + scale (x A^T) B^T, with gradients for x, A and B; all in one dtype."""
 
     @staticmethod
     def forward(

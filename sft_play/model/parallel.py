@@ -1,13 +1,13 @@
-"""Models that several ranks hold together: layers and lines of packed rows in slices, and the stages of a pipeline.
+"""Divide a model among ranks: layers or packed lines in slices, or layers in the stages of a pipeline.
 
 Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3): a rank computes its share of the attention heads
-and of the feed-forward units: of the layers into them it holds rows, of the layers out of them columns. All ranks of a
-group read the same rows of data. What a region's first layers read is theirs in common, so its gradients are summed;
-what its last layers give is summed. Everything else (embeddings, norms, head) every rank holds and computes itself.
+and of the feed-forward units, and holds rows of the layers into them and columns of the layers out of them. All ranks
+of a group read the same rows of data. The input of a region's first layers is common, so its gradients are summed; the
+outputs of its last layers are summed. Every rank holds and computes everything else (embeddings, norms, head).
 
 Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): an all-to-all turns each rank's slice of a line
-with all heads into the whole line with its share of the heads; `kernels.varlen_attention` computes them with every row
-apart, as in one process; another all-to-all turns them back. Everything else in a layer works token by token.
+with all heads into the complete line with its share of the heads; `kernels.varlen_attention` computes them with rows
+kept apart, as in one process; another all-to-all turns them back. Everything else in a layer works token by token.
 
 Pipelines: the model's class is subclassed before its weights are read, so that no rank ever holds, or quantises,
 another stage's layers. Layers keep their numbers: those of other stages are replaced by `Skipped`.
@@ -36,11 +36,11 @@ from sft_play.model.kernels import attention_dtype, varlen_attention
 from sft_play.plan.shape import LAYER_OUTPUTS, VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
-"""Of transformers' plans for a family (`base_model_tp_plan`), those that are understood here."""
+"""The styles of transformers' plans (`base_model_tp_plan`) that are supported here."""
 COMMON = "_common_input"
-"""Attribute of a module with what its layers read."""
+"""Attribute of a module: the common input of its layers."""
 SLICE = "tensor_slice"
-"""Attribute of a parameter of which this rank holds a slice."""
+"""Attribute of a parameter: the slice that this rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,17 @@ class Slice:
     shape: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a copy of this part of the whole parameter, so that the rest can be freed."""
+        """Return a copy of this slice of the complete parameter, so that the rest can be freed."""
         return whole.narrow(self.dim, self.start, self.end - self.start).clone(memory_format=torch.contiguous_format)
 
 
 def slice_of(parameter: Tensor) -> Slice | None:
-    """Return which part of a parameter this rank holds, `None` for all of it."""
+    """Return this rank's slice of a parameter, or `None` if it holds all of it."""
     return getattr(parameter, SLICE, None)
 
 
 def families_plan(config: Any) -> dict[str, str]:
-    """Return transformers' plan for a model's layers. Raise `UserError` for a family that has none, or one that is not
-    understood.
-    """
+    """Return transformers' plan for a model's layers. Raise `UserError` if there is none, or it is not supported."""
     plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
     if not plan:
         raise UserError(
@@ -80,37 +78,37 @@ def families_plan(config: Any) -> dict[str, str]:
 
 
 class Slicer:
-    """Cuts a model for one rank of a group, and adds up what the ranks' shares have in common."""
+    """Slice a model for one rank of a group, and sum what the ranks compute in parts."""
 
     def __init__(self, rank: int, ranks: int, group: ProcessGroup | None = None) -> None:
-        """`group`: of all `ranks`; without it nothing is sent, as a trace needs it."""
+        """Take the `group` of all `ranks`; without it nothing is sent, as in a memory trace."""
         self.rank, self.ranks, self.group = rank, ranks, group
         self.replicas: ProcessGroup | None = None
-        """The ranks that share out the same slices."""
+        """The ranks among which the same slices are sharded."""
         self.shared: list[nn.Parameter] = []
-        """Parameters that every rank holds, and of whose gradients each computes a part."""
+        """Parameters that every rank holds, with gradients of which each computes a part."""
 
     def cut(self, model: nn.Module) -> None:
-        """Slice a model, adapters included, that every rank has drawn or loaded alike. Raise `UserError`."""
+        """Slice a model, adapters included, that is the same on every rank. Raise `UserError`."""
         base = base_of(model)
         decoder = base.get_decoder()
         for pattern, style in families_plan(base.config.get_text_config()).items():
-            wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
-            for name, module in [(name, module) for name, module in decoder.named_modules() if wanted.fullmatch(name)]:
+            name_pattern = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
+            for name, module in [
+                (name, module) for name, module in decoder.named_modules() if name_pattern.fullmatch(name)
+            ]:
                 parent = decoder.get_submodule(name.rpartition(".")[0])
                 if style == "replicated_with_grad_allreduce":
                     self.shared += module.parameters()
                 else:
                     self._cut_layer(module, parent, rows=style == "colwise")
-                if style == "rowwise":  # Apertus' activation has weights
+                if style == "rowwise":  # Apertus's activation has weights
                     self.shared += getattr(parent, "act_fn", nn.Identity()).parameters()
 
     def shard(self, model: Any, replicas: ProcessGroup, precision: str) -> None:
-        """Share out what was cut among `replicas`, the ranks with the same slices (FSDP2), as accelerate does with a
-        whole model.
+        """Shard the slices among `replicas`, the ranks with the same slices (FSDP2), as accelerate does for a model.
 
-        Slices of columns are shared out by columns, so that a rank's part of a parameter is always rows or columns of
-        it.
+        Slices of columns are sharded by columns, so that a rank's part of a parameter is always rows or columns.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -124,18 +122,18 @@ class Slicer:
         for parameter in model.parameters() if narrow else ():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        names = {id(one): name for name, one in model.named_parameters()}
-        slices = {name: part for name, one in model.named_parameters() if (part := slice_of(one)) is not None}
-        shared = [names[id(one)] for one in self.shared]
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        slices = {name: part for name, weight in model.named_parameters() if (part := slice_of(weight)) is not None}
+        shared = [names[id(weight)] for weight in self.shared]
         policy = MixedPrecisionPolicy(narrow, torch.float32, narrow) if narrow else MixedPrecisionPolicy()
         mesh = DeviceMesh.from_group(replicas, "cuda" if torch.cuda.is_available() else "cpu")
         holder, name = list_of_layers(model)
         for module in (*getattr(holder, name), model):
             fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=by_columns)
-        found = dict(model.named_parameters())
+        sharded = dict(model.named_parameters())
         for name, part in slices.items():
-            setattr(found[name], SLICE, part)
-        self.shared, self.replicas = [found[name] for name in shared], replicas
+            setattr(sharded[name], SLICE, part)
+        self.shared, self.replicas = [sharded[name] for name in shared], replicas
 
     def _cut_layer(self, layer: Any, parent: nn.Module, *, rows: bool) -> None:
         linear = getattr(layer, "base_layer", layer)
@@ -153,25 +151,23 @@ class Slicer:
             layer.register_forward_pre_hook(partial(self._before, parent))
             return
         bias = linear.bias
-        if bias is not None:  # added once, to the sum
-            layer.__dict__.pop("forward", None)  # of `lora.fuse_adapters`, which would add it on every rank
+        if bias is not None:  # it must be added once, to the sum
+            layer.__dict__.pop("forward", None)  # `lora.fuse_adapters` would add the bias on every rank
             linear.forward = lambda x: functional.linear(x, linear.weight)
         layer.register_forward_hook(partial(self._after, parent, bias))
 
     def _before(self, parent: nn.Module, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before a region's first layers: what they read is common, so its gradient is summed, once for all layers that
-        read it.
-        """
+        """Sum the gradient of the common input of a region's first layers, once for all layers that read it."""
         seen: tuple[Tensor, Tensor] | None = parent.__dict__.get(COMMON)
         if seen is None or seen[0] is not inputs[0]:
             seen = parent.__dict__[COMMON] = (inputs[0], _Copy.apply(inputs[0], self))
         return (seen[1], *inputs[1:])
 
     def _after(self, parent: nn.Module, bias: Tensor | None, _: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        """After a region's last layer: the sum of what the ranks computed."""
-        parent.__dict__.pop(COMMON, None)  # else it would live until the next pass
-        found: Tensor = _Sum.apply(output, self)
-        return found if bias is None else found + bias.to(found.dtype)
+        """Sum the ranks' outputs of a region's last layer."""
+        parent.__dict__.pop(COMMON, None)  # otherwise it would be kept until the next pass
+        total: Tensor = _Sum.apply(output, self)
+        return total if bias is None else total + bias.to(total.dtype)
 
     def _narrow(self, module: nn.Module, name: str, dim: int) -> None:
         whole = module.get_parameter(name)
@@ -190,42 +186,46 @@ class Slicer:
 
     def share_gradients(self) -> None:
         """Complete the gradients of `shared`, once after the backward passes of a step. Collective over the group."""
-        found = [local_part(parameter.grad) for parameter in self.shared if parameter.grad is not None]
-        if found:
-            flat = self.add_up(torch.cat([gradient.flatten() for gradient in found]))
-            for gradient, summed in zip(found, flat.split([gradient.numel() for gradient in found]), strict=True):
+        gradients = [local_part(parameter.grad) for parameter in self.shared if parameter.grad is not None]
+        if gradients:
+            flat = self.add_up(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, summed in zip(
+                gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+            ):
                 gradient.copy_(summed.view_as(gradient))
 
-    def clip(self, parameters: Iterator[nn.Parameter], most: float) -> Tensor:
-        """Return the norm of all gradients, and scales them to `most` where it is larger. Collective over all ranks."""
-        gradients = [(local_part(one.grad), slice_of(one) is not None) for one in parameters if one.grad is not None]
+    def clip(self, parameters: Iterator[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip all gradients to `max_norm`, and return their norm. Collective over all ranks."""
+        gradients = [
+            (local_part(weight.grad), slice_of(weight) is not None) for weight in parameters if weight.grad is not None
+        ]
         sums = torch.zeros(2, device=gradients[0][0].device)
         for gradient, sliced in gradients:
             sums[int(sliced)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
         if self.replicas is not None:
             distributed.all_reduce(sums, group=self.replicas)
         norm: Tensor = (sums[0] + self.add_up(sums[1].clone())).sqrt()
-        scale = (most / (norm + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:
             gradient.mul_(scale.to(gradient.dtype))
         return norm
 
     def whole_state(self, mine: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return a state dict with complete parameters. Collective over all ranks."""
-        found = {}
-        for name, one in mine.items():
-            tensor, part = one.detach(), slice_of(one)
+        state = {}
+        for name, value in mine.items():
+            tensor, part = value.detach(), slice_of(value)
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if part is not None:
                 parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
                 distributed.all_gather(parts, tensor.contiguous(), group=self.group)
                 tensor = torch.cat(parts, part.dim)
-            found[name] = tensor
-        return found
+            state[name] = tensor
+        return state
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the plain tensor with what this rank holds of `tensor`: a DTensor's shard, else the tensor."""
+    """Return this rank's part of `tensor` as a plain tensor: a DTensor's shard, or the tensor itself."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
@@ -256,9 +256,7 @@ class _Sum(torch.autograd.Function):
 
 
 def share_heads(group: ProcessGroup) -> None:
-    """Make `attn_implementation="varlen"` compute lines whose slices lie on the ranks of `group`, from now on in this
-    process.
-    """
+    """Make `attn_implementation="varlen"` compute lines that are sliced over the ranks of `group`, in this process."""
     AttentionInterface.register(VARLEN, partial(sliced_attention, group))
 
 
@@ -272,32 +270,32 @@ def sliced_attention(
     s_aux: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, t, H, V], as `varlen_attention` does, of this rank's slice: `query` [1, H, t, D], `key` [1, K, t, D],
-    `value` [1, K, t, V].
+    """Return [1, t, H, V], as `varlen_attention` does, for this rank's slice of a line.
 
-    All ranks of the group call it together. `settings` has the lengths of the whole line. N must divide H.
+    It is `query` [1, H, t, D], `key` [1, K, t, D] and `value` [1, K, t, V]; `settings` has the lengths of the complete
+    line. The number of ranks must divide H. Collective over the group.
     """
     ranks, dtype = group.size(), attention_dtype(query, value)
     parts = [_by_rank(states.to(dtype), ranks) for states in (query, key, value)]
     sizes = [part.shape[2:] for part in parts]
     line = _AllToAll.apply(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)
     states = line.split([size.numel() for size in sizes], 1)
-    query, key, value = (one.unflatten(1, size).transpose(0, 1)[None] for one, size in zip(states, sizes, strict=True))
+    query, key, value = (
+        flat.unflatten(1, size).transpose(0, 1)[None] for flat, size in zip(states, sizes, strict=True)
+    )
     sinks = None if s_aux is None else s_aux.chunk(ranks)[group.rank()]
-    found, _ = varlen_attention(module, query, key, value, attention_mask, s_aux=sinks, **settings)
-    return _AllToAll.apply(found[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
+    attended, _ = varlen_attention(module, query, key, value, attention_mask, s_aux=sinks, **settings)
+    return _AllToAll.apply(attended[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
 
 
 def _by_rank(states: Tensor, ranks: int) -> Tensor:
-    """Return [N, t, H / N, D] of [1, H, t, D]: each rank's heads, repeated where N does not divide them, as grouped
-    attention would.
-    """
+    """Return [N, t, H / N, D] for [1, H, t, D]: each rank's heads, repeated as in grouped attention to suit N."""
     heads = states[0].repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], 0)
     return heads.unflatten(0, (ranks, -1)).transpose(1, 2)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i goes to rank i of the group, and rank i's part comes into its place. Gradients go back the same way."""
+    """Send part i to rank i of the group, and replace it by rank i's part; gradients go back the same way."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -313,18 +311,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Skipped(nn.Module):
-    """A layer that is left out: returns the hidden states that it gets, in the form in which the family's layers return
-    theirs.
-    """
+    """The stand-in for a layer of another stage: returns its input in the form of the family's layer outputs."""
 
     def __init__(self, answers: int, index: int) -> None:
         super().__init__()
         self.answers, self.index = answers, index
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Return the hidden states [B, T, H]; a cache is told how many tokens have passed, since models ask it of any
-        layer.
-        """
+        """Return the hidden states [B, T, H], and advance a cache, since models ask any layer for its length."""
         hidden = arguments[0] if arguments else named["hidden_states"]
         cache = named.get("past_key_values", named.get("layer_past", named.get("cache_params")))
         if cache is not None:
@@ -343,20 +337,18 @@ def base_of(model: Any) -> Any:
 
 
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
-    """Return the module that holds the text model's layers, and under which name. Raise `ValueError` where they are not
-    one list.
-    """
+    """Return the module that holds the text model's layers, and their name in it. Raise `ValueError` if not one list."""
     base = base_of(model)
-    wanted = base.config.get_text_config().num_hidden_layers
+    count = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == wanted:
+            if isinstance(child, nn.ModuleList) and len(child) == count:
                 return module, name
     raise ValueError("its layers are not one list")
 
 
 class NoEmbedding(nn.Module):
-    """Stands where a stage after the first has no embedding: it is given hidden states."""
+    """The stand-in for the embedding in a stage after the first, which gets hidden states."""
 
     weight: Tensor | None = None
 
@@ -368,9 +360,7 @@ OTHERS, OUTLINE = "_layers_of_all_stages", "_outline"
 
 
 def stage_class(family: Any, first: int, last: int) -> Any:
-    """Return the model class `family` with the layers `[first, last)` only; the others stay on the meta device, outside
-    the model.
-    """
+    """Return a subclass of `family` with only the layers `[first, last)`; the others stay on the meta device."""
 
     def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
         family.__init__(self, config, *arguments, **named)
@@ -380,17 +370,17 @@ def stage_class(family: Any, first: int, last: int) -> Any:
 
 
 def cut(model: Any, first: int, last: int) -> None:
-    """Leave the layers `[first, last)`, the embedding where they begin the model (or the head is tied to it), the head
-    where they end it.
-    """
+    """Keep the layers `[first, last)`, the embedding for the first stage (or a tied head), the head for the last."""
     text, (holder, name) = model.config.get_text_config(), list_of_layers(model)
     layers, answers = list(getattr(holder, name)), LAYER_OUTPUTS.get(model.config.model_type, 0)
     model.__dict__[OTHERS] = layers
-    kept = range(first, last)
+    stage_layers = range(first, last)
     setattr(
         holder,
         name,
-        nn.ModuleList(one if index in kept else Skipped(answers, index) for index, one in enumerate(layers)),
+        nn.ModuleList(
+            layer if index in stage_layers else Skipped(answers, index) for index, layer in enumerate(layers)
+        ),
     )
     ends = last == text.num_hidden_layers
     if first > 0 and not (ends and text.tie_word_embeddings):
@@ -402,9 +392,7 @@ def cut(model: Any, first: int, last: int) -> None:
 
 @contextlib.contextmanager
 def all_layers(model: Any) -> Iterator[None]:
-    """Within, a stage has the layers of all stages, the others without weights: adapters are then drawn as in one
-    process.
-    """
+    """Give a stage all layers in the body, others' without weights, so that adapters are drawn as in one process."""
     holder, name = list_of_layers(model)
     mine, whole = getattr(holder, name), model.__dict__.pop(OTHERS)
     setattr(holder, name, nn.ModuleList(whole))
@@ -413,22 +401,21 @@ def all_layers(model: Any) -> Iterator[None]:
 
 
 def keep_outline(adapted: Any) -> None:
-    """Keep the outline of a model with all its layers and adapters, without weights: PEFT goes by it to write the
-    adapters of all stages.
-    """
+    """Keep a copy of the model with all layers and adapters but no weights, by which PEFT writes all adapters."""
     nothing = {
-        id(one): nn.Parameter(torch.empty_like(one, device="meta"), requires_grad=False) for one in adapted.parameters()
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for parameter in adapted.parameters()
     }
     adapted.__dict__[OUTLINE] = copy.deepcopy(adapted, nothing)
 
 
 def outline_of(model: Any) -> Any:
-    """Return what writes a model's weights: its outline, or itself."""
+    """Return the object that writes a model's weights: its outline, or the model itself."""
     return model.__dict__.get(OUTLINE, model)
 
 
 def freeze_others(model: Any) -> None:
-    """Freeze what a stage before the last has of the model's end: its last norm, which the last stage trains."""
+    """Freeze the model's last norm in stages before the last, which trains it."""
     base = base_of(model)
     if not isinstance(base.get_output_embeddings(), nn.Identity):
         return
@@ -440,10 +427,10 @@ def freeze_others(model: Any) -> None:
 
 
 class Stage:
-    """Run the layers of one stage: takes hidden states in place of tokens, gives hidden states in place of logits."""
+    """Run the layers of a stage, from hidden states instead of tokens to hidden states instead of logits."""
 
     def __init__(self, model: Any, first: int, last: int) -> None:
-        """`model`: what `stage_class` gave, with adapters or without."""
+        """Take a `model` of `stage_class`, with or without adapters."""
         base = base_of(model)
         text = base.config.get_text_config()
         self.model, self.base, self.decoder = model, base, base.get_decoder()
@@ -452,9 +439,9 @@ class Stage:
         embedding = base.get_input_embeddings().weight
         shares = text.tie_word_embeddings and self.begins != self.ends and embedding is not None
         self.shared = [embedding] if shares and embedding.requires_grad else []
-        """Weights that the first stage and the last one both hold and train."""
-        self._given: Tensor | None = None
-        self._found: Tensor | None = None
+        """Weights that the first and the last stage both hold and train."""
+        self._received: Tensor | None = None
+        self._produced: Tensor | None = None
         holder, name = list_of_layers(model)
         owned = list(getattr(holder, name))
         owned[first].register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -464,29 +451,27 @@ class Stage:
     def _enter(
         self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._given is None:
+        if self._received is None:
             return None
         if arguments:
-            return (self._given, *arguments[1:]), named
-        return arguments, {**named, "hidden_states": self._given}
+            return (self._received, *arguments[1:]), named
+        return arguments, {**named, "hidden_states": self._received}
 
     def _leave(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        self._found = output[0] if isinstance(output, tuple) else output
+        self._produced = output[0] if isinstance(output, tuple) else output
 
-    def inputs_of(self, inputs: dict[str, Any], given: Tensor | None) -> dict[str, Any]:
-        """Return a batch's inputs for this stage; `given` [B, T, H] are the hidden states of the stage before, until
-        the next call.
-        """
-        self._given = given
-        if given is None:
+    def inputs_of(self, inputs: dict[str, Any], hidden: Tensor | None) -> dict[str, Any]:
+        """Return a batch's inputs for this stage, which uses the previous stage's `hidden` [B, T, H] from now on."""
+        self._received = hidden
+        if hidden is None:
             return inputs
-        return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": given}
+        return {**{name: value for name, value in inputs.items() if name != "input_ids"}, "inputs_embeds": hidden}
 
-    def run_layers(self, inputs: dict[str, Any], given: Tensor | None) -> tuple[Tensor, Any]:
+    def run_layers(self, inputs: dict[str, Any], hidden: Tensor | None) -> tuple[Tensor, Any]:
         """Return the hidden states [B, T, H] after this stage's last layer, and what the decoder returned."""
-        self._found = None
-        wanted = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
-        output = self.decoder(**{"use_cache": False, **self.inputs_of(wanted, given)})
-        assert self._found is not None
-        found, self._found, self._given = self._found, None, None
-        return found, output
+        self._produced = None
+        decoder_inputs = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
+        output = self.decoder(**{"use_cache": False, **self.inputs_of(decoder_inputs, hidden)})
+        assert self._produced is not None
+        output_hidden, self._produced, self._received = self._produced, None, None
+        return output_hidden, output

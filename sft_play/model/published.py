@@ -1,9 +1,8 @@
-"""What a base's folder holds beside the weights that are trained, and what becomes of it in every whole model that is
-made from it.
+"""Carry over what a base's folder holds besides trained weights into every complete model made from it.
 
-Tensors that the model's class does not take, as a head that predicts further tokens, are carried over unchanged; those
-with which the model would answer otherwise are refused, since `config.json` is of another model then. Code, settings of
-generation and of processors follow.
+Tensors that the model's class does not load, such as a head that predicts further tokens, are carried over unchanged.
+Tensors that would change the model's answers are refused, since `config.json` then describes another model. Code and
+the settings of generation and processors are copied too.
 """
 
 from __future__ import annotations
@@ -42,17 +41,15 @@ from sft_play.plan.shape import TEXT_WITHIN
 
 ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRAINED, CARRIED = "model-trained.safetensors", "model-carried.safetensors"
-"""What `ALONE` becomes where there are carried tensors, and their own file; an index names both."""
+"""With carried tensors, the name of the former `ALONE` and of their own file; an index lists both."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 COMPUTED = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$|\.masked_bias$")
-"""Buffers that old releases of transformers saved and that every release computes."""
+"""Buffers that every release of transformers computes, although old ones also saved them."""
 PREDICTS = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 PREDICTS_IN_LAYER = re.compile(r"(.+?\.\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\.")
-"""Parts of a layer that predicts further tokens, which follows the model's own layers in their list (DeepSeek V3, GLM
-4.5).
-"""
+"""Parts of a layer that predicts further tokens, listed after the model's own layers (DeepSeek V3, GLM 4.5)."""
 BASE = "_base"
 """Attribute of a model that was read from a folder: its `Base`."""
 
@@ -63,38 +60,38 @@ class Base:
 
     folder: Path
     carried: tuple[str, ...]
-    """Tensors that its class does not take, by their names in the files."""
+    """Tensors that its class does not load, by their names in the files."""
     takes_code: bool
     """Whether the folder's code runs."""
 
     def describe(self) -> str | None:
-        """Return what to tell of carried tensors, grouped by where they belong."""
+        """Describe the carried tensors by group, or return `None` if there are none."""
         if not self.carried:
             return None
         groups = Counter(_group(name) for name in self.carried)
         shown = ", ".join(f"`{group}` ({number})" for group, number in list(groups.items())[:4])
-        more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
+        others = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
         return (
-            f"{len(self.carried)} tensors of the base are no part of the model that is trained and go unchanged into"
-            f" every whole model that is published: {shown}{more}"
+            f"{len(self.carried)} tensors of the base are not part of the trained model, and are copied unchanged into"
+            f" every complete model that is published: {shown}{others}"
         )
 
 
 def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False, plain: bool = True) -> None:
-    """Compare a model that was just read with the files of its folder, and keep what was found as its `Base`.
+    """Compare a model that was just read with the files of its folder, and store the result as its `Base`.
 
-    `stage`: the model has only some of its layers. Without `plain` the files are another program's, whose names are not
-    known. Raise `CheckpointError` for tensors that would change its answers.
+    A `stage` has only some of the model's layers. Without `plain` the files belong to another program, whose tensor
+    names are unknown. Raise `CheckpointError` for tensors that would change its answers.
     """
     untaken: dict[str, str] = {}
     if plain:
-        with torch.device("meta"):  # whole where the model is a stage, and neither quantised nor shared out
+        with torch.device("meta"):  # complete even for a stage, and neither quantised nor sharded
             outline = (type(model).__mro__[1] if stage else type(model))(copy.deepcopy(model.config))
         files = tensor_files(folder)
         untaken = _untaken(model, outline, files)
         _refuse(outline, untaken, folder)
         _untie(model, outline, files, folder, stage=stage)
-    if getattr(model, "generation_config", None) is not None:  # transformers saves no settings that have no effect
+    if getattr(model, "generation_config", None) is not None:  # transformers refuses to save settings without effect
         own = model.generation_config
         model.generation_config = GenerationConfig(
             **{name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -103,9 +100,9 @@ def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False
 
 
 def base_of(model: Any) -> Base:
-    """Return what `note_base` kept, also of a model with adapters."""
-    found: Base = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, BASE)
-    return found
+    """Return the `Base` that `note_base` stored, also for a model with adapters."""
+    base: Base = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, BASE)
+    return base
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -123,43 +120,41 @@ def _names_in(file: Path) -> list[str]:
 
 
 def _read(names: Iterable[str], files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Return tensors by their names, as they lie in the files."""
+    """Return tensors by name, unchanged from the files."""
     inside: dict[Path, list[str]] = {}
     for name in names:
         inside.setdefault(files[name], []).append(name)
-    found: dict[str, Tensor] = {}
-    for file, wanted in inside.items():
+    tensors: dict[str, Tensor] = {}
+    for file, file_names in inside.items():
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in wanted}
+                tensors |= {name: opened.get_tensor(name) for name in file_names}
         else:
             loaded = load_state_dict(str(file))
-            found |= {name: loaded[name].clone() for name in wanted}
-    return found
+            tensors |= {name: loaded[name].clone() for name in file_names}
+    return tensors
 
 
-# Which tensors a class takes.
+# Which tensors a class loads.
 
 
 def model_class(settings: Any) -> Any:
-    """Return transformers' class for a model whose text part is trained. Raise `DataError` for a family that has
-    none.
-    """
+    """Return transformers' class for a model whose text part is trained. Raise `DataError` if there is none."""
     if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or not type(settings).__module__.startswith("transformers."):
         return AutoModelForCausalLM
     if settings.model_type in TEXT_WITHIN:
         return AutoModelForImageTextToText
     raise DataError(
         f"`{settings.model_type}` is not a language model of transformers, nor one of the image and text models whose"
-        f" text part is trained here ({', '.join(sorted(TEXT_WITHIN))})",
-        hint="take the text model of the same family, where there is one",
+        f" text part can be trained ({', '.join(sorted(TEXT_WITHIN))})",
+        hint="use the text model of the same family, if there is one",
     )
 
 
 def refuse_other_weights(folder: Path) -> None:
-    """Raise `CheckpointError` as `note_base`, by the headers of a base's files alone, before anything is loaded.
+    """Raise `CheckpointError` as `note_base` would, from the headers of a base's files, before anything is loaded.
 
-    Of one that comes quantised, has a class of its own code or cannot be outlined, loading tells.
+    A base that is quantised, has its own code, or cannot be built on the meta device is checked when it is loaded.
     """
     files = tensor_files(folder)
     if (
@@ -176,34 +171,32 @@ def refuse_other_weights(folder: Path) -> None:
 
 
 def _untaken(model: Any, outline: Any, files: Mapping[str, Path]) -> dict[str, str]:
-    """Return name in the files -> name in the model of tensors that the model has no place for."""
+    """Return name in the files -> name in the model, for tensors that the model does not load."""
     rules = get_model_conversion_mapping(outline, hf_quantizer=getattr(model, "hf_quantizer", None))
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     places = dict.fromkeys([*outline.state_dict(), *model.state_dict()], True)
-    found = {}
+    untaken = {}
     for name in files:
         renamed, _ = rename_source_key(name, renamings, converters, outline.base_model_prefix, places)
         if renamed not in places and name not in places:
-            found[name] = renamed
-    return found
+            untaken[name] = renamed
+    return untaken
 
 
 def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
-    """Raise `CheckpointError` for tensors that belong to the text model or its head, unless its family is known to go
-    without them.
-    """
+    """Raise `CheckpointError` for tensors of the text model or its head, unless its family is known to ignore them."""
     modules = dict(outline.named_modules())
     embedding, head = outline.get_input_embeddings(), outline.get_output_embeddings()
     text = [name.rpartition(".")[0] for name, module in modules.items() if module is embedding]
     text += [name for name, module in modules.items() if module is head]
-    known = [re.compile(pattern) for pattern in getattr(outline, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored = [re.compile(pattern) for pattern in getattr(outline, "_keys_to_ignore_on_load_unexpected", None) or ()]
     predicting = tuple(f"{match[1]}." for name in untaken if (match := PREDICTS_IN_LAYER.match(name)))
 
     def is_refused(name: str, renamed: str) -> bool:
         if COMPUTED.search(name) or PREDICTS.search(name) or name.startswith(predicting):
             return False
-        if any(pattern.search(renamed) for pattern in known):
+        if any(pattern.search(renamed) for pattern in ignored):
             return False
         owner = renamed
         while owner not in modules:
@@ -216,15 +209,15 @@ def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
             f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         )
         raise CheckpointError(
-            f"the weights hold {shown}, for which the model that `config.json` describes has no place: it would answer"
-            " otherwise than the one that was published",
+            f"the weights hold {shown}, which the model in `config.json` does not have: its answers would differ from"
+            " those of the published model",
             place=str(folder),
-            hint=f"{_more_layers(outline, refused)}let `config.json` say what the files hold, or fetch the model again",
+            hint=f"{_more_layers(outline, refused)}correct `config.json`, or download the model again",
         )
 
 
 def _more_layers(outline: Any, refused: Iterable[str]) -> str:
-    """Return which number of layers the files hold, where it is not that of the configuration."""
+    """Return a hint about the number of layers, if the files hold more than the configuration says."""
     count = getattr(outline.config.get_text_config(), "num_hidden_layers", None)
     numbers = [int(match[1]) for name in refused if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
     if count is None or max(numbers, default=0) < count:
@@ -233,7 +226,7 @@ def _more_layers(outline: Any, refused: Iterable[str]) -> str:
 
 
 def _group(name: str) -> str:
-    """Return the part of a tensor's name that says where it belongs."""
+    """Return the name of the module or layer to which a tensor belongs."""
     if match := re.match(r"(.*\.(?:layers|h)\.)(\d+)\.(.+)", name):
         inner = match[3].rpartition(".")[0]
         return f"{match[1]}{match[2]}" if "rotary_emb" not in inner else f"{match[1]}*.{match[3]}"
@@ -241,7 +234,7 @@ def _group(name: str) -> str:
 
 
 def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *, stage: bool) -> None:
-    """Say in the configuration that the head is not the embedding, where the files hold both and they differ."""
+    """Set `tie_word_embeddings` to false if the files hold a head and an embedding that differ."""
     for tied, own in getattr(outline, "all_tied_weights_keys", {}).items():
         if not (tied in files and own in files) or torch.equal(*_read([tied, own], files).values()):
             continue
@@ -255,11 +248,11 @@ def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *,
             part.tie_word_embeddings = False
 
 
-# What is written beside weights.
+# What is written in addition to weights.
 
 
 def complete(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Give a whole model that was just saved in `folder` what its base's folder holds and saving leaves out."""
+    """Add to a complete model, just saved in `folder`, what its base's folder holds and saving omits."""
     base = base_of(model)
     carry(base, folder)
     for name in PROCESSORS:
@@ -269,7 +262,7 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
     if own["model_type"] != whole["model_type"] and own["model_type"] == (whole.get("text_config") or {}).get(
         "model_type"
     ):
-        # Only the text part was trained, of a model whose tower is carried.
+        # Only the text part was trained; the vision tower is carried over.
         write_json(
             folder / "config.json",
             whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own},
@@ -281,7 +274,7 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def carry(base: Base, folder: Path) -> None:
-    """Write the carried tensors into a file of their own, and an index of all files."""
+    """Write the carried tensors into a separate file, and an index of all files."""
     files = tensor_files(folder)
     carried = _read([name for name in base.carried if name not in files], tensor_files(base.folder))
     if not carried:
@@ -298,15 +291,13 @@ def carry(base: Base, folder: Path) -> None:
 
 
 def copy_code(model: Any, folder: Path) -> None:
-    """Copy the code of a custom model's base: all of it and nothing else, so that it is known to be the code that the
-    user let run.
-    """
+    """Copy all code of a custom model's base and no other, so that it is the code that the user allowed to run."""
     if base_of(model).takes_code:
         copy_modules(base_of(model).folder, folder)
 
 
 def copy_modules(base: Path, folder: Path) -> None:
-    """Make the Python files of a folder those of another."""
+    """Replace the Python files of `folder` by those of `base`."""
     for path in folder.rglob("*.py"):
         path.unlink()
     for path in base.rglob("*.py"):

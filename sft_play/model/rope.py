@@ -1,6 +1,4 @@
-"""Rotary angles of models with two sets of factors (LongRoPE): each row's own length chooses, not the longest row of
-the pass.
-"""
+"""Choose between two sets of rotary factors (LongRoPE) by each row's own length, not by the longest row of a pass."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def switch_length(model: Any) -> int | None:
-    """Return the longest row that has the short factors; `None` for models with one set."""
+    """Return the length up to which rows use the short factors, or `None` for models with one set."""
     settings: Mapping[str, Any] = model.config.get_text_config().to_dict()
     rope = settings.get("rope_parameters") or {}
     original = rope.get(ORIGINAL) or settings.get(ORIGINAL)
@@ -22,28 +20,24 @@ def switch_length(model: Any) -> int | None:
 
 
 def switches_within(model: Any, tokens: int) -> bool:
-    """Whether a row that grows to so many tokens changes its factors: what was computed before is then computed again,
-    row by row.
-    """
+    """Return whether a row of `tokens` tokens changes its factors while it grows, so that it is computed again."""
     switch = switch_length(model)
     return switch is not None and tokens > switch
 
 
 def choose_factors_by_row(model: Any) -> None:
-    """Let each row of a pass have the angles that it has alone. transformers asks for the largest position of the
-    pass.
-    """
+    """Give each row of a pass the angles that it would have alone; transformers goes by the pass's largest position."""
     switch = switch_length(model)
     if switch is None:
         return
 
     def by_row(
-        module: Any, given: tuple[Any, ...], named: dict[str, Any], output: tuple[Tensor, ...]
+        module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        hidden = named["x"] if "x" in named else given[0]
-        positions = named["position_ids"] if "position_ids" in named else given[1]
+        hidden = named["x"] if "x" in named else inputs[0]
+        positions = named["position_ids"] if "position_ids" in named else inputs[1]
         rest = {name: value for name, value in named.items() if name not in ("x", "position_ids")}
-        short = module.forward(hidden, positions.clamp(max=switch - 1), *given[2:], **rest)
+        short = module.forward(hidden, positions.clamp(max=switch - 1), *inputs[2:], **rest)
         is_long = (row_lengths(positions) > switch)[..., None]
         return tuple(torch.where(is_long, there, here) for there, here in zip(output, short, strict=True))
 
@@ -53,9 +47,7 @@ def choose_factors_by_row(model: Any) -> None:
 
 
 def row_lengths(positions: Tensor) -> Tensor:
-    """Return for each token of position ids [B, T] how long its row is; rows of one line begin where positions fall
-    back.
-    """
+    """Return the length of each token's row, for position ids [B, T]; a new row begins where positions decrease."""
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] <= positions[:, :-1]
     rows = begins.flatten().cumsum(0)

@@ -1,6 +1,4 @@
-"""Models from scratch: random weights (`model.init: random`), another tokenizer (`model.tokenizer`), one trained on the
-data.
-"""
+"""Create models: with random weights (`model.init: random`), with another tokenizer, or with one trained on the data."""
 
 from __future__ import annotations
 
@@ -32,13 +30,11 @@ from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
 
 FORMAT = "1"
-"""Raised when the same settings would give another folder."""
+"""Increased when the same settings would give another folder."""
 
 
 def resolve(config: Config) -> ResolvedModel:
-    """Return where the configured model is; made, fetched or downloaded when it must. Raise `DataError` with what to
-    do.
-    """
+    """Return the configured model, created or downloaded if necessary. Raise `DataError` with a hint."""
     if config.model.init == "random":
         return _random(config)
     model = resolve_model(config.model)
@@ -46,7 +42,7 @@ def resolve(config: Config) -> ResolvedModel:
 
 
 def describe_source(config: Config, model: ResolvedModel) -> str:
-    """Return one line for the user: which model, from where; of random weights their number, seed and tokenizer."""
+    """Describe the model and its origin in a line; for random weights their number, seed and tokenizer."""
     if model.source == "embedded":
         return f"model: {LABEL}, from a package: the hub cannot be reached"
     if model.source == "folder" and model.name == model.path:
@@ -65,7 +61,7 @@ def describe_source(config: Config, model: ResolvedModel) -> str:
 
 
 def _random(config: Config) -> ResolvedModel:
-    """Return a folder with random weights, made on first use."""
+    """Return the model of a folder with random weights, created on first use."""
     settings = config.model
     own = settings.tokenizer or settings.name
     if is_scratch(settings):
@@ -100,7 +96,7 @@ def _random(config: Config) -> ResolvedModel:
 
 
 def _vocabulary(architecture: dict[str, Any]) -> int:
-    """Return the rows of a model's embedding."""
+    """Return the number of rows of a model's embedding."""
     return int((architecture.get("text_config") or architecture)["vocab_size"])
 
 
@@ -124,11 +120,10 @@ def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, s
 
 
 def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
-    """Return the model with another tokenizer's files beside links to its weights. Raise `DataError` where it does not
-    fit.
+    """Return the model with another tokenizer's files and links to its weights. Raise `DataError` if it does not fit.
 
-    An embedding's row was learnt for the token that had its number, so every token that both know must have the same
-    one; new ones may only take numbers that the model has rows for and its own tokenizer leaves free.
+    An embedding's row was learnt for the token with its number, so every token that both tokenizers know must have the
+    same number; new tokens may only take numbers that have a row and that the model's own tokenizer does not use.
     """
     assert config.model.tokenizer is not None
     source = small_files(config.model.tokenizer, None)
@@ -166,7 +161,7 @@ def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[st
 
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
-    """Return the folder in the cache that `make` fills, by what it is made from."""
+    """Return the cache folder that `make` fills, named after the hash of `parts`, from which it is made."""
     parts = [FORMAT, *parts]
 
     def marked(folder: Path) -> None:
@@ -177,27 +172,26 @@ def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
     return make_once(cache_folder() / "models" / f"{kind}-{key}", "made.json", marked)
 
 
-# `model.tokenizer: train`: a byte-level BPE from the training data, made once and kept by the content that it came
-# from.
+# `model.tokenizer: train`: a byte-level BPE from the training data, trained once and cached by the data's content.
 #
-# As SmolLM's: digits one by one, then GPT-2's pieces over bytes, so that any text can be written and no token is
-# unknown. Four marks come first: `<|endoftext|>` (eos, between documents), `<|pad|>`, and ChatML's `<|im_start|>` and
-# `<|im_end|>`. A pair of tokens is merged when it occurs at least twice.
+# As in SmolLM, digits are split one by one, then text into GPT-2's pieces over bytes, so that any text can be written
+# and no token is unknown. Four special tokens come first: `<|endoftext|>` (eos, between documents), `<|pad|>`, and
+# ChatML's `<|im_start|>` and `<|im_end|>`. A pair of tokens is merged when it occurs at least twice.
 
 
 VERSION = "1"
-"""Raised when the same text would give another tokenizer."""
+"""Increased when the same text would give another tokenizer."""
 END, PAD, TURN, TURN_END = MARKS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 LEAST_OCCURRENCES = 2
 MOST_CHARACTERS = 10**9
-"""More text does not change a vocabulary much, and would take hours and much memory: what comes later is left out."""
+"""More text would hardly change a vocabulary, but take hours and much memory, so the rest is not used."""
 
 
 def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 0) -> Path:
-    """Return the folder of the tokenizer for this data, from the cache where it was made before.
+    """Return the folder of the tokenizer for this data, from the cache if it was trained before.
 
-    `seed` chooses the rows of a source that has `rows`, as it does when the data are prepared. Raise `DataError` for
-    data that cannot be read, or that are too little for `vocab_size` tokens.
+    `seed` chooses the rows of a source that has `rows`, as in preparation. Raise `DataError` for data that cannot be
+    read, or that is too little for `vocab_size` tokens.
     """
 
     def train(folder: Path) -> None:
@@ -214,12 +208,11 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
 
 
 def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
-    """Yield the texts and turns of all rows, up to `MOST_CHARACTERS`; a faulty row is left to preparation, which
-    reports it.
+    """Yield the texts and turns of all rows, up to `MOST_CHARACTERS`; preparation reports the bad rows skipped here.
 
-    Raise `DataError` for a file that cannot be read, and for rows of tokens, which hold no text.
+    Raise `DataError` for a file that cannot be read, and for rows of tokens, which contain no text.
     """
-    left = MOST_CHARACTERS
+    characters_left = MOST_CHARACTERS
     for source in sources:
         form: str | None = None if source.format == "auto" else source.format
         for placed in read_source(source, seed=seed):
@@ -230,15 +223,15 @@ def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
             form = example.form
             if example.input_ids is not None:
                 raise DataError(
-                    "a tokenizer cannot be trained on rows that are tokens already",
+                    "a tokenizer cannot be trained on rows that are already tokens",
                     place=example.place,
                     hint="set `model.tokenizer` to the folder or hub id of the tokenizer that made them",
                 )
             turns = [str(message["content"]) for message in example.messages or () if message.get("content")]
             for text in [example.text] if example.text is not None else turns:
                 yield text
-                left -= len(text)
-            if left <= 0:
+                characters_left -= len(text)
+            if characters_left <= 0:
                 return
 
 
@@ -258,7 +251,7 @@ def _train(sources: Sequence[DataSource], vocab_size: int, seed: int, folder: Pa
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise DataError(
-            f"the training data are too little text for `model.vocab_size` {vocab_size}: they give {reached} tokens",
+            f"the training data has too little text for `model.vocab_size` {vocab_size}: it gives {reached} tokens",
             place=", ".join(source.path for source in sources),
             hint=f"MODEL_VOCAB_SIZE={reached} at most, or more text; a vocabulary should be far smaller than its text",
         )

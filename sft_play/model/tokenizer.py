@@ -1,6 +1,4 @@
-"""Loads a tokenizer with a padding token and the chat template that was chosen, and limits what rendering a stranger's
-may cost.
-"""
+"""Load a tokenizer with a padding token and the chosen chat template, and limit the cost of rendering templates."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
 MARKER = "\u2402answer\u2403"
-"""Stands for an answer when a template is rendered to see where it stands and what follows it."""
+"""Placeholder for an answer, to find where a template puts it and what follows."""
 BASE_STOPS = "base_stops"
-"""Of a tokenizer: the tokens at which the base's own generation settings end an answer."""
+"""Attribute of a tokenizer: the tokens at which the base's own generation settings end an answer."""
 DAY = "day"
-"""Of a tokenizer that prepares rows: the day that its template takes for today."""
+"""Attribute of a tokenizer that prepares rows: the day that its template uses as today."""
 
 
 def load_tokenizer(
@@ -37,20 +35,18 @@ def load_tokenizer(
 ) -> Any:
     """Return the fast tokenizer of `folder` with a padding token and a chat template. No network. Raise `DataError`.
 
-    `chat` is what the configuration says about writing conversations (`ResolvedModel.chat`), `None` for a folder that a
-    run published: its template holds that already. A tokenizer without a template gets ChatML. `trust` is
-    `model.trust_remote_code`. `base`: the folder of the model that an adapter belongs to, whose answers end where its
-    own settings say.
+    `chat` is the configured chat format (`ResolvedModel.chat`), `None` for a folder that a run published, whose
+    template already contains it. A tokenizer without a template gets ChatML. `trust` is `model.trust_remote_code`.
+    `base` is the folder of an adapter's base, whose own settings also say where answers end.
     """
     from transformers import AutoTokenizer
 
     trust = trust and runs_code(Path(folder))
     try:
-        # Without a word about trust transformers would ask at the terminal whether to run the code that a folder holds.
+        # Without this argument transformers would ask at the terminal whether to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust)
-    except (
-        Exception
-    ) as error:  # of a damaged or hostile file the libraries raise anything, tokenizers a bare `Exception`
+    # For a damaged or hostile file the libraries raise anything; `tokenizers` raises a bare `Exception`.
+    except Exception as error:
         if not trust and is_about_trust(error):
             raise code_not_trusted("tokenizer", str(folder)) from error
         first = first_line(error)
@@ -63,7 +59,7 @@ def load_tokenizer(
         )
     setattr(tokenizer, BASE_STOPS, [stop for place in (folder, base) if place for stop in base_stops(Path(place))])
     if tokenizer.pad_token_id is None:
-        # Labels are masked by length and never by the padding token, so eos can stand in without being unlearnt.
+        # Labels are masked by length and never by the padding token, so eos can be used without being unlearnt.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if chat is not None and chat.template is not None:
         tokenizer.chat_template = fit_template(chat.template, chat.name, tokenizer) if chat.name else chat.template
@@ -84,33 +80,33 @@ def load_tokenizer(
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that end a turn, never empty: what the template writes after an answer, and after calls; the
-    tokenizer's eos; those of the base's `generation_config.json` that are no part of words.
+    """Return the tokens that end a turn, never empty. Raise `DataError` if there is none.
 
-    Raise `DataError` when there is none.
+    They are those that the template writes after an answer and after calls, the tokenizer's eos, and those of the
+    base's `generation_config.json` that are not parts of words.
     """
     added = set(tokenizer.added_tokens_decoder)
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }
     after_ids = _after(tokenizer, {"content": MARKER})
-    found: list[int] = []
-    for known in (special, added):  # some folders forget to call the end of a turn special
-        found += [index for index in after_ids if index in known][: 0 if found else 1]
+    ids: list[int] = []
+    for accepted in (special, added):  # some folders do not mark the end of a turn as special
+        ids += [index for index in after_ids if index in accepted][: 0 if ids else 1]
     if tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
+        ids.append(tokenizer.eos_token_id)
     call = {"type": "function", "id": "qCallId0z", "function": {"name": "call", "arguments": {"of": MARKER}}}
     after_call = _after(tokenizer, {"content": "", "tool_calls": [call]})
-    if not set(found) & set(after_call):  # harmony ends calls otherwise than answers
-        found += [index for index in after_call if index in special][-1:]
-    found += [index for index in getattr(tokenizer, BASE_STOPS, ()) if index in added]
-    if not found:
+    if not set(ids) & set(after_call):  # harmony ends calls and answers differently
+        ids += [index for index in after_call if index in special][-1:]
+    ids += [index for index in getattr(tokenizer, BASE_STOPS, ()) if index in added]
+    if not ids:
         raise DataError("the tokenizer has no token that ends a turn", hint="set `eos_token` in its config")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ids))
 
 
 def _after(tokenizer: Any, turn: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that the template writes after `MARKER` in an answer; none where it does not write it."""
+    """Return the tokens that the template writes after `MARKER` in an answer, none if it does not write `MARKER`."""
     import jinja2
 
     try:
@@ -122,19 +118,17 @@ def _after(tokenizer: Any, turn: Mapping[str, Any]) -> list[int]:
 
 
 def writes_day(tokenizer: Any) -> bool:
-    """Whether the tokenizer's template writes today's date."""
+    """Return whether the tokenizer's template writes today's date."""
     return "strftime_now" in str(tokenizer.chat_template)
 
 
 def fix_day(tokenizer: Any, day: str) -> None:
-    """Make the tokenizer's template take `day` (ISO) for today."""
+    """Make the tokenizer's template use `day` (ISO) as today."""
     setattr(tokenizer, DAY, date.fromisoformat(day))
 
 
 def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
-    """Return the generation settings by which any tool ends an answer where its turn ends, or where the base's own
-    settings say.
-    """
+    """Return generation settings by which any tool ends an answer: at the end of a turn, or at the base's stops."""
     stops = list(dict.fromkeys([*end_of_turn_ids(tokenizer), *getattr(tokenizer, BASE_STOPS, ())]))
     return {
         "eos_token_id": stops,
@@ -144,35 +138,35 @@ def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
 
 def base_stops(folder: Path) -> list[int]:
     """Return the tokens at which a model folder's own generation settings end an answer."""
-    found = read_object(folder / "generation_config.json").get("eos_token_id")
-    given = found if isinstance(found, list) else [found]
-    return [index for index in given if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
+    eos = read_object(folder / "generation_config.json").get("eos_token_id")
+    candidates = eos if isinstance(eos, list) else [eos]
+    return [index for index in candidates if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
 
 
-# Which chat template is used (`data.chat_template`), and what `data.system` and `data.style` add to it.
+# The chat template (`data.chat_template`), and what `data.system` and `data.style` add to it.
 
 
 FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
 EOS = "eos"
-"""In a template's first comment: the end-of-sequence token of the tokenizer."""
+"""Stands for the tokenizer's end-of-sequence token in a template's first comment."""
 SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
 def template_names() -> list[str]:
-    """Return the names that `data.chat_template` takes."""
+    """Return the names that `data.chat_template` accepts."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def chat_format(data: DataConfig) -> ChatFormat | None:
-    """Return what the configuration says about writing conversations; `None` where it leaves it to the tokenizer.
+    """Return the configured chat format, or `None` if the tokenizer's own is used.
 
-    Raise `DataError` for an unknown name, a file that is missing or no text, and a template with a syntax error.
+    Raise `DataError` for an unknown name, a file that is missing or not text, and a template with a syntax error.
     """
     style = {key: value for key, value in asdict(data.style).items() if value}
     if data.chat_template is None and data.system is None and not style:
         return None
     if data.system is not None and not data.system.strip():
-        raise DataError("`data.system` is empty", hint="leave it out for no system turn")
+        raise DataError("`data.system` is empty", hint="omit it for no system turn")
     name, text = _chosen(data.chat_template) if data.chat_template is not None else (None, None)
     return ChatFormat(name=name, template=text, system=data.system, style=style)
 
@@ -184,10 +178,10 @@ def _chosen(value: str) -> tuple[str | None, str]:
     path = Path(value).expanduser()
     if not path.is_file() and not value.endswith(SUFFIXES) and "/" not in value:
         close = get_close_matches(value.lower(), template_names(), n=1, cutoff=0.5)
-        known = f"names are {', '.join(template_names())}; anything else is the path of a Jinja file"
+        names = f"names are {', '.join(template_names())}; anything else is the path of a Jinja file"
         raise DataError(
-            f"`data.chat_template` is `{value}`, which is no template's name and no file",
-            hint=f"did you mean `{close[0]}`? {known}" if close else known,
+            f"`data.chat_template` is `{value}`, which is neither a template's name nor a file",
+            hint=f"did you mean `{close[0]}`? {names}" if close else names,
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -207,7 +201,7 @@ def check_syntax(text: str, place: str) -> None:
     import jinja2
     import jinja2.ext
 
-    # The tag that transformers adds marks what the assistant writes. Importing transformers would take seconds.
+    # transformers adds the tag `generation`, which marks the assistant's text; importing it would take seconds.
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", text)
     try:
         jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).parse(plain)
@@ -224,10 +218,9 @@ def check_syntax(text: str, place: str) -> None:
 
 
 def fit_template(text: str, name: str, tokenizer: Any) -> str:
-    """Return a named template for a tokenizer: with its end-of-turn token, and BOS where the tokenizer puts one before
-    a text.
+    """Return a named template with the tokenizer's end-of-turn token, and BOS if the tokenizer adds one to texts.
 
-    Raise `DataError` where the vocabulary lacks what the template needs.
+    Raise `DataError` if the vocabulary lacks tokens that the template needs.
     """
     if lacking := _lacking(text, tokenizer):
         fitting = [other for other in template_names() if not _lacking(_named_text(other), tokenizer)]
@@ -235,8 +228,7 @@ def fit_template(text: str, name: str, tokenizer: Any) -> str:
             f"the chat template `{name}` needs tokens that the tokenizer lacks:"
             f" {', '.join(f'`{token}`' for token in lacking)}",
             hint=(
-                "leave `data.chat_template` out for the model's own template, or take one of"
-                f" {', '.join(fitting) or 'none'}"
+                f"omit `data.chat_template` for the model's own template, or use one of {', '.join(fitting) or 'none'}"
             ),
         )
     _, end, _ = _header(text)
@@ -248,7 +240,7 @@ def fit_template(text: str, name: str, tokenizer: Any) -> str:
 
 
 def end_note(name: str, tokenizer: Any) -> str | None:
-    """Return what to tell a user whose named template ends turns with another token than usual; else `None`."""
+    """Return a note if a named template ends turns with another token than usual, else `None`."""
     _, end, _ = _header(_named_text(name))
     if end in (EOS, *tokenizer.get_vocab()):
         return None
@@ -256,7 +248,7 @@ def end_note(name: str, tokenizer: Any) -> str | None:
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts the beginning-of-sequence token before a text."""
+    """Return whether the tokenizer puts the beginning-of-sequence token before a text."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
 
@@ -276,9 +268,7 @@ def _lacking(text: str, tokenizer: Any) -> list[str]:
 
 
 def _header(text: str) -> tuple[list[str], str, bool]:
-    """Return what the first comment of a named template says: the tokens it needs, the one that ends a turn, and
-    whether eos can.
-    """
+    """Read a named template's first comment: needed tokens, end-of-turn token, and whether eos can replace it."""
     needs = re.search(r"^ *needs: (.+)$", text, re.MULTILINE)
     end = re.search(r"^ *end: (\S+)( or eos)?$", text, re.MULTILINE)
     token = end.group(1) if end else EOS
@@ -286,7 +276,7 @@ def _header(text: str) -> tuple[list[str], str, bool]:
 
 
 def add_style(template: str, chat: ChatFormat) -> str:
-    """Return a template that first gives every conversation `data.system` and `data.style`."""
+    """Return a template that first applies `data.system` and `data.style` to every conversation."""
     if chat.system is None and not chat.style:
         return template
     lines = ["{%- set styled = namespace(turns=[]) -%}"]
@@ -309,7 +299,7 @@ def add_style(template: str, chat: ChatFormat) -> str:
 
 
 def jinja_literal(text: str) -> str:
-    """Return `text` as a literal of Jinja, which reads Python's escapes."""
+    """Return `text` as a Jinja literal; Jinja accepts Python's escapes."""
     escaped = (
         text.encode("unicode_escape").decode("ascii").replace("'", "\\'").replace("{", "\\x7b").replace("}", "\\x7d")
     )
@@ -317,70 +307,64 @@ def jinja_literal(text: str) -> str:
 
 
 def with_chat(model: ResolvedModel, chat: ChatFormat | None) -> ResolvedModel:
-    """Return a model that writes conversations as `chat` says; its tokenizer's fingerprint tells."""
+    """Return the model with the chat format `chat`, which changes its tokenizer's fingerprint."""
     if chat is None:
         return model
-    said = json.dumps(asdict(chat), sort_keys=True)
-    return replace(model, chat=chat, tokenizer_fingerprint=text_sha256(f"{model.tokenizer_fingerprint}\n{said}"))
+    settings = json.dumps(asdict(chat), sort_keys=True)
+    return replace(model, chat=chat, tokenizer_fingerprint=text_sha256(f"{model.tokenizer_fingerprint}\n{settings}"))
 
 
-# What a stranger wrote and this process computes has a limit. Every rendering of a chat template, which is a program,
-# goes through here.
+# A chat template is a program, perhaps a stranger's. Every rendering goes through here and has limits.
 
 
 SECONDS = 10.0
-"""CPU time that one rendering may take; a long conversation takes milliseconds."""
+"""CPU time that a rendering may take; a long conversation takes milliseconds."""
 AGAIN_SECONDS = 1.0
-"""An exception that a signal raises in a destructor is lost, so the limit is repeated."""
+"""Interval at which the limit is repeated, since an exception that a signal raises in a destructor is lost."""
 HINT = "`data.chat_template` chooses another template"
 
 
 class EndlessError(UserError):
-    """A stranger's work that takes too long. No `DataError`: those are noted row by row, and every row would take as
-    long.
-    """
+    """Foreign code that takes too long; not a `DataError`, which is recorded row by row: every row would take long."""
 
     exit_code = DataError.exit_code
 
 
 class _OutOfTime(BaseException):
-    """No `Exception`: jinja and pypdf pass over those in places."""
+    """Not an `Exception`, because jinja and pypdf swallow those in places."""
 
 
 def write_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: date | None = None, **options: Any
 ) -> str:
-    """Return what the tokenizer's chat template writes; `day` stands for today.
+    """Return the text that the tokenizer's chat template writes, with `day` as today.
 
-    Raise `EndlessError` for one that takes too long, `DataError` for one that asks for too much memory, and what the
-    template raises.
+    Raise `EndlessError` for a template that takes too long, `DataError` for one that needs too much memory, and
+    whatever the template raises.
     """
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
-    # gpt-oss's template reads `thinking`; transformers gives it that name too, but 5.17 did not.
+    # gpt-oss's template reads `thinking`; transformers 5.17 does not pass that name, later releases do.
     turns = [
         {"thinking": turn["reasoning_content"], **turn} if "reasoning_content" in turn else turn for turn in messages
     ]
     if WANTS_NINE.search(str(tokenizer.chat_template)):
         turns = _with_ids_of_nine(turns)
-    limit = in_time(SECONDS, f"the chat template was not done after {SECONDS:g} s of computing", place=place, hint=HINT)
+    message = f"the chat template did not finish within {SECONDS:g} s of CPU time"
+    limit = in_time(SECONDS, message, place=place, hint=HINT)
     try:
         with on_day(day or getattr(tokenizer, DAY, None)), limit:
             return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
     except (RecursionError, MemoryError) as error:
-        what = "nests without end" if isinstance(error, RecursionError) else "asks for more memory than there is"
+        what = "nests without end" if isinstance(error, RecursionError) else "needs more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
 
 
 WANTS_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")
-"""In Mistral's templates, which refuse calls without an id of nine letters and digits; data sets have longer ones or
-none.
-"""
+"""Part of Mistral's templates, which refuse calls without an id of nine letters and digits; data sets have other ids."""
 
 
 def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return turns whose calls have such ids, and whose results name them; results without an id answer the calls in
-    their order.
-    """
+    """Return turns whose calls have such ids, named by their results; results without an id follow the calls' order."""
 
     def short(name: str) -> str:
         return name if re.fullmatch("[a-zA-Z0-9]{9}", name) else text_sha256(name)[:9]
@@ -388,24 +372,22 @@ def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     turns: list[Mapping[str, Any]] = []
     waiting: list[str] = []
     for turn in messages:
-        more: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if calls := turn.get("tool_calls"):
             waiting = [short(str(call.get("id") or f"{len(turns)}.{index}")) for index, call in enumerate(calls)]
-            more = {"tool_calls": [{**call, "id": name} for call, name in zip(calls, waiting, strict=True)]}
+            changes = {"tool_calls": [{**call, "id": name} for call, name in zip(calls, waiting, strict=True)]}
         elif turn["role"] == "tool":
-            given = turn.get("tool_call_id")
-            name = short(given) if given else waiting[0] if waiting else short(str(len(turns)))
+            call_id = turn.get("tool_call_id")
+            name = short(call_id) if call_id else waiting[0] if waiting else short(str(len(turns)))
             waiting = [other for other in waiting if other != name]
-            more = {"tool_call_id": name}
-        turns.append({**turn, **more})
+            changes = {"tool_call_id": name}
+        turns.append({**turn, **changes})
     return turns
 
 
 @contextlib.contextmanager
 def on_day(day: date | None) -> Iterator[None]:
-    """Make templates take `day` for today in a body. transformers gives them a clock of its own, and turns one that is
-    passed into text.
-    """
+    """Make templates use `day` as today in the body, by replacing transformers' clock: a passed one becomes text."""
     if day is None:
         yield
         return
@@ -421,9 +403,9 @@ def on_day(day: date | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[None]:
-    """Raise `EndlessError` with this message in a body that takes more CPU time.
+    """Raise `EndlessError` with this message if the body takes more CPU time.
 
-    Works in a process's main thread, where all our rendering and reading is done; another thread has no limit.
+    It works in a process's main thread, where all our rendering and reading happens; other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -442,12 +424,12 @@ def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[
 
 
 _passed: list[int] = []
-"""Holds something when the limit has passed."""
+"""Not empty after the limit has passed."""
 
 
 @functools.cache
 def _heed_limits() -> None:
-    """Take the signal over, once: Python needs longer for that than to render a short conversation."""
+    """Install the signal handler once, since that takes longer than rendering a short conversation."""
 
     def stop(number: int, _: FrameType | None) -> None:
         _passed.append(number)

@@ -1,3 +1,1 @@
-"""What a run did, on one page: live (`make ui`) and as a file (`make report`). Reads files only; never talks to
-workers.
-"""
+"""Show what a run did on one page: live (`make ui`), and as a file (`make report`). Only files are read."""

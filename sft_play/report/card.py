@@ -1,6 +1,4 @@
-"""`make card RUN=` and `make push RUN= REPO=`: the hub's model card of a run, and what of it goes to the hub (nothing
-without `YES=1`).
-"""
+"""`make card RUN=` and `make push RUN= REPO=`: write a run's model card, and upload to the hub (only with `YES=1`)."""
 
 from __future__ import annotations
 
@@ -30,11 +28,12 @@ if TYPE_CHECKING:
 
 CARD, ADAPTER = "README.md", "adapter_config.json"
 PUSHED = re.compile(
-    r"(adapter_model|model)[\w.-]*\.safetensors(\.index\.json)?|[\w.-]+\.(model|jinja)|(vocab|merges)\.txt|(LICEN[CS]E|NOTICE)[\w.-]*"
-    r"|(adapter_config|config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config"
-    r"|processor_config|tekken)\.json"
+    r"(adapter_model|model)[\w.-]*\.safetensors(\.index\.json)?"
+    r"|[\w.-]+\.(model|jinja)|(vocab|merges)\.txt|(LICEN[CS]E|NOTICE)[\w.-]*"
+    r"|(adapter_config|config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
+    r"|chat_template|preprocessor_config|processor_config|tekken)\.json"
 )
-"""Names of what goes to the hub: whatever else is beside the weights stays here."""
+"""Names of the files that are uploaded; other files next to the weights are not."""
 TOKEN_HINT = "set HF_TOKEN to a token with write access (huggingface.co/settings/tokens), or type `hf auth login`"
 MOST_SOURCES = 20
 
@@ -51,7 +50,7 @@ def main(call: Call) -> int:
 
 
 def push(call: Call) -> int:
-    """Show what would be uploaded and where, without a hub too; upload it with `YES=1`."""
+    """Show what would be uploaded and where, even if the hub is unreachable; upload it with `YES=1`."""
     repo = call.options.get("REPO")
     if not repo:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
@@ -76,7 +75,10 @@ def push(call: Call) -> int:
         "private": private,
         "files": {
             CARD: len(card.encode()),
-            **{name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()},
+            **{
+                name: len(content) if isinstance(content, bytes) else content.stat().st_size
+                for name, content in files.items()
+            },
         },
         "note": _base_note(run, weights),
     }
@@ -89,7 +91,7 @@ def push(call: Call) -> int:
             raise
         facts |= {"exists": None, "replaced": None, "not_compared": error.message}
     if not call.json:
-        print("\n".join(_told(facts, run, weights)), flush=True)
+        print("\n".join(_described(facts, run, weights)), flush=True)
     if dry:
         print(
             json.dumps({**facts, "card": card, "uploaded": None})
@@ -103,9 +105,7 @@ def push(call: Call) -> int:
 
 
 def _without_paths(path: Path, run: RunFolder, weights: Path) -> Path | bytes:
-    """Return a file that names the base as the card does, and not where it is on this machine; itself where it has no
-    such name.
-    """
+    """Return a file's content with the base named as in the card, not by a path, or the path if nothing changes."""
     stamp, prepared = Stamp.load(weights), Prepared.load(run.prepared)
     if path.name == ADAPTER:
         settings = read_object(path) | {"base_model_name_or_path": stamp.public_base[0]}
@@ -114,14 +114,14 @@ def _without_paths(path: Path, run: RunFolder, weights: Path) -> Path | bytes:
     folders = {prepared.model.path, str(weights), str(run.path), str(run.path.resolve())}
     if not stamp.public_base[1]:
         folders |= {stamp.base_model, str(Path(stamp.base_model).resolve())}
-    found = text
+    public = text
     for folder in sorted((folder for folder in folders if "/" in folder), key=len, reverse=True):
-        found = found.replace(json.dumps(folder), json.dumps(stamp.public_base[0]))
-    return path if found == text else found.encode()
+        public = public.replace(json.dumps(folder), json.dumps(stamp.public_base[0]))
+    return path if public == text else public.encode()
 
 
 def _base_note(run: RunFolder, weights: Path) -> str | None:
-    """Return why nobody else could load adapters, and the ways out; `None` where the base is on the hub."""
+    """Return why nobody else can load adapters, with remedies, or `None` if the base is on the hub."""
     base, on_hub = Stamp.load(weights).public_base
     if kind_of(weights) != "adapter" or on_hub:
         return None
@@ -133,12 +133,12 @@ def _base_note(run: RunFolder, weights: Path) -> str | None:
 
 
 def _merged(run: RunFolder, weights: Path) -> Path:
-    """Return the folder that `make merge` made of these weights. Raise `CheckpointError`."""
+    """Return the folder into which `make merge` merged these weights. Raise `CheckpointError`."""
     folder, hint = run.path / MERGED, f"make merge RUN={run.typed}"
     if not (folder / "stamp.json").is_file():
         raise CheckpointError("there are no merged weights", place=str(folder), hint=hint)
-    made = read_object(folder / "stamp.json").get("merged_from")
-    if isinstance(made, dict) and made.get("sha256") != {
+    source = read_object(folder / "stamp.json").get("merged_from")
+    if isinstance(source, dict) and source.get("sha256") != {
         path.name: file_sha256(path) for path in weight_files(weights)
     }:
         raise CheckpointError(
@@ -152,7 +152,7 @@ def _weights(call: Call) -> tuple[RunFolder, Path]:
     return run, weights_folder(run, call.options.get("CHECKPOINT"))
 
 
-def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]:
+def _described(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]:
     where = f"https://huggingface.co/{facts['repo']}"
     visible = "private" if facts["private"] else "public"
     new = f"a new {visible} repository"
@@ -168,10 +168,9 @@ def _told(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]
 
 
 def card_of(run: RunFolder, weights: Path) -> str:
-    """Return the card: base, data with counts, hyper-parameters, scores with intervals, hardware and time, and how to
-    use it.
+    """Return the card: use, base, data counts, hyperparameters, scores with intervals, hardware and time.
 
-    The header follows the hub's specification (`huggingface_hub.ModelCardData`). No path of this machine is in it.
+    The header follows the hub's specification (`huggingface_hub.ModelCardData`). It contains no path of this machine.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -216,8 +215,8 @@ def card_of(run: RunFolder, weights: Path) -> str:
         "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
         *(
             f"| {split} | {_name(source.name)} | {source.rows:,} | {source.tokens:,} | {source.label_tokens:,} |"
-            for split, found in (("training", prepared.train), ("held out", prepared.validation))
-            for source in (found.sources if found else ())[:MOST_SOURCES]
+            for split, split_data in (("training", prepared.train), ("held out", prepared.validation))
+            for source in (split_data.sources if split_data else ())[:MOST_SOURCES]
         ),
         "\n## Training\n",
         "| | |\n|---|---|",
@@ -250,7 +249,7 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> l
     text = template.read_text(encoding="utf-8") if template.is_file() else ""
     end = next((mark for mark in ENDS_OF_THOUGHTS if mark in text), None)
     whole = f'tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens={end is None})'
-    said = (
+    show_answer = (
         f'print({whole}.rpartition("{end}")[2].removesuffix(tokenizer.eos_token).strip())  # without its thought'
         if end
         else f"print({whole})"
@@ -263,7 +262,7 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> l
             f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer ='
             ' AutoTokenizer.from_pretrained(FOLDER)\nmessages = [{"role": "user", "content": "..."}]\ninputs ='
             ' tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
-            f" return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n{said}\n```\n"
+            f" return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n{show_answer}\n```\n"
         ),
         f"`FOLDER` is this repository's name or a copy of it. {note}\n",
     ]
@@ -311,15 +310,13 @@ def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 
 def _name(source: str) -> str:
-    """Return what to call a source of data: a hub id or its file's name, never a path; no character that a table or a
-    link reads.
-    """
+    """Return the name of a data source: a hub id or a file name, never a path, without Markdown characters."""
     text = source if source.count("/") == 1 and not Path(source).exists() else Path(source).name
     return _plain(text)
 
 
 def _plain(text: str) -> str:
-    """Return a text without what Markdown or HTML reads: a run's files may be a stranger's."""
+    """Replace Markdown's and HTML's special characters, since a run's files may come from a stranger."""
     return "".join(letter if letter not in "|<>[]`\n\r\\" else "_" for letter in text)
 
 
@@ -327,7 +324,7 @@ def _plain(text: str) -> str:
 
 
 def _check_name(repo: str) -> None:
-    """Raise `UserError` where `REPO` is no name of a repository."""
+    """Raise `UserError` if `REPO` is not a repository name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -340,7 +337,7 @@ def _check_name(repo: str) -> None:
 
 
 def _repository(repo: str) -> tuple[HfApi, set[str]]:
-    """Return the hub's client, and the files that the repository has. Raise `DataError` or `HardwareError`."""
+    """Return the hub's client and the repository's files. Raise `DataError` or `HardwareError`."""
     import httpx2
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
@@ -362,7 +359,7 @@ def _repository(repo: str) -> tuple[HfApi, set[str]]:
 
 
 def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str, Path | bytes]) -> str:
-    """Make the repository if there is none, and one commit with all files; return its address."""
+    """Create the repository if needed, upload all files in one commit, and return the commit's address."""
     import httpx2
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.errors import HfHubHTTPError
@@ -383,9 +380,9 @@ def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str,
 def _refused(repo: str, error: Exception) -> DataError:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
-        return DataError(f"the hub refuses it: the token may not write to `{repo}`", hint=TOKEN_HINT)
+        return DataError(f"the hub refused the upload: the token may not write to `{repo}`", hint=TOKEN_HINT)
     return DataError(
         f"the hub answered: {str(error).splitlines()[0]}",
         place=repo,
-        hint="try again later; a commit is there completely or not at all",
+        hint="try again later; a commit is either complete or absent",
     )

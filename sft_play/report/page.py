@@ -1,7 +1,6 @@
-"""`make report RUN=`: what a run's folder holds as one record, and the page that shows it: alone, or asking the server
-of `make ui`.
+"""`make report RUN=`: read a run's folder into one record, and show it on a page, standalone or under `make ui`.
 
-A file that is torn, missing or huge never fails it.
+A torn, missing or huge file never makes it fail.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from sft_play.runs.progress import findings
 from sft_play.text import as_typed
 
 POINTS = 1_500
-"""Points of a curve at most: of each stretch the lowest and the highest loss stay, so that no spike is lost."""
+"""Most points of a curve; each stretch keeps its lowest and highest loss, so that no spike is lost."""
 SAMPLES = 40
 LETTERS = 4_000
-"""Of a prompt or answer."""
+"""Most characters of a prompt or answer."""
 LOG_BYTES = 24_000
-"""From the end of each rank's log."""
+"""Bytes shown from the end of each rank's log."""
 LOGS = 16
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
@@ -55,7 +54,7 @@ def main(call: Call) -> int:
 
 
 def write_report(run: RunFolder, path: Path | None = None) -> Path:
-    """Write a run's report and return where. Raise `OSError`."""
+    """Write a run's report and return its path. Raise `OSError`."""
     path = path or run.report
     write_text(path, page_html(record_of(run)))
     return path
@@ -66,9 +65,9 @@ def record_of(run: RunFolder) -> dict[str, Any]:
     config, rows, spikes = read_facts(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
     steps = sorted(run.path.glob("eval/step-*"))
     scores = [
-        (int(folder.name[5:]), folder, found)
+        (int(folder.name[5:]), folder, scores_there)
         for folder in steps
-        if folder.name[5:].isdecimal() and (found := read_scores(folder))
+        if folder.name[5:].isdecimal() and (scores_there := read_scores(folder))
     ]
     return {
         "summary": summary_of(run).cells(),
@@ -86,17 +85,17 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "stamp": read_object(run.stamp),
         "final": read_facts(run.training_metrics),
         "curves": curves_of(rows),
-        "findings": [asdict(one) for one in findings(rows, spikes)],
+        "findings": [asdict(finding) for finding in findings(rows, spikes)],
         "events": read_events(run),
         "spikes": spikes,
         "evaluations": [
             {
                 "step": step,
-                "loss": found.get("loss"),
-                "labels": found.get("classification"),
-                "scores": {label_of_metric(name): value for name, value in metrics_of(found).items()},
+                "loss": scores_there.get("loss"),
+                "labels": scores_there.get("classification"),
+                "scores": {label_of_metric(name): value for name, value in metrics_of(scores_there).items()},
             }
-            for step, _, found in scores
+            for step, _, scores_there in scores
         ],
         "samples": samples_of([(step, folder) for step, folder, _ in scores]),
         "checkpoints": sorted(
@@ -109,23 +108,23 @@ def record_of(run: RunFolder) -> dict[str, Any]:
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of metrics: `train` and `eval`, each with `step` and one list for every figure.
+    """Return the columns of metrics: `train` and `eval`, each with `step` and a list per figure.
 
-    A figure of each rank (`rank_loss`) or node is a list of lists, one for each rank.
+    A figure per rank (`rank_loss`) or node is a list of lists, one for each rank or node.
     """
     return {kind: _columns(thin([row for row in rows if row.get("kind") == kind])) for kind in ("train", "eval")}
 
 
 def thin(rows: Sequence[Mapping[str, Any]], most: int = POINTS) -> list[Mapping[str, Any]]:
-    """Return at most `most` rows: the lowest and the highest loss of each stretch, the first row and the last."""
+    """Return at most `most` rows: the first, the last, and those with the lowest and highest loss of each stretch."""
     if len(rows) <= most:
         return list(rows)
-    kept = {0, len(rows) - 1}
+    indices_kept = {0, len(rows) - 1}
     stretch = len(rows) / ((most - 2) // 2)
     for part in range((most - 2) // 2):
         indices = range(int(part * stretch), int((part + 1) * stretch))
-        kept |= {min(indices, key=lambda i: _loss(rows[i])), max(indices, key=lambda i: _loss(rows[i]))}
-    return [rows[index] for index in sorted(kept)]
+        indices_kept |= {min(indices, key=lambda i: _loss(rows[i])), max(indices, key=lambda i: _loss(rows[i]))}
+    return [rows[index] for index in sorted(indices_kept)]
 
 
 def _loss(row: Mapping[str, Any]) -> float:
@@ -135,28 +134,28 @@ def _loss(row: Mapping[str, Any]) -> float:
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in TRAIN_FACTS]
-    found: dict[str, Any] = {"step": [row["step"] for row in rows]}
+    columns: dict[str, Any] = {"step": [row["step"] for row in rows]}
     for key in keys:
         values = [row.get(key) for row in rows]
         ranks = max((len(value) for value in values if isinstance(value, list)), default=0)
         if ranks:
-            found[key] = [
+            columns[key] = [
                 [value[r] if isinstance(value, list) and r < len(value) else None for value in values]
                 for r in range(ranks)
             ]
         elif all(value is None or isinstance(value, (int, float)) for value in values):
-            found[key] = values
-    return found
+            columns[key] = values
+    return columns
 
 
 def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
-    """Return some answers of the last evaluation, with those of the first one to the same prompts."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    """Return some answers of the last evaluation, with the first evaluation's answers to the same prompts."""
+    predictions: dict[int, list[dict[str, Any]]] = {}
     for step, folder in (*evaluations[:1], *evaluations[-1:]):
         with contextlib.suppress(OSError, ValueError):
-            found[step] = read_predictions(folder)
+            predictions[step] = read_predictions(folder)
     answers, thoughts = (
-        {step: {row["row"]: row.get(part, "")[:LETTERS] for row in rows} for step, rows in found.items()}
+        {step: {row["row"]: row.get(part, "")[:LETTERS] for row in rows} for step, rows in predictions.items()}
         for part in ("answer", "thought")
     )
     return [
@@ -168,12 +167,12 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
             "answers": {step: texts[row["row"]] for step, texts in answers.items() if row["row"] in texts},
             "thoughts": {step: texts[row["row"]] for step, texts in thoughts.items() if texts.get(row["row"])},
         }
-        for row in (found.get(evaluations[-1][0], []) if evaluations else [])[:SAMPLES]
+        for row in (predictions.get(evaluations[-1][0], []) if evaluations else [])[:SAMPLES]
     ]
 
 
 def _repeat(run: RunFolder) -> str:
-    """Return the command that makes the same run again."""
+    """Return the command that repeats the run."""
     plan = read_facts(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
@@ -181,12 +180,10 @@ def _repeat(run: RunFolder) -> str:
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:
-    """Return the model's name and the counts of each split; those of its sources where the rows are in this user's
-    cache, or in the run.
-    """
-    splits, found = {}, read_facts(run.prepared)
+    """Return the model's name and each split's counts, with its sources if the rows are in this cache or the run."""
+    splits, prepared = {}, read_facts(run.prepared)
     for name in ("train", "validation"):
-        if split := found.get(name):
+        if split := prepared.get(name):
             rows = Path(split.get("path", "")).resolve()
             ours = any(rows.is_relative_to(folder.resolve()) for folder in (cache_folder(), run.path))
             sources = read_facts(rows / "manifest.json").get("sources", []) if ours else []
@@ -200,11 +197,11 @@ def _prepared(run: RunFolder) -> dict[str, Any]:
                     for source in sources
                 ]
             }
-    return {"model": short_path(str(found.get("model", {}).get("name", ""))), "splits": splits}
+    return {"model": short_path(str(prepared.get("model", {}).get("name", ""))), "splits": splits}
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key with its value; of a list of sections as `data.sources[0].path`."""
+    """Yield each dotted key with its value; a list of sections gives keys such as `data.sources[0].path`."""
     if isinstance(value, dict) and (value or not name):
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else key)
@@ -237,21 +234,20 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return []
 
 
-# The page: for the server by reference, for a report with everything inside.
+# The page: under the server it references its files, in a report it contains them.
 
 
 @cache
 def page_files() -> dict[str, str]:
-    """Return name -> text of the scripts and styles. uPlot 1.6.32 (MIT) is vendored with its licence."""
+    """Return name -> text of the scripts and styles; uPlot 1.6.32 (MIT) is vendored with its licence."""
     folder = files("sft_play.report") / "static"
     return {name: (folder / name).read_text(encoding="utf-8") for name in (*SCRIPTS, *STYLES)}
 
 
 def page_html(record: dict[str, Any] | None) -> str:
-    """Return the page: one that asks a server, or with a `record` inside, one that needs nothing else.
+    """Return the page: one that queries a server, or, with a `record` inside, one that needs nothing else.
 
-    Of scripts and styles only those of these very bytes may run (their hashes are the policy), whatever a run's data
-    hold.
+    The policy allows only scripts and styles with the hashes of ours, whatever a run's data contain.
     """
     template = (files("sft_play.report") / "static" / "page.html").read_text(encoding="utf-8")
     if record is None:
@@ -273,7 +269,7 @@ def page_html(record: dict[str, Any] | None) -> str:
             "data": f'<script type="application/json" id="data">{inside}</script>',
         }
     parts |= {"styles": "\n".join(styles), "scripts": "\n".join(scripts)}
-    before, _, after = template.partition("{data}")  # data may hold braces; nothing is replaced inside it
+    before, _, after = template.partition("{data}")  # data may contain braces, in which nothing is replaced
     return _filled(before, parts) + parts["data"] + _filled(after, parts)
 
 

@@ -1,5 +1,6 @@
-"""`make ui`: all runs in a browser, live. It reads the runs' files, writes nothing, and listens on 127.0.0.1 unless
-`HOST=` says otherwise.
+"""`make ui`: show all runs live in a browser.
+
+It reads the runs' files, writes nothing, and listens on 127.0.0.1 unless `HOST=` names another address.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def main(call: Call) -> int:
 
     address = address_of(call.options.get("HOST"))
     token = serve_token(address)
-    wanted = call.port("PORT") or DEFAULT_PORT
-    port = next_free_port(wanted, address, "PORT")
+    typed_port = call.port("PORT") or DEFAULT_PORT
+    port = next_free_port(typed_port, address, "PORT")
     url = f"{own_url(address, port)}/"
-    if port != wanted:
-        tell(f"port {wanted} is taken; using {port}")
+    if port != typed_port:
+        tell(f"port {typed_port} is taken; using {port}")
     if not is_loopback(address):
-        tell("note: nothing is encrypted: beyond a network that you trust put it behind TLS or `ssh -L`")
+        tell("note: nothing is encrypted; outside a network that you trust, use TLS or `ssh -L`")
     if call.json:
         print(json.dumps({"url": url, "runs": str(runs_folder()), "token": token is not None}), flush=True)
     else:
@@ -62,7 +63,7 @@ def main(call: Call) -> int:
 
 
 def application(token: str | None, address: str) -> App:
-    """Return the ASGI application: pages and JSON, behind the same check as `make serve`."""
+    """Return the ASGI application: pages and JSON, with the same access check as `make serve`."""
     routes = [
         Route("/", _page),
         Route("/page/{name}", _file),
@@ -89,11 +90,11 @@ async def _page(_: Request) -> Response:
 
 
 async def _file(request: Request) -> Response:
-    found = page_files().get(request.path_params["name"])
-    if found is None:
+    text = page_files().get(request.path_params["name"])
+    if text is None:
         return Response(status_code=404)
     kind = "text/css" if request.path_params["name"].endswith(".css") else "text/javascript"
-    return Response(found, media_type=kind, headers={"x-content-type-options": "nosniff"})
+    return Response(text, media_type=kind, headers={"x-content-type-options": "nosniff"})
 
 
 async def _runs(_: Request) -> Response:
@@ -101,7 +102,7 @@ async def _runs(_: Request) -> Response:
 
 
 def _named(name: str) -> RunFolder | None:
-    """Return a run by its name in the list: a request names no path."""
+    """Return a run by its name in the list, so that a request cannot name a path."""
     return next((run for run in all_runs() if run.name == name), None)
 
 
@@ -114,26 +115,26 @@ async def _run(request: Request) -> Response:
 
 async def _compare(request: Request) -> Response:
     names = request.query_params.get("runs", "").split(",")[:MOST_COMPARED]
-    found = await asyncio.to_thread(lambda: [_named(name) for name in names])
-    if len(names) < 2 or None in found:
+    runs = await asyncio.to_thread(lambda: [_named(name) for name in names])
+    if len(names) < 2 or None in runs:
         return JSONResponse({"error": "there is no such run"}, status_code=404)
-    return await asyncio.to_thread(_readable, lambda: _over_each_other([check_run(run) for run in found if run]))
+    return await asyncio.to_thread(_readable, lambda: _over_each_other([check_run(run) for run in runs if run]))
 
 
 def _readable(read: Callable[[], Any]) -> Response:
-    """Answer with what is read of runs, or with why it cannot be."""
+    """Return a response with what `read` returns, or with the reason why runs cannot be read."""
     try:
         return _json(read())
     except UNREADABLE as error:
         return JSONResponse({"error": reason(error)}, status_code=422)
 
 
-def _over_each_other(chosen: list[RunFolder]) -> dict[str, Any]:
+def _over_each_other(runs: list[RunFolder]) -> dict[str, Any]:
     try:
-        compared = compare(read_sides([run.name for run in chosen], None), None, ROWS)
+        compared = compare(read_sides([run.name for run in runs], None), None, ROWS)
     except UserError as error:
         compared = {"error": str(error)}
-    return {"records": [record_of(run) for run in chosen], "compared": compared, "labels": LABELS}
+    return {"records": [record_of(run) for run in runs], "compared": compared, "labels": LABELS}
 
 
 async def _changes(request: Request) -> Response:
@@ -152,7 +153,7 @@ async def _changes(request: Request) -> Response:
 
 
 def _states() -> dict[str, tuple[float, ...]]:
-    """Return run -> the times of the files that show what it does."""
+    """Return run -> modification times of the files that show its progress."""
     return {
         run.name: tuple(
             map(_changed, (run.metrics, run.events, run.training_metrics, run.rank_log(0), run.path / "eval"))

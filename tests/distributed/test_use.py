@@ -197,7 +197,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("infer", "RUN=demo INPUT={0}/data.jsonl OUTPUT={0}/a.xlsx", 2, "hint: OUTPUT={0}/a.jsonl"),
         ("infer", "RUN=demo PROMPT=a TRAIN_LEARNING_RATE=1", 2, "cannot change `train.learning_rate`"),
         ("infer", "MODEL={0}/runs/demo/merged RUN=demo", 2, "`RUN` and `MODEL` are both given"),
-        ("infer", "MODEL={0}/runs/demo/merged CHECKPOINT=last", 2, "`CHECKPOINT` belongs to a run"),
+        ("infer", "MODEL={0}/runs/demo/merged CHECKPOINT=last", 2, "`CHECKPOINT` is one of a run"),
         ("infer", "MODEL={0}/nowhere PROMPT=Why?", 4, "there is no such model folder"),
         ("serve", "MODEL={0}/runs/demo/model", 2, "hint: make serve RUN={0}/runs/demo"),
         ("serve", "RUN=demo PORT=70000", 2, "1 to 65535"),

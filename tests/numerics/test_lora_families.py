@@ -110,7 +110,7 @@ def test_what_peft_would_rewrite_is_saved_so_that_it_does_not(tmp_path: Path) ->
     [
         ("hunyuan_v1_moe", "wg", "it routes tokens to experts"),
         ("llama4_text", "router", "it routes tokens to experts"),
-        ("nemotron_h", "out_proj", "`NemotronHMamba2Mixer` reads its weight past an adapter"),
+        ("nemotron_h", "out_proj", "`NemotronHMamba2Mixer` reads its weight directly, which bypasses an adapter"),
         ("deepseek_v4", "o_a_proj", "PEFT cannot adapt a `DeepseekV4GroupedLinear`"),
         ("glm_moe_dsa", "indexer.wk", "it selects tokens, and no gradient reaches it"),
     ],

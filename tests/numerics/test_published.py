@@ -76,7 +76,7 @@ def test_a_merged_model_has_what_the_class_does_not_take(
     family, more, number = CARRIED[kind]
     base = build_with(tmp_path / "base", family, more)
     run = make_run(tmp_path / "run", base)
-    assert f"{number} tensors of the base are no part of the model that is trained" in capsys.readouterr().err
+    assert f"{number} tensors of the base are not part of the trained model" in capsys.readouterr().err
     merge(run, run.model, tmp_path / "out")
     before, after = weights(base), weights(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -133,9 +133,7 @@ def test_such_a_base_is_refused_before_data_are_prepared(in_process: Program, tm
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 5}\n')
     config.write_text(f"model: {{name: {base}, max_seq_len: 64}}\ndata: {{train_path: {rows}}}\n")
     done = in_process("data", f"CONFIG={config}")
-    done.refused(
-        5, "for which the model that `config.json` describes has no place", "it says 2 layers and the files hold 3"
-    )
+    done.refused(5, "which the model in `config.json` does not have", "it says 2 layers and the files hold 3")
     assert "rows.jsonl:2" not in done.err
 
 

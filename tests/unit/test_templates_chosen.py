@@ -42,14 +42,14 @@ def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
 @pytest.mark.parametrize(
     ("data", "message", "hint"),
     [
-        ({"chat_template": "chatlm"}, "is no template's name and no file", "did you mean `chatml`?"),
+        ({"chat_template": "chatlm"}, "is neither a template's name nor a file", "did you mean `chatml`?"),
         (
             {"chat_template": "nothing-like-it"},
-            "is no template's name and no file",
+            "is neither a template's name nor a file",
             "names are alpaca, chatml, deepseek_r1",
         ),
         ({"chat_template": "templates/absent.jinja"}, "cannot be read: No such file", "paths count from the folder"),
-        ({"system": " "}, r"`data\.system` is empty", "leave it out"),
+        ({"system": " "}, r"`data\.system` is empty", "omit it"),
     ],
 )
 def test_an_unknown_template_and_an_empty_system_turn_are_refused(
