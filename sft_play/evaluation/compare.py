@@ -365,7 +365,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
         raise DataError(
             f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data"
             " differ",
-            hint="score each on the same rows: make eval RUN=... DATA=file.jsonl, then make compare ... DATA=file.jsonl",
+            hint="score both on one file: make eval RUN=... DATA=file.jsonl for each, make compare ... DATA=file.jsonl",
         )
     for side in sides:
         if skipped := len(side.answers) - len(paired):

@@ -469,7 +469,7 @@ def share_batches(
 
 
 def spread(count: int, seed: int) -> list[int]:
-    """Return a permutation of `range(count)` with evenly spread prefixes: van der Corput's order from a random start."""
+    """Return a permutation of `range(count)` with evenly spread prefixes: van der Corput's, from a random start."""
     bits = max(1, (count - 1).bit_length())
     places = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(2**bits))
     start = random.Random(seed).randrange(count) if count else 0

@@ -2,5 +2,5 @@
 
 import logging
 
-# PEFT imports bitsandbytes, which warns on a CPU about a missing kernel, and for int8 about a cast in every forward pass.
+# PEFT imports bitsandbytes, which warns on a CPU about a missing kernel, and about int8's cast in every forward pass.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -151,8 +151,10 @@ def _forward_by_rows(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 FP16_FACTOR = 32.0
-"""Gradients in fp16 are computed larger by this factor and divided again in fp32, because the loss scaler's factor comes
-only later and the smallest would be lost. It is about what loss scaling leaves after dividing by a step's tokens.
+"""Factor of gradients in fp16, divided out again in fp32.
+
+The loss scaler's factor comes only later, and the smallest gradients would be lost. The value is about what loss
+scaling leaves after dividing by a step's tokens.
 """
 
 

@@ -268,7 +268,7 @@ def _parameter_ends(model: nn.Module, chosen: Sequence[str]) -> list[str]:
 
 
 def saved_config(base: nn.Module, folder: Path) -> LoraConfig:
-    """Return the configuration of a saved adapter of `base`, with linear layers as targets (the inverse of `_as_saved`)."""
+    """Return the configuration of a saved adapter of `base`, with linear layers as targets (see `_as_saved`)."""
     config = LoraConfig.from_pretrained(str(folder))
     weights = {name for name in config.target_parameters or () if name.endswith(".weight")}
     if weights:

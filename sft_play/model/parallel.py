@@ -337,7 +337,7 @@ def base_of(model: Any) -> Any:
 
 
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
-    """Return the module that holds the text model's layers, and their name in it. Raise `ValueError` if not one list."""
+    """Return the module with the text model's list of layers, and its name there. Raise `ValueError` if none."""
     base = base_of(model)
     count = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():

@@ -1,4 +1,4 @@
-"""Create models: with random weights (`model.init: random`), with another tokenizer, or with one trained on the data."""
+"""Create models with random weights (`model.init: random`), another tokenizer, or one trained on the data."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def write_chat(
 
 
 WANTS_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")
-"""Part of Mistral's templates, which refuse calls without an id of nine letters and digits; data sets have other ids."""
+"""Part of Mistral's templates, which refuse calls without an id of nine characters; data sets have other ids."""
 
 
 def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

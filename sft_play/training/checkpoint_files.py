@@ -90,7 +90,7 @@ class Writing:
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1]
-        except Exception as error:  # noqa: BLE001 - the ranks agree first; the caller raises what is not the disk's fault
+        except Exception as error:  # noqa: BLE001 - the ranks agree first, then the caller raises it
             self.problem = disk_problem(error)
             self.error = None if errno_of(error) is not None else error
         finally:
@@ -184,9 +184,9 @@ def _write_model(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-# Gathering weights is a collective; writing them is not, so a full disk on rank 0 keeps no other rank waiting. The files
-# have the same form under every strategy: complete, as safetensors that any tool loads, with configuration, tokenizer
-# and template.
+# Gathering weights is a collective; writing them is not, so a full disk on rank 0 keeps no other rank waiting. The
+# files have the same form under every strategy: complete, as safetensors that any tool loads, with configuration,
+# tokenizer and template.
 
 
 def gather_weights(context: TrainContext, trainer: Trainer, *, clone: bool) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ from sft_play.training.process import Activity, launched_world, leave_record, re
 from sft_play.training.stop_request import StopRequest, code_of
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
-"""A worker's program: stop request (with run and activity), checkpoint to resume from, rank 0's console -> exit code."""
+"""A worker's program: stop request (with run and activity), checkpoint to resume, rank 0's console -> exit code."""
 IN_ORDER = (0, 130, 143)
 """Exit codes of a worker that has finished, or was stopped on request."""
 THREAD_SECONDS = 3.0
@@ -218,7 +218,7 @@ def let_threads_end(seconds: float) -> None:
 # ---- Heartbeats
 
 PATIENCE = {"loading": (3600.0, 6.0), "saving": (1800.0, 3.0), "evaluating": (1800.0, 3.0), "leaving": (1800.0, 3.0)}
-"""Phase -> least seconds without progress, and multiple of a step's patience; the larger counts. Steps have no entry."""
+"""Phase other than a step -> least seconds without progress, multiple of a step's patience; the larger counts."""
 LEAST_SECONDS, STEPS = 600.0, 10.0
 TRACE_SECONDS, TRACE_SHARE = 5.0, 0.1
 """How long before its patience ends a rank reports its collectives, so that the launchers know them when they judge:

@@ -106,7 +106,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(TrainerCallback):
-    """Write a progress line now and then to log and console; under the launcher's panel, only evaluations to console."""
+    """Write a progress line now and then to log and console; with the launcher's panel, the latter gets evaluations."""
 
     def __init__(self, console: TextIO | None, log: TextIO, *, panel: bool = False) -> None:
         self.console, self.log, self.panel = console, log, panel
@@ -173,7 +173,7 @@ class Stopwatch:
         self._phase, self._since = phase, now
 
     def begin(self, batch: Mapping[str, Any]) -> None:
-        """Call before the forward pass of a micro-step; one without rows only takes part in other ranks' collectives."""
+        """Call before the forward pass of a micro-step; one without rows counts as communication."""
         if batch["rows"]:
             self._sums["rows"] += len(batch["rows"])
             self._sums["tokens"] += batch["input_ids"].numel()

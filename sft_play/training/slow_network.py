@@ -36,9 +36,9 @@ from sft_play.training.loss import IDLE, label_tokens
 from sft_play.training.ranks import TrainContext
 
 FP16_SCALE = 1024.0
-"""Gradients are multiplied by this factor when sent in fp16, then divided again: three digits from 6e-8 to 64 instead of
-from 6e-5 to 65,504. Gradients of a mean over tokens are small: docs/slow-networks.md shows how many a scale of one would
-lose.
+"""Factor of gradients when sent in fp16: three digits from 6e-8 to 64 instead of from 6e-5 to 65,504.
+
+Gradients of a mean over tokens are small: docs/slow-networks.md shows how many a scale of one would lose.
 """
 FP16_MOST = 65504.0
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"

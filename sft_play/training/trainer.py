@@ -392,11 +392,11 @@ class SftTrainer(Trainer):
         self.saver.link_best()
 
     def as_average(self) -> contextlib.AbstractContextManager[None]:
-        """Give the model, in the context, the weights that are scored and saved: with local steps the ranks' average."""
+        """Give the model, in the body, the weights that are scored and saved: with local steps the ranks' average."""
         return contextlib.nullcontext() if self.local is None else self.local.averaged()
 
     def show_scored_weights(self) -> None:
-        """Switch a schedule-free optimizer to the weights that are scored and saved; the next micro-step switches back."""
+        """Switch a schedule-free optimizer to the weights that are scored and saved, until the next micro-step."""
         inner = inner_optimizer(self.optimizer)
         if callable(turn := getattr(inner, "eval", None)):
             turn()
