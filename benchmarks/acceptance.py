@@ -1,13 +1,12 @@
-"""`make accept-gpu`: what only a real card can show, step by step, offline, each step with its bounds and its time
-limit.
+"""`make accept-gpu`: check what only a real GPU can show, step by step, offline, with bounds and time limits.
 
-    python -m benchmarks.acceptance [SECONDS=600] [STEPS=0-3,8] [FOLDER=.cache/acceptance] [WRITE=docs/benchmarks-gpu.md] [COMMIT=name]
-        [SMALL=FOLDER]
+    python -m benchmarks.acceptance [SECONDS=600] [STEPS=0-3,8] [FOLDER=.cache/acceptance]
+        [WRITE=docs/benchmarks-gpu.md] [COMMIT=name] [SMALL=FOLDER]
 
-A step whose time is over keeps the rows that it has; one for which there is no time is not begun. FOLDER keeps models,
-runs and `results.json`, so that a later call with other STEPS adds to the same page. Needs the packages, no network.
-SMALL=FOLDER takes the model there in place of SmolLM2-135M-Instruct, where that cannot be had; with it steps run on a
-CPU as well, and the large model is tiny: that proves the steps, and no card.
+A step whose time ends keeps its rows; a step for which too little time is left does not start. FOLDER keeps models,
+runs and `results.json`, so that a later call with other STEPS adds to the same page. It needs the packages, but no
+network. SMALL=FOLDER names a model to use instead of SmolLM2-135M-Instruct, if that is not available; then steps also
+run on a CPU, with a tiny large model, which tests the steps, but no GPU.
 """
 
 from __future__ import annotations
@@ -44,14 +43,12 @@ DEFAULTS = {
     "SMALL": "",
 }
 LEAST_SHARE = 0.3
-"""A step begins only where this part of its limit is left."""
+"""Share of its limit that must be left for a step to start."""
 WORDS = {True: "yes", False: "**no**", None: ""}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the steps, writes results and page; 0 where every bound holds, 1 where one does not, 2 and 3 as all
-    commands.
-    """
+    """Run the steps and write results and page; return 0 if all bounds hold, 1 if not, 2 and 3 as all commands."""
     begun = time.monotonic()
     try:
         options, chosen = options_of(arguments)
@@ -73,17 +70,16 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     lab = Lab(folder=folder, card=card.name, memory_bytes=card.memory_bytes, small=small, on_cpu=on_cpu)
-    kept, about = folder / "results.json", {"machine": describe(hardware), "small": small.name if small else ""}
-    results = read_json(kept) if kept.is_file() else {}
-    if about != {
-        name: results.get(name, "") for name in about
-    }:  # figures of another card, model or version are another table
+    results_file, about = folder / "results.json", {"machine": describe(hardware), "small": small.name if small else ""}
+    results = read_json(results_file) if results_file.is_file() else {}
+    # Results of another GPU, model or version start a new table.
+    if about != {name: results.get(name, "") for name in about}:
         results = about | {"steps": {}}
     commit, end, done = options["COMMIT"] or commit_here(), begun + int(options["SECONDS"]), list[int]()
 
-    def keep(number: int, result: Mapping[str, Any]) -> None:
+    def record(number: int, result: Mapping[str, Any]) -> None:
         results["steps"][str(number)] = {**result, "date": time.strftime("%Y-%m-%d"), "commit": commit}
-        write_json(kept, results)
+        write_json(results_file, results)
         write_text(Path(options["WRITE"]), page(results))
 
     with ending(lab):
@@ -91,9 +87,9 @@ def main(arguments: Sequence[str]) -> int:
             lab.begin("cpu")
         for number in chosen:
             if end - time.monotonic() < LEAST_SHARE * STEPS[number].seconds:
-                print(f"{number:>2}  {STEPS[number].title}: not begun, no time is left", file=sys.stderr, flush=True)
+                print(f"{number:>2}  {STEPS[number].title}: not started, no time is left", file=sys.stderr, flush=True)
                 continue
-            result = run_step(lab, STEPS[number], end, partial(keep, number))
+            result = run_step(lab, STEPS[number], end, partial(record, number))
             done.append(number)
             print(
                 f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s",
@@ -101,13 +97,13 @@ def main(arguments: Sequence[str]) -> int:
                 flush=True,
             )
     print("\n".join(table([row for n in done for row in results["steps"][str(n)]["rows"]])))
-    held = all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in done)
-    return 0 if held and done == chosen else 1
+    all_hold = all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in done)
+    return 0 if all_hold and done == chosen else 1
 
 
 @contextlib.contextmanager
 def ending(lab: Lab) -> Iterator[None]:
-    """End all that a lab started when this program ends, also by SIGTERM."""
+    """End everything that a lab started when this program ends, also by SIGTERM."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -117,16 +113,16 @@ def ending(lab: Lab) -> Iterator[None]:
 
 
 def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
-    """Return the options, and the steps to run. Raise `UserError`."""
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    if unknown := given.keys() - DEFAULTS.keys():
-        raise UserError(f"unknown arguments: {', '.join(sorted(unknown))}; there are {', '.join(DEFAULTS)}")
-    options, chosen = DEFAULTS | given, list[int]()
+    """Return the options and the steps to run. Raise `UserError`."""
+    typed = dict(argument.partition("=")[::2] for argument in arguments)
+    if unknown := typed.keys() - DEFAULTS.keys():
+        raise UserError(f"unknown arguments: {', '.join(sorted(unknown))}; expected {', '.join(DEFAULTS)}")
+    options, chosen = DEFAULTS | typed, list[int]()
     if not re.fullmatch(r"[1-9]\d{0,5}", options["SECONDS"]):
         raise UserError(f"`SECONDS` is `{options['SECONDS']}`; expected an integer >= 1")
     for part in (options["STEPS"] or f"0-{max(STEPS)}").split(","):
-        found = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
-        numbers = [n for n in STEPS if int(found[1]) <= n <= int(found[2] or found[1])] if found else []
+        match = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
+        numbers = [n for n in STEPS if int(match[1]) <= n <= int(match[2] or match[1])] if match else []
         if not numbers:
             raise UserError(
                 f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, as `3,8-12`"
@@ -135,20 +131,20 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
     return options, [number for number in STEPS if number in chosen]
 
 
-def run_step(lab: Lab, step: Step, end: float, keep: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    """Run one step within its time and `end` and `keep` what it has after each row; a failure is kept as its reason."""
+def run_step(lab: Lab, step: Step, end: float, record: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Run a step until its limit or `end`; `record` its outcome after each row, also a failure with its reason."""
     begun, rows = time.monotonic(), list[Row]()
     lab.deadline = end if lab.on_cpu else min(begun + step.seconds, end)  # the limits are those of a card
 
     def result(state: str, reason: str = "") -> dict[str, Any]:
-        found = {
+        outcome = {
             "state": state,
             "reason": reason,
             "seconds": time.monotonic() - begun,
             "rows": [asdict(row) for row in rows],
         }
-        keep(found)
-        return found
+        record(outcome)
+        return outcome
 
     try:
         for row in step.rows(lab):
@@ -156,13 +152,13 @@ def run_step(lab: Lab, step: Step, end: float, keep: Callable[[Mapping[str, Any]
             result("failed", "it was ended here")
     except SkippedError as skipped:
         return result("skipped", str(skipped))
-    except Exception as error:  # noqa: BLE001  one step's failure, of whatever kind, must not cost the others their minutes
+    except Exception as error:  # noqa: BLE001 - a failing step must not cost the others
         return result("failed", str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}")
     return result("holds" if all(row.holds is not False for row in rows) else "does not hold")
 
 
 def describe(hardware: Hardware) -> str:
-    """Return what the figures depend on."""
+    """Describe the machine and versions on which the figures depend."""
     card, versions = (
         hardware.devices[0],
         ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")),
@@ -174,23 +170,23 @@ def describe(hardware: Hardware) -> str:
 
 
 def commit_here() -> str:
-    """Return the commit of this project's files, marked where files differ from it; `unknown` in a copy without git."""
+    """Return the commit of this project's files, marked if they differ from it; `unknown` in a copy without git."""
     state = git_state()
     return f"{state['commit'][:10]}{'-dirty' if state['dirty'] else ''}" if state else "unknown"
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """Return `docs/benchmarks-gpu.md`; without results, what it will hold."""
+    """Return `docs/benchmarks-gpu.md`, or a list of its steps without results."""
     steps = results.get("steps", {})
     small = f" Small model: {results['small']}." if results.get("small") else ""
     machine = (
         f"{results['machine']}.{small}"
         if steps
-        else "**Unverified: no card was at hand.** Nothing below is measured yet."
+        else "**Unverified: no GPU was available.** Nothing below is measured yet."
     )
     lines = [introduction("benchmarks-gpu.md"), "", machine]
-    left = [f"{n} {step.title}" for n, step in sorted(STEPS.items()) if str(n) not in steps]
-    lines += ["", "## Not run yet", "", f"{'; '.join(left)}."] if left else []
+    not_run = [f"{n} {step.title}" for n, step in sorted(STEPS.items()) if str(n) not in steps]
+    lines += ["", "## Not run yet", "", f"{'; '.join(not_run)}."] if not_run else []
     for number, result in sorted(steps.items(), key=lambda item: int(item[0])):
         step, reason = STEPS[int(number)], f": {result['reason']}" if result["reason"] else ""
         lines += ["", f"## {number}. {step.title}", ""]
@@ -200,7 +196,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return rows as markdown, none for none."""
+    """Return rows as a markdown table, or nothing without rows."""
     cells = [(row["what"], row["measured"], row["bound"], WORDS[row["holds"]]) for row in rows]
     plain = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in cells]
     return markdown(["what", "measured", "bound", "holds"], plain) if rows else []

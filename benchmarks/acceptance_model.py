@@ -1,9 +1,9 @@
-"""The large model of the acceptance, without any download: `python -m benchmarks.acceptance_model FOLDER
-TOKENIZER_FOLDER [layers=32 ...]`.
+"""Write the large model of the acceptance without a download.
 
-A Llama of Llama-3.1-8B's shape with random bfloat16 weights, the tokenizer of a model that is at hand, and
-conversations of ragged length. Speed and memory depend on shapes and lengths only, so they are those of the published
-model.
+    python -m benchmarks.acceptance_model FOLDER TOKENIZER_FOLDER [layers=32 ...]
+
+It is a Llama of Llama-3.1-8B's shape with random bfloat16 weights, a local model's tokenizer, and conversations of
+varying length. Speed and memory depend only on shapes and lengths, so they are those of the published model.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ WORDS = re.findall(
 
 
 def parameters(shape: Mapping[str, int]) -> int:
-    """Return the weights that every token passes: all but the table of embeddings."""
+    """Return the number of weights that every token passes: all except the embedding."""
     hidden, head = shape["hidden"], shape["hidden"] // shape["heads"]
     attention = 2 * hidden * head * (shape["heads"] + shape["kv_heads"])
     return shape["layers"] * (attention + 3 * hidden * shape["inner"]) + hidden * shape["vocabulary"]
 
 
 def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bool = True, batch: int = 64) -> None:
-    """Write model, rows and `8b.yaml` with `batch` rows a step into `folder`; the weights are drawn on the GPU where
-    there is one.
-    """
+    """Write model, rows and `8b.yaml` with `batch` rows per step into `folder`; draw weights on the GPU, if any."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -57,8 +55,8 @@ def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bo
     if weights:
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        made.save_pretrained(model, max_shard_size="4GB")
+            network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        network.save_pretrained(model, max_shard_size="4GB")
     else:
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(model)
@@ -83,14 +81,14 @@ def make(folder: Path, tokenizer: Path, shape: Mapping[str, int], *, weights: bo
 
 
 def row(chance: random.Random) -> dict[str, object]:
-    """Return a conversation whose length is lognormal, as that of instruction data."""
+    """Return a conversation of lognormal length, as in instruction data."""
     count = min(LONGEST_WORDS, max(16, int(chance.lognormvariate(5.6, 0.8))))
-    said = [" ".join(chance.choices(WORDS, k=part)) for part in (count // 4, 3 * count // 4)]
+    turns = [" ".join(chance.choices(WORDS, k=part)) for part in (count // 4, 3 * count // 4)]
     return {
-        "messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
+        "messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
     }
 
 
 if __name__ == "__main__":
-    given = dict(argument.split("=") for argument in sys.argv[3:])
-    make(Path(sys.argv[1]), Path(sys.argv[2]), SHAPE | {name: int(value) for name, value in given.items()})
+    typed = dict(argument.split("=") for argument in sys.argv[3:])
+    make(Path(sys.argv[1]), Path(sys.argv[2]), SHAPE | {name: int(value) for name, value in typed.items()})

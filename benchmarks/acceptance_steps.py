@@ -1,6 +1,4 @@
-"""The steps of the acceptance: each calls the program as a user does, reads the run folder's JSON, and yields rows with
-their bounds.
-"""
+"""The acceptance steps: each runs the program as a user does, reads the run's JSON, and yields rows with bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ COMPARED = (
     f"TRAIN_BATCH_SIZE={BATCH_SIZE} TRAIN_GLOBAL_BATCH_SIZE={BATCH_SIZE} TRAIN_LEARNING_RATE={LEARNING_RATE} "
     "TRAIN_LR_SCHEDULER_TYPE=constant TRAIN_WARMUP_STEPS=0 TRAIN_MAX_STEPS=12 TRAIN_SAVE_STRATEGY=no"
 )
-"""What the other trainers of `benchmarks.training` do."""
+"""The settings of the other trainers in `benchmarks.training`."""
 PACKED = "TRAIN_PACKING=on TRAIN_SAVE_STRATEGY=no"
 FORTY_GIB, SEVENTY_GIB, HUNDRED_GIB = 40, 70, 100
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
@@ -43,20 +41,20 @@ GPU_TESTS = (
     "(fp32 or default or nf4 or int8 or every or varlen or sdpa or waits or plain_kernels or resumes or recorder or"
     " test_packing) and not planned_peak and not bench and not two_ and not killed"
 )
-"""Those of `make test-gpu` that take seconds."""
+"""The tests of `make test-gpu` that take only seconds."""
 CONTEXT = "import torch; torch.zeros(1).cuda(); free, all = torch.cuda.mem_get_info(); print((all - free) >> 20)"
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One call of a training command."""
+    """A call of a training command."""
 
     words: str = ""
     command: str = "train"
     large: bool = False
-    """Whether it is the 8B model's; else that of `configs/quickstart.yaml`."""
+    """Whether it trains the 8B model, not that of `configs/quickstart.yaml`."""
     layers: int = SHAPE["layers"]
-    """Of the 8B model."""
+    """Layers of the 8B model."""
     cpu: bool = False
 
 
@@ -102,7 +100,7 @@ GOALS: Mapping[str, Mapping[str, tuple[int, float | None]]] = {
 """Card of the catalogue -> training -> tokens/s, and the most GiB allocated."""
 TRL_GOAL = 0.6
 STOP_SECONDS = 20
-"""What a program has for its end before it is killed."""
+"""Seconds that a program may take to end before it is killed."""
 MODES = ("QLoRA, nf4", "QLoRA, int8", "full", "fp16", "recomputation")
 OTHER_KERNELS = ("8B LoRA, sdpa", "8B LoRA, plain kernels", "8B QLoRA, int8")
 SHARDED = ("FSDP2", "FSDP2, QLoRA", "ZeRO-2", "ZeRO-3, offloaded")
@@ -110,7 +108,7 @@ SHARDED = ("FSDP2", "FSDP2, QLoRA", "ZeRO-2", "ZeRO-3, offloaded")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, its name on the page, and the most seconds that it may take."""
+    """A step, its name on the page, and its time limit."""
 
     title: str
     seconds: int
@@ -118,27 +116,27 @@ class Step:
 
 
 class StepError(Exception):
-    """A command did not end as it must; the text is its last line of error."""
+    """A command did not end as expected; the text is its last error line."""
 
 
 class SkippedError(Exception):
-    """This card or this environment has not what the step needs."""
+    """This GPU or environment lacks what the step needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement with its bound."""
+    """A measurement with its bound."""
 
     what: str
     measured: str
     bound: str = ""
     holds: bool | None = None
-    """`None` where nothing is demanded."""
+    """`None` without a bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a finished run's folder says."""
+    """A finished run, read from its folder."""
 
     folder: Path
 
@@ -151,58 +149,59 @@ class Run:
         return dict(read_json(self.folder / "plan.json"))
 
     def column(self, name: str) -> dict[int, float]:
-        """Return step -> value of the training rows."""
+        """Return step -> value of a column of the training rows."""
         rows = read_json_lines(self.folder / "metrics.jsonl")
         return {row["step"]: row[name] for row in rows if row.get("kind") == "train" and row.get(name) is not None}
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the steps after the first two, in which kernels are chosen and memory is allocated."""
+        """Median after the first two steps, in which kernels are chosen and memory is allocated."""
         return median(speed for step, speed in self.column("tokens_per_second").items() if step > 2)
 
 
 @dataclass(kw_only=True, slots=True)
 class Lab:
-    """Where commands run, and until when."""
+    """The folder, machine and deadline of the commands."""
 
     folder: Path
     card: str
     memory_bytes: int
     small: Path | None = None
-    """A model in place of SmolLM2-135M-Instruct."""
+    """A model to use instead of SmolLM2-135M-Instruct."""
     on_cpu: bool = False
-    """Then the large model is tiny, too: this proves the steps, and no card."""
+    """With a CPU the large model is tiny too: this tests the steps, not a GPU."""
     deadline: float = 0.0
-    beside: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """Trainings that go on beside the steps."""
+    background: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Trainings that run in the background of the steps."""
 
-    def words(self, one: Training) -> dict[str, str]:
+    def words(self, training: Training) -> dict[str, str]:
         """Return the variables of a training."""
-        words = dict(word.split("=", 1) for word in one.words.split())
-        words["CONFIG"] = str(self.model_folder(one.layers) / "8b.yaml") if one.large else "configs/quickstart.yaml"
-        if one.large and self.memory_bytes < FORTY_GIB * GIB:
-            words = {
-                "TRAIN_BATCH_SIZE": "1",
-                "TRAIN_GRADIENT_CHECKPOINTING": "true",
-            } | words  # their goals bound memory, too
-        if self.small and not one.large:
+        words = dict(word.split("=", 1) for word in training.words.split())
+        words["CONFIG"] = (
+            str(self.model_folder(training.layers) / "8b.yaml") if training.large else "configs/quickstart.yaml"
+        )
+        if training.large and self.memory_bytes < FORTY_GIB * GIB:
+            # The goals of such GPUs bound memory too.
+            words = {"TRAIN_BATCH_SIZE": "1", "TRAIN_GRADIENT_CHECKPOINTING": "true"} | words
+        if self.small and not training.large:
             words["MODEL_NAME"] = str(self.small)
         return words
 
     def model_folder(self, layers: int) -> Path:
-        """Return where the 8B model with so many layers lies."""
+        """Return the folder of the 8B model with this number of layers."""
         return self.folder if layers == SHAPE["layers"] else self.folder / f"{layers}-layers"
 
     def needs(self, gib: int) -> None:
-        """Raise `SkippedError` on a smaller card."""
+        """Raise `SkippedError` on a smaller GPU."""
         if not self.on_cpu and self.memory_bytes < gib * GIB:
             raise SkippedError(f"needs a card of {gib} GiB")
 
     def call(
         self, *words: str, env: Mapping[str, str] | None = None, stop: Callable[[], bool] | None = None
     ) -> tuple[int, str, str]:
-        """Run a Python program until it ends, or the step's time; return code, stdout, stderr. `stop` says when to send
-        SIGTERM.
+        """Run a Python program until it ends, or the step's time; return code, stdout, stderr.
+
+        SIGTERM is sent when `stop` returns true.
         """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process, late = started(words, env, out, err), False
@@ -217,20 +216,18 @@ class Lab:
                 end(process)
             out.seek(0)
             err.seek(0)
-            said = out.read(), err.read()
+            output = out.read(), err.read()
             if process.returncode:
-                sys.stderr.write(f"{' '.join(words)}: code {process.returncode}\n{said[1][-2000:]}\n")
+                sys.stderr.write(f"{' '.join(words)}: code {process.returncode}\n{output[1][-2000:]}\n")
             if late:
                 raise StepError(f"`{' '.join(words[:4])}` was stopped: the step's time was over")
-            return process.returncode, *said
+            return process.returncode, *output
 
-    def must(self, wanted: int, *words: str, **options: Any) -> str:
-        """Call a program that must end with this code; return its stdout. For `options` see `call`. Raise
-        `StepError`.
-        """
-        found, out, err = self.call(*words, **options)
-        if found != wanted:
-            raise StepError(f"`{' '.join(words[1:3])}` ended with code {found}: {last_error(err or out)}")
+    def must(self, expected: int, *words: str, **options: Any) -> str:
+        """Call a program that must end with this code (`options` as in `call`); return stdout. Raise `StepError`."""
+        code, out, err = self.call(*words, **options)
+        if code != expected:
+            raise StepError(f"`{' '.join(words[1:3])}` ended with code {code}: {last_error(err or out)}")
         return out
 
     def program(self, command: str, words: Mapping[str, str], **options: Any) -> str:
@@ -242,56 +239,54 @@ class Lab:
         return Run(self.folder / "runs" / slug(name))
 
     def started_anew(self, name: str) -> list[str]:
-        """Return the words that train under this name, without what an earlier call left there."""
+        """Return the command of a training, after removing an earlier run of this name."""
         shutil.rmtree(self.run(name).folder, ignore_errors=True)
         words = self.words(TRAININGS[name]) | {"RUN_NAME": slug(name)}
         return ["-m", "sft_play", TRAININGS[name].command, *(f"{key}={value}" for key, value in words.items())]
 
     def train(self, name: str, *, code: int = 0, env: Mapping[str, str] | None = None, **options: Any) -> Run:
-        """Start a new run under this name and return it; 8B weights that it wrote are removed, since disks are
-        small.
-        """
-        one, run = TRAININGS[name], self.run(name)
-        self.must(code, *self.started_anew(name), env={**(HIDDEN if one.cpu else {}), **(env or {})}, **options)
-        if one.large:
+        """Train under this name and return the run, without its 8B weights, since disks are small."""
+        training, run = TRAININGS[name], self.run(name)
+        self.must(code, *self.started_anew(name), env={**(HIDDEN if training.cpu else {}), **(env or {})}, **options)
+        if training.large:
             shutil.rmtree(run.folder / "model", ignore_errors=True)
         return run
 
     def begin(self, name: str) -> None:
-        """Train beside the steps, on half of the cores; `trained` waits for it."""
+        """Train in the background, on half of the cores; `trained` waits for it."""
         words, threads = self.started_anew(name), str(max(1, (os.cpu_count() or 1) // 2))
         with (self.folder / f"{slug(name)}.log").open("w") as log:
-            self.beside[name] = started(words, {**HIDDEN, "OMP_NUM_THREADS": threads}, log, log)
+            self.background[name] = started(words, {**HIDDEN, "OMP_NUM_THREADS": threads}, log, log)
 
     def trained(self, name: str) -> Run:
-        """Return the run of an earlier step or of one beside it, or train it. Raise `StepError`."""
+        """Return the run of an earlier step or of the background, or train it. Raise `StepError`."""
         run = self.run(name)
-        while (process := self.beside.get(name)) and process.poll() is None:
+        while (process := self.background.get(name)) and process.poll() is None:
             if time.monotonic() > self.deadline:
-                raise StepError(f"`{name}`, trained beside other steps, had not ended when the step's time was over")
+                raise StepError(f"`{name}`, trained in the background, had not ended when the step's time was over")
             time.sleep(0.1)
         if process and process.returncode:
-            said = (self.folder / f"{slug(name)}.log").read_text(encoding="utf-8")
+            log = (self.folder / f"{slug(name)}.log").read_text(encoding="utf-8")
             raise StepError(
-                f"`{name}`, trained beside other steps, ended with code {process.returncode}: {last_error(said)}"
+                f"`{name}`, trained in the background, ended with code {process.returncode}: {last_error(log)}"
             )
         return run if (run.folder / "training_metrics.json").is_file() else self.train(name)
 
     def close(self) -> None:
-        """End what still trains."""
-        for process in self.beside.values():
+        """End background trainings."""
+        for process in self.background.values():
             end(process)
 
 
 def started(words: Iterable[str], env: Mapping[str, str] | None, out: IO[str], err: IO[str]) -> subprocess.Popen[bytes]:
-    """Start a Python program in a process group of its own."""
+    """Start a Python program in a new process group."""
     return subprocess.Popen(
         [sys.executable, *words], env={**os.environ, **(env or {})}, stdout=out, stderr=err, start_new_session=True
     )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a program: its launcher ends the workers and saves; what has not ended then is killed."""
+    """End a program: its launcher ends the workers and saves; if that takes too long, it is killed."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -302,37 +297,39 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def slug(name: str) -> str:
-    """Return a run's name."""
+    """Return the run name of a training."""
     return name.replace(", ", "-").replace(" ", "-").lower()
 
 
 def last_error(text: str) -> str:
-    """Return the last line that says what went wrong, else the last of all."""
+    """Return the last line with an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "rror:" in line), lines[-1] if lines else "it said nothing")[:300]
+    return next((line for line in reversed(lines) if "rror:" in line), lines[-1] if lines else "it printed nothing")[
+        :300
+    ]
 
 
 def require(package: str) -> None:
-    """Raise `SkippedError` where a package is not installed."""
+    """Raise `SkippedError` if a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise SkippedError(f"`{package}` is not installed")
 
 
-def close(what: str, one: Run, other: Run, most: float) -> Row:
-    """Return whether two curves agree."""
-    mine, theirs = one.column("loss"), other.column("loss")
+def close(what: str, first: Run, other: Run, most: float) -> Row:
+    """Return a row with the largest difference between two loss curves."""
+    mine, theirs = first.column("loss"), other.column("loss")
     found = max(abs(mine[step] - theirs[step]) for step in mine.keys() & theirs.keys())
     return Row(f"{what}: largest difference of a step's loss", f"{found:.1e}", f"<= {most:g}", found <= most)
 
 
 def within_plan(name: str, run: Run) -> Row:
-    """Return whether memory stayed within the plan."""
+    """Return a row with the peak memory, bounded by the plan."""
     peak, planned = run.metrics["peak_memory_bytes"], run.plan["ranks"][0]["peak_bytes"]
     return Row(f"{name}: most GiB allocated", f"{peak / GIB:.2f}", f"<= {planned / GIB:.2f} (plan)", peak <= planned)
 
 
 def learns(name: str, run: Run) -> Iterator[Row]:
-    """Yield whether the loss falls, and whether memory stays within the plan."""
+    """Yield rows: whether the loss falls, and whether memory stays within the plan."""
     losses = list(run.column("loss").values())
     first, last = fmean(losses[:3]), fmean(losses[-3:])
     yield Row(
@@ -342,7 +339,7 @@ def learns(name: str, run: Run) -> Iterator[Row]:
 
 
 def each(lab: Lab, names: Iterable[str], rows: Callable[[str, Run], Iterator[Row]]) -> Iterator[Row]:
-    """Train one after the other; one that fails is a row, and the others go on."""
+    """Train one after the other; a failure becomes a row, and the others continue."""
     for name in names:
         try:
             yield from rows(name, lab.train(name))
@@ -351,12 +348,12 @@ def each(lab: Lab, names: Iterable[str], rows: Callable[[str, Run], Iterator[Row
 
 
 def machine(lab: Lab) -> Iterator[Row]:
-    """What `make doctor` says, and what a bare CUDA context takes."""
+    """Run `make doctor`, and measure the memory of a bare CUDA context."""
     code, out, err = lab.call("-m", "sft_play", "doctor", "JSON=1")
     if not out.strip():
         raise StepError(f"`doctor` ended with code {code}: {last_error(err)}")
-    found = [f["id"] for f in json.loads(out)["findings"] if f["severity"] == "error"]
-    yield Row("errors that `make doctor` finds", ", ".join(found) or "none", "none", not found)
+    errors = [f["id"] for f in json.loads(out)["findings"] if f["severity"] == "error"]
+    yield Row("errors that `make doctor` finds", ", ".join(errors) or "none", "none", not errors)
     code, out, err = lab.call("-c", CONTEXT)
     yield Row(
         "MiB in use on the card with one bare CUDA context, other programs' included", out.strip() or last_error(err)
@@ -369,7 +366,7 @@ def large_model(lab: Lab) -> Iterator[Row]:
 
 
 def weights_made(lab: Lab, layers: int) -> Row:
-    """Write the 8B model with so many layers, and its rows."""
+    """Write the 8B model with this number of layers, and its rows."""
     words = [f"{name}={value}" for name, value in (TINY_SHAPE if lab.on_cpu else SHAPE | {"layers": layers}).items()]
     folder = lab.model_folder(layers)
     folder.mkdir(parents=True, exist_ok=True)
@@ -379,7 +376,7 @@ def weights_made(lab: Lab, layers: int) -> Row:
 
 
 def gpu_tests(lab: Lab) -> Iterator[Row]:
-    """The quick ones of the tests that `make test-gpu` runs, waits for the device among them."""
+    """Run the quick tests of `make test-gpu`, including those of waits for the device."""
     require("xdist")
     words = (
         "pytest",
@@ -400,7 +397,7 @@ def gpu_tests(lab: Lab) -> Iterator[Row]:
 
 
 def attention(lab: Lab) -> Iterator[Row]:
-    """Packed rows under each attention, compared with unpacked rows under eager attention."""
+    """Compare packed rows under each attention with unpacked rows under eager attention."""
     alone, names = lab.train("unpacked"), [name for name in TRAININGS if name.startswith("packed")]
     if importlib.util.find_spec("flash_attn") is None:
         names.remove("packed, flash_attention_2")
@@ -414,7 +411,7 @@ def attention(lab: Lab) -> Iterator[Row]:
 
 
 def both_devices(lab: Lab) -> Iterator[Row]:
-    """The same 30 steps on the card and on the processor."""
+    """Compare the same 30 steps on GPU and CPU."""
 
     def rows(name: str, run: Run) -> Iterator[Row]:
         yield close(f"{name} on GPU and CPU", run, lab.trained("cpu"), CURVE[name])
@@ -423,7 +420,7 @@ def both_devices(lab: Lab) -> Iterator[Row]:
 
 
 def resumed(lab: Lab) -> Iterator[Row]:
-    """SIGTERM after step 15, then `make resume`, compared with an undisturbed run."""
+    """Compare a run that is stopped by SIGTERM after step 15 and resumed with an undisturbed run."""
     undisturbed, run = lab.train("undisturbed"), lab.run("stopped")
     lab.train("stopped", code=143, stop=lambda: max(run.column("loss"), default=0) >= 15)
     yield Row("SIGTERM in mid-run: exit code", "143", "143", True)
@@ -432,13 +429,14 @@ def resumed(lab: Lab) -> Iterator[Row]:
 
 
 def allocated(plan: Mapping[str, Any]) -> int:
-    """Return what torch's allocator hands out by a plan's first rank, bytes."""
+    """Return the bytes that torch's allocator provides to the first rank of a plan."""
     return sum_without(plan["ranks"][0]["memory_bytes"])
 
 
 def predicted(lab: Lab, *names: str) -> Iterator[Row]:
-    """Memory by trace and in two real steps with the longest rows (a probe), whose record must not correct the
-    trace.
+    """Compare memory by trace with two real steps on the longest rows (a probe).
+
+    The probe's record is removed, since it would correct the trace.
     """
     probes = cache_folder() / "probes"
     for name in names:
@@ -460,15 +458,13 @@ def predicted(lab: Lab, *names: str) -> Iterator[Row]:
 
 
 def large_memory(lab: Lab) -> Iterator[Row]:
-    """The same for 8B."""
+    """Compare planned and measured memory of the 8B model."""
     lab.needs(FORTY_GIB)
     yield from predicted(lab, "8B LoRA", "8B QLoRA", *(["8B full"] if lab.memory_bytes >= HUNDRED_GIB * GIB else []))
 
 
 def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
-    """Tokens/s with plan and goal, and MFU: 6 operations a weight and token, 4 for adapters, and those of causal
-    attention.
-    """
+    """Measure tokens/s with plan, goal and MFU: 6 operations per weight and token, 4 with adapters, plus attention."""
     lab.needs(gib)
     key, card = find_card(lab.card) or ("", None)
 
@@ -477,11 +473,11 @@ def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
         length = metrics["tokens"] / (metrics["steps"] * plan["global_batch_size"])
         shape = SHAPE | {"layers": TRAININGS[name].layers}
         operations = (6 if "full" in name else 4) * parameters(shape) + 6 * shape["layers"] * shape["hidden"] * length
-        said = f", MFU {operations * speed / (card.bf16_tflops * 1e12):.0%}" if card else ""
-        said += f" (plan {plan['tokens_per_second']:,.0f})" if plan["tokens_per_second"] else ""
+        details = f", MFU {operations * speed / (card.bf16_tflops * 1e12):.0%}" if card else ""
+        details += f" (plan {plan['tokens_per_second']:,.0f})" if plan["tokens_per_second"] else ""
         least, most = GOALS.get(key, {}).get(name, (None, None))
         bound, holds = (f">= {least:,}", speed >= least) if least else ("", None)
-        yield Row(f"{name}: tokens/s", f"{speed:,.0f}{said}", bound, holds)
+        yield Row(f"{name}: tokens/s", f"{speed:,.0f}{details}", bound, holds)
         yield within_plan(name, run)
         if most:
             peak = metrics["peak_memory_bytes"] / GIB
@@ -491,7 +487,7 @@ def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
 
 
 def every_weight(lab: Lab) -> Iterator[Row]:
-    """Tokens/s of full tuning: of all layers, on a card of 80 GB of half of them."""
+    """Measure tokens/s of full tuning: of all layers, on an 80 GB GPU of half of them."""
     layers = 32 if lab.on_cpu or lab.memory_bytes >= HUNDRED_GIB * GIB else 16
     lab.needs(SEVENTY_GIB)
     if layers == 16:
@@ -500,9 +496,9 @@ def every_weight(lab: Lab) -> Iterator[Row]:
 
 
 def out_of_memory(lab: Lab) -> Iterator[Row]:
-    """A real out-of-memory: torch may allocate the weights and 38 % of the rest.
+    """Run out of memory for real: torch may allocate only the weights and 38 % of the rest.
 
-    Batches need 55 % (flattened) to 96 % (padded) of the planned worst, so the micro-batch is halved once or twice.
+    Batches need 55 % (flattened) to 96 % (padded) of the planned peak, so the micro-batch is halved once or twice.
     """
     words = lab.words(TRAININGS["out of memory"])
     plan = json.loads(lab.program("plan", words | {"JSON": "1"}))
@@ -518,14 +514,14 @@ def out_of_memory(lab: Lab) -> Iterator[Row]:
 
 
 def evaluation(lab: Lab) -> Iterator[Row]:
-    """Scores on GPU and CPU, answers a second, answers while training, a chat."""
-    found = []
+    """Compare scores on GPU and CPU; measure answers/s, answers while training, and a chat."""
+    scores = []
     for name, env in (("fp32", {}), ("cpu", HIDDEN)):
         lab.trained(name)
-        found.append(json.loads(lab.program("eval", {"RUN": name, "EVAL_SAMPLES": "80", "JSON": "1"}, env=env)))
+        scores.append(json.loads(lab.program("eval", {"RUN": name, "EVAL_SAMPLES": "80", "JSON": "1"}, env=env)))
     for what, values, most in (
-        ("held-out loss", [one["loss"] for one in found], 0.01),
-        ("ROUGE-L", [one["rougeL"]["mean"] for one in found], 0.02),
+        ("held-out loss", [part["loss"] for part in scores], 0.01),
+        ("ROUGE-L", [part["rougeL"]["mean"] for part in scores], 0.02),
     ):
         yield Row(
             f"{what} on GPU and CPU",
@@ -533,7 +529,7 @@ def evaluation(lab: Lab) -> Iterator[Row]:
             f"within {most}",
             abs(values[0] - values[1]) <= most,
         )
-    yield Row("answers/s", f"{found[0]['speed']['answers_per_second']:.1f}")
+    yield Row("answers/s", f"{scores[0]['speed']['answers_per_second']:.1f}")
     yield from each(lab, ["generating"], learns)
     answer = lab.program(
         "infer", {"RUN": "fp32", "PROMPT": "What does this Python function do: def area(r): return 3.14 * r * r"}
@@ -542,19 +538,19 @@ def evaluation(lab: Lab) -> Iterator[Row]:
 
 
 def taught(lab: Lab) -> Iterator[Row]:
-    """`make bench` twice: the second one is forecast by the first."""
+    """Run `make bench` twice; the first forecasts the second."""
     lab.needs(FORTY_GIB)
     options = {"CONFIG": lab.words(TRAININGS["8B LoRA"])["CONFIG"], "JSON": "1"}
     for what in ("first", "by the first"):
-        found = json.loads(lab.program("bench", options))
-        measured, forecast = found["measured"]["steady_tokens_per_second"], found["plan"]["tokens_per_second"]
+        bench = json.loads(lab.program("bench", options))
+        measured, forecast = bench["measured"]["steady_tokens_per_second"], bench["plan"]["tokens_per_second"]
         off = abs(measured / forecast - 1)
         bound, holds = ("within 15 % of the plan", off <= 0.15) if what == "by the first" else ("", None)
         yield Row(f"tokens/s, {what} (plan {forecast:,.0f})", f"{measured:,.0f}", bound, holds)
 
 
 def compared_with_trl(lab: Lab) -> Iterator[Row]:
-    """Training time compared with TRL's `SFTTrainer` with its defaults: the same ragged rows, order and adapters."""
+    """Compare training time with TRL's `SFTTrainer` and its defaults, on the same rows, order and adapters."""
     require("trl")
     run = lab.train(
         "8B LoRA, 4 rows a step" if lab.on_cpu or lab.memory_bytes >= FORTY_GIB * GIB else "LoRA, 4 rows a step"
@@ -595,4 +591,4 @@ STEPS: Mapping[int, Step] = {
     15: Step("forecast by a run", 180, taught),
     17: Step("8B: other kernels, int8", 240, lambda lab: fast(lab, 20, *OTHER_KERNELS)),
 }
-"""In order of what a user would lose: a call's time may be over before the last."""
+"""Ordered by importance to a user, since a call's time may end before the last step."""

@@ -1,10 +1,10 @@
-"""`make bench-evaluation`: answers a second of our evaluation beside one-by-one and batched `generate`.
+"""`make bench-evaluation`: compare answers per second of our evaluation with one-by-one and batched `generate`.
 
     python -m benchmarks.evaluation [pairs=1] [rows=200] [tokens=128] [write=docs/benchmarks-evaluation.md]
 
 All three answer the same prompts with the same loaded model, greedily, up to the same end of turn, in one process; each
-runs once per pair, in turn, and medians are compared. Ours is the whole `score_by_generation`, scores and intervals
-included.
+runs once per pair, in turn, and medians are compared. Ours is all of `score_by_generation`, including scores and
+intervals.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ NAMES = {
     BATCHED: "`generate`, batches in the order of the data",
 }
 GOALS = {SINGLE: 3.0, BATCHED: 1.5}
-"""How often as many answers a second we aim at."""
+"""How many times as many answers per second we aim at."""
 EVERY = {SINGLE: 4}
-"""One prompt at a time takes so long that only every fourth is answered: a sample of all lengths, from answers a second
-alike.
-"""
+"""One prompt at a time takes so long that only every fourth is answered, a sample of all lengths with the same rate."""
 
 
 class Measurement(NamedTuple):
@@ -47,14 +45,14 @@ class Measurement(NamedTuple):
 
     seconds: float
     cpu_seconds: float
-    """Of this process: what a busy machine changes least."""
+    """CPU time of this process, which a busy machine changes least."""
     answers: list[str]
     """In the order of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all of them get."""
+    """The common input of all ways."""
 
     model: Any
     tokenizer: Any
@@ -66,7 +64,7 @@ class Setting:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and publish; 1 when a goal is missed."""
+    """Measure and publish; return 1 if a goal is missed."""
     numbers, document = options_of(arguments, pairs=1, rows=200, tokens=128)
     with tempfile.TemporaryDirectory(prefix="bench-evaluation-") as folder:
         setting = prepare(Path(folder), numbers["rows"], numbers["tokens"])
@@ -76,9 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(folder: Path, count: int, tokens: int) -> Setting:
-    """Return the embedded model, and the first built-in rows (the model is untuned, so any will do) as our evaluation
-    prepares them.
-    """
+    """Return the embedded model and the first built-in rows (it is untuned, so any will do), prepared as by ours."""
     write_json(
         folder / "bench.yaml",
         {
@@ -115,23 +111,23 @@ def prepare(folder: Path, count: int, tokens: int) -> Setting:
 def measure(setting: Setting, pairs: int) -> dict[str, list[Measurement]]:
     """Return `pairs` measurements of each way, interleaved."""
     ways: dict[str, Callable[[Setting], list[str]]] = {OURS: ours, SINGLE: one_by_one, BATCHED: batched}
-    found: dict[str, list[Measurement]] = {name: [] for name in ways}
+    measurements: dict[str, list[Measurement]] = {name: [] for name in ways}
     for pair in range(pairs):
         for name, way in ways.items():
             started, worked = time.perf_counter(), time.process_time()
             answers = way(setting)
-            one = Measurement(time.perf_counter() - started, time.process_time() - worked, answers)
-            found[name].append(one)
+            measurement = Measurement(time.perf_counter() - started, time.process_time() - worked, answers)
+            measurements[name].append(measurement)
             print(
-                f"pair {pair + 1}: {name:<12}{one.seconds:7.1f} s, processor {one.cpu_seconds:.1f} s",
+                f"pair {pair + 1}: {name:<12}{measurement.seconds:7.1f} s, processor {measurement.cpu_seconds:.1f} s",
                 file=sys.stderr,
                 flush=True,
             )
-    return found
+    return measurements
 
 
 def ours(setting: Setting) -> list[str]:
-    """Answers and scores as `make eval` does."""
+    """Answer and score as `make eval` does."""
     import torch
 
     from sft_play.evaluation.generation import AnswerSettings
@@ -149,19 +145,17 @@ def ours(setting: Setting) -> list[str]:
 
 
 def one_by_one(setting: Setting) -> list[str]:
-    """Answers each by itself, to a sample of the prompts."""
+    """Answer a sample of the prompts, one at a time."""
     return generated(replace(setting, rows=setting.rows[:: EVERY[SINGLE]]), 1)
 
 
 def batched(setting: Setting) -> list[str]:
-    """Answers in batches of the same size as ours, in the order of the data."""
+    """Answer in batches of the same size as ours, in the order of the data."""
     return generated(setting, setting.batch_size)
 
 
 def generated(setting: Setting, batch_size: int) -> list[str]:
-    """Answers with transformers' `generate`, as its documentation does: left padding by the tokenizer, greedy, batch by
-    batch.
-    """
+    """Answer with transformers' `generate` as documented: left padding, greedy, batch by batch."""
     import torch
 
     from sft_play.model.tokenizer import end_of_turn_ids
@@ -188,12 +182,14 @@ def generated(setting: Setting, batch_size: int) -> list[str]:
     return answers
 
 
-def table(found: Mapping[str, Sequence[Measurement]], setting: Setting) -> tuple[str, bool]:
+def table(measurements: Mapping[str, Sequence[Measurement]], setting: Setting) -> tuple[str, bool]:
     """Return the table as markdown, and whether the goals are reached."""
-    our_answers, good, rows = found[OURS][0].answers, True, list[list[str]]()
-    rates = {name: len(values[0].answers) / median(m.seconds for m in values) for name, values in found.items()}
-    works = {name: median(m.cpu_seconds for m in values) / len(values[0].answers) for name, values in found.items()}
-    for name, values in found.items():
+    our_answers, good, rows = measurements[OURS][0].answers, True, list[list[str]]()
+    rates = {name: len(values[0].answers) / median(m.seconds for m in values) for name, values in measurements.items()}
+    works = {
+        name: median(m.cpu_seconds for m in values) / len(values[0].answers) for name, values in measurements.items()
+    }
+    for name, values in measurements.items():
         compared = [""] * 4
         if name != OURS:
             ratio, theirs = rates[OURS] / rates[name], values[0].answers
@@ -207,11 +203,17 @@ def table(found: Mapping[str, Sequence[Measurement]], setting: Setting) -> tuple
             compared.append(f"{differ} of {len(theirs)}")
         rows.append([NAMES[name], f"{rates[name]:.2f}", *compared])
     head = ["way", "answers/s", "ours is", "goal", "by processor time", "answers that differ from ours"]
-    said = (
+    heading = (
         f"{date_and_machine()}; {len(our_answers)} prompts, batches of {setting.batch_size}, at most {setting.tokens}"
-        f" new tokens, medians of {len(found[OURS])} interleaved measurements:"
+        f" new tokens, medians of {len(measurements[OURS])} interleaved measurements:"
     )
-    lines = [said, "", *markdown(head, rows), "", "Both goals are reached." if good else "NOT ALL GOALS ARE REACHED."]
+    lines = [
+        heading,
+        "",
+        *markdown(head, rows),
+        "",
+        "Both goals are reached." if good else "NOT ALL GOALS ARE REACHED.",
+    ]
     return "\n".join(lines), good
 
 

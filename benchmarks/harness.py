@@ -1,6 +1,4 @@
-"""What the benchmarks share: arguments, rows and configurations of real runs, a process with its time and memory, and
-pages.
-"""
+"""Shared code of the benchmarks: arguments, rows and configurations of real runs, measured processes, and pages."""
 
 from __future__ import annotations
 
@@ -21,23 +19,23 @@ from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import RunFolder
 
 MODEL = os.environ.get("BENCH_MODEL") or "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""`BENCH_MODEL=FOLDER` takes another: a tiny one shows that a benchmark still runs."""
+"""`BENCH_MODEL=FOLDER` uses another model, such as a tiny one to show that a benchmark still runs."""
 TIMEOUT_SECONDS = 1800
 MARK = "<!-- measured -->"
 
 
 def options_of(arguments: Sequence[str], **defaults: int) -> tuple[dict[str, int], str | None]:
-    """Return the numbers that were given as `NAME=value` or else their defaults, and the file to `write`."""
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    document = given.pop("write", None)
-    unknown = [name for name, value in given.items() if name not in defaults or not value.isdigit()]
+    """Return the numbers typed as `NAME=value`, or their defaults, and the file to `write`."""
+    typed = dict(argument.partition("=")[::2] for argument in arguments)
+    document = typed.pop("write", None)
+    unknown = [name for name, value in typed.items() if name not in defaults or not value.isdigit()]
     if unknown:
         print(
-            f"unknown arguments: {', '.join(unknown)}; there are {', '.join(defaults)} (numbers) and write",
+            f"unknown arguments: {', '.join(unknown)}; expected {', '.join(defaults)} (numbers) and write",
             file=sys.stderr,
         )
         raise SystemExit(2)
-    return defaults | {name: int(value) for name, value in given.items()}, document
+    return defaults | {name: int(value) for name, value in typed.items()}, document
 
 
 def write_rows(path: Path, count: int, split: str = "train") -> str:
@@ -57,13 +55,13 @@ def train(folder: Path, name: str, settings: Mapping[str, Any], command: str = "
 
 
 def rows_of(run: RunFolder, kind: str) -> list[dict[str, Any]]:
-    """Return the rows of one kind of a run's `metrics.jsonl`."""
+    """Return the rows of a kind in a run's `metrics.jsonl`."""
     lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 
 def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> int:
-    """Run a command to its end and return the most resident memory (bytes) of any process of it. Raise on failure."""
+    """Run a command to its end and return the peak resident memory (bytes) of its largest process. Raise on failure."""
     environment = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", **extra}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -89,7 +87,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def date_and_machine() -> str:
-    """Return what the figures depend on: the day, processors, GPU, versions."""
+    """Describe what the figures depend on: date, processors, GPU, versions."""
     import torch
     import transformers
 
@@ -99,14 +97,14 @@ def date_and_machine() -> str:
 
 
 def introduction(name: str) -> str:
-    """Return the part of a page of `docs/` that is written by hand, up to and including its mark."""
+    """Return the manually written part of a page of `docs/`, up to and including its mark."""
     before, mark, _ = (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8").partition(MARK)
     assert mark, f"docs/{name} has lost its line `{MARK}`, after which figures are written"
     return before + mark
 
 
 def publish(text: str, document: str | None) -> None:
-    """Print what was measured, and write it after the mark of a page where one was named."""
+    """Print the measurements, and write them after the mark of `document`, if any."""
     print(text)
     if document:
         before = introduction(Path(document).name) if Path(document).is_file() else MARK

@@ -1,10 +1,10 @@
-"""How many machines one launchers' store takes: they meet, share, beat, settle and start again. Nothing is trained.
+"""Measure how many machines a launchers' store serves: they meet, share, beat, settle and restart, without training.
 
     unshare --net sh -c 'ip link set lo up && python -m benchmarks.launchers machines=1000'
 
-Each machine is a `Machines` with a connection of its own, as `make train-distributed` has it. Some processes stand
-for all of them; node 0 has one to itself. torch asks DNS for the name of each machine that connects: `unshare --net`
-(as root) is a network where that fails at once.
+Each machine is a `Machines` with a separate connection, as in `make train-distributed`. A few processes simulate all of
+them; node 0 has its own process. torch asks DNS for the name of each machine that connects: `unshare --net` (as root)
+is a network in which that fails at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CARDS = tuple(
 
 
 class Machines:
-    """What all machines of a measurement have in common."""
+    """The machines of a measurement, with their common facts."""
 
     def __init__(self, count: int, port: int) -> None:
         self.count, self.port = count, port
@@ -51,8 +51,8 @@ class Machines:
             versions_here("cpu"),
         )
 
-    def one(self, rank: int) -> Launcher:
-        """Return a machine that is not open yet."""
+    def launcher(self, rank: int) -> Launcher:
+        """Return the launcher of a machine, not open yet."""
         node = Node(rank=rank, count=self.count, master_port=self.port)
         return Launcher(node, host=f"h{rank}", run="many", patience=600, silent_seconds=300)
 
@@ -73,7 +73,7 @@ class Machines:
     def meet(self, ours: Launcher) -> None:
         """Meet and share, as before each attempt."""
         assert (
-            ours.meet(lambda _: self.facts(ours), compare_facts, lambda found: {"processes": len(found)})["processes"]
+            ours.meet(lambda _: self.facts(ours), compare_facts, lambda facts: {"processes": len(facts)})["processes"]
             == self.count
         )
         ours.share(
@@ -82,21 +82,21 @@ class Machines:
 
 
 def agree(_: Sequence[Facts]) -> list[UserError]:
-    """Find nothing wrong."""
+    """Find no error."""
     return []
 
 
 def measure(count: int, beating: int, processes: int = 4) -> dict[str, float]:
-    """Return seconds of node 0, wall-clock and processor time, for each part of a run on `count` machines."""
-    machines, found = Machines(count, free_port()), dict[str, float]()
+    """Return node 0's wall-clock and CPU seconds for each part of a run on `count` machines."""
+    machines, figures = Machines(count, free_port()), dict[str, float]()
 
     def timed(name: str, do: Callable[[], Any]) -> Any:
         wall, cpu = time.monotonic(), time.process_time()
         result = do()
-        found[f"{name}, s"], found[f"{name}, CPU s"] = time.monotonic() - wall, time.process_time() - cpu
+        figures[f"{name}, s"], figures[f"{name}, CPU s"] = time.monotonic() - wall, time.process_time() - cpu
         return result
 
-    ours = machines.one(0)
+    ours = machines.launcher(0)
     ours.open()
     crowd = [
         subprocess.Popen(
@@ -117,14 +117,14 @@ def measure(count: int, beating: int, processes: int = 4) -> dict[str, float]:
         for k in range(processes)
     ]
     try:
-        for one in crowd:  # all are connected
-            assert one.stdout is not None and one.stdout.readline() == "open\n"
+        for process in crowd:  # all are connected
+            assert process.stdout is not None and process.stdout.readline() == "open\n"
 
         def go() -> None:
-            for one in crowd:
-                assert one.stdin is not None
-                one.stdin.write("go\n")
-                one.stdin.flush()
+            for process in crowd:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
             machines.meet(ours)
 
         timed("meet and share", go)
@@ -134,27 +134,24 @@ def measure(count: int, beating: int, processes: int = 4) -> dict[str, float]:
         timed("meet again and share", lambda: machines.meet(ours))
         ours.settle(Outcome(code=1, message="error: enough"))
         timed("leave", ours.close)
-        ended = [one.communicate(timeout=600)[0].split() for one in crowd]
+        ended = [process.communicate(timeout=600)[0].split() for process in crowd]
         assert sum(map(len, ended)) == count - 1 and {code for codes in ended for code in codes} == {"1"}, ended
     finally:
-        for one in crowd:
-            one.kill()
-    return found
+        for process in crowd:
+            process.kill()
+    return figures
 
 
 def crowd(count: int, port: int, first: int, processes: int) -> list[int]:
-    """Machines first + 1, first + 1 + processes, ..., a thread each once all are connected; return the codes with which
-    the run ended for them.
-    """
+    """Simulate machines first + 1, first + 1 + processes, ..., in a thread each, and return their runs' exit codes."""
     machines, codes = Machines(count, port), list[int]()
-    sys.setswitchinterval(
-        0.2
-    )  # hundreds of threads that wait for one interpreter lock would wake each other every 5 ms
+    # Hundreds of threads that wait for the interpreter lock would wake each other every 5 ms.
+    sys.setswitchinterval(0.2)
 
     def ended(ours: Launcher) -> Outcome:
-        while not isinstance(found := ours.ended_elsewhere(), Outcome):
+        while not isinstance(outcome := ours.ended_elsewhere(), Outcome):
             time.sleep(0.5)
-        return found
+        return outcome
 
     def machine(ours: Launcher) -> None:
         machines.meet(ours)
@@ -165,12 +162,12 @@ def crowd(count: int, port: int, first: int, processes: int) -> list[int]:
         ours.close()
 
     with contextlib.redirect_stderr(io.StringIO()):
-        mine = [machines.one(rank) for rank in range(first + 1, count, processes)]
-        for one in mine:
-            one.open()
+        mine = [machines.launcher(rank) for rank in range(first + 1, count, processes)]
+        for launcher in mine:
+            launcher.open()
         print("open", flush=True)
         sys.stdin.readline()
-        threads = [threading.Thread(target=machine, args=(one,), daemon=True) for one in mine]
+        threads = [threading.Thread(target=machine, args=(launcher,), daemon=True) for launcher in mine]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,4 +1,4 @@
-"""What compression and local steps do to the loss of a real model on real data (docs/slow-networks.md).
+"""Measure the effect of compression and local steps on the loss of a real model and data (docs/slow-networks.md).
 
     python -m benchmarks.local_steps [steps=32] [rows=8] [length=96] [held=48] [seed=42] [ways=7] [write=table.md]
 
@@ -36,25 +36,25 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "`compression: fp16`": {"compression": "fp16"},
 }
 LAST = 8
-"""Steps over which the last training loss is taken."""
+"""Last steps over which the training loss is averaged."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and publish."""
     numbers, document = options_of(arguments, steps=32, rows=8, length=96, held=48, seed=42, ways=len(WAYS))
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory(prefix="bench-local-", dir=os.environ.get("RUNS_DIR") or None) as folder:
         for index, (name, launch) in enumerate(list(WAYS.items())[: numbers["ways"]]):
-            losses, held_out = found[name] = measure(Path(folder), f"way{index}", launch, numbers)
+            losses, held_out = results[name] = measure(Path(folder), f"way{index}", launch, numbers)
             print(f"{name}: held-out loss {held_out:.4f}, last {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    publish(table(found, numbers), document)
+    publish(table(results, numbers), document)
     return 0
 
 
 def measure(
     folder: Path, name: str, launch: Mapping[str, Any], numbers: Mapping[str, int]
 ) -> tuple[list[float], float]:
-    """Train once; return the loss of each step and that of the held-out rows after the last one, nats per token."""
+    """Train once; return the loss of each step and the final held-out loss, in nats per token."""
     settings = {
         "model": {"name": MODEL, "max_seq_len": numbers["length"]},
         "tuning": {"mode": "lora", "lora": {"r": 16, "alpha": 32}},
@@ -80,20 +80,20 @@ def measure(
     return [row["loss"] for row in rows_of(run, "train")], rows_of(run, "eval")[-1]["eval_loss"]
 
 
-def table(found: Mapping[str, tuple[list[float], float]], numbers: Mapping[str, int]) -> str:
-    """Return the figures as Markdown."""
-    first_losses, base = next(iter(found.values()))
+def table(results: Mapping[str, tuple[list[float], float]], numbers: Mapping[str, int]) -> str:
+    """Return the results as Markdown."""
+    first_losses, base = next(iter(results.values()))
     head = ["what ranks send", f"training loss, last {LAST} steps", "held-out loss at the end", "beyond H = 1"]
     rows = [
         [name, f"{fmean(losses[-LAST:]):.4f}", f"{held_out:.4f}", f"{held_out - base:+.4f}"]
-        for name, (losses, held_out) in found.items()
+        for name, (losses, held_out) in results.items()
     ]
-    said = (
+    heading = (
         f"{date_and_machine()}; 2 ranks, {numbers['steps']} steps of {numbers['rows']} rows of up to"
         f" {numbers['length']} tokens, LoRA r 16, learning rate 1e-3, {numbers['held']} held-out rows, seed"
         f" {numbers['seed']}; loss of the first step {first_losses[0]:.3f}:"
     )
-    return "\n".join([said, "", *markdown(head, rows)])
+    return "\n".join([heading, "", *markdown(head, rows)])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.memory [write=docs/memory.md]`: what a plan predicts by trace beside what two real steps
-needed.
+"""Compare planned memory with that of two real steps: `python -m benchmarks.memory [write=docs/memory.md]`.
 
-Every row is a whole `python -m sft_play plan` by trace, and one by a probe of the same plan: the longest rows of the
-data, as many at once as the row says. On a GPU allocated, reserved and the device's total are compared; on a CPU only
-the resident memory is known.
+Every table row is a `python -m sft_play plan` by trace, and one by a probe of the same plan: the longest rows of the
+data, as many at a time as the table row says. On a GPU allocated, reserved and device memory are compared; on a CPU
+only resident memory is known.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NOT_ALLOCATED = ("context", "fragmentation", "free")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and publish; 1 where a difference exceeds the bounds of `compare`."""
+    """Measure and publish; return 1 if a difference exceeds the bounds of `compare`."""
     numbers, document = options_of(arguments, cases=len(CASES))
     import torch
 
@@ -43,19 +42,19 @@ def main(arguments: Sequence[str]) -> int:
     for quantity in ("growth", "allocated", "reserved", "device")[: 4 if torch.cuda.is_available() else 1]:
         head += [f"{quantity} planned, GiB", "measured, GiB", "difference"]
     for name, words in list(CASES.items())[: numbers["cases"]]:
-        cells, held = compare(measure(words), on_gpu=torch.cuda.is_available())
+        cells, holds = compare(measure(words), on_gpu=torch.cuda.is_available())
         print(name, *cells, file=sys.stderr, flush=True)
         rows.append([name, *cells])
-        good = good and held
+        good = good and holds
     publish("\n".join([f"{date_and_machine()}:", "", *markdown(head, rows)]), document)
     return 0 if good else 1
 
 
 def measure(words: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return the parts of the tightest rank by trace and by probe.
+    """Return the memory parts of the tightest rank by trace and by probe.
 
-    The probe runs first, since it prepares the data: then both know the longest row. Its record is removed, so that it
-    does not correct the trace.
+    The probe runs first, because it prepares the data, so that both know the longest row. Its record is removed, since
+    it would correct the trace.
     """
     probe = plan(words, "probe")
     for path in (cache_folder() / "probes").glob("*.json"):
@@ -64,7 +63,7 @@ def measure(words: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def plan(words: Sequence[str], source: str) -> dict[str, int]:
-    """Return the parts of the tightest rank."""
+    """Return the memory parts of the tightest rank."""
     command = [
         sys.executable,
         "-m",
@@ -76,20 +75,19 @@ def plan(words: Sequence[str], source: str) -> dict[str, int]:
         f"SOURCE={source}",
         "JSON=1",
     ]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    assert found["source"] == source, found["reasons"]
-    return dict(max(found["ranks"], key=lambda rank: rank["peak_bytes"])["memory_bytes"])
+    planned = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert planned["source"] == source, planned["reasons"]
+    return dict(max(planned["ranks"], key=lambda rank: rank["peak_bytes"])["memory_bytes"])
 
 
-def compare(found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[list[str], bool]:
-    """Return the table's cells, and whether the growth agrees to 10 %, on a GPU allocated memory to 2 %, reserved and
-    device memory to 5 %.
+def compare(parts: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[list[str], bool]:
+    """Return the table's cells, and whether the differences are within bounds.
 
-    On a GPU 100 MiB are always allowed: cuBLAS and cublasLt take workspaces for each thread that calls them.
+    The growth must agree to 10 %; on a GPU also allocated memory to 2 %, and reserved and device memory to 5 %. There
+    100 MiB are always allowed: cuBLAS and cublasLt allocate workspaces for each thread that calls them.
     """
-    held, cells = True, list[str]()
-    # All but these parts: what the process grew by, what torch's allocator handed out, what it holds, what the process
-    # holds.
+    holds, cells = True, list[str]()
+    # Parts to omit for the process's growth, torch's allocated memory, its reserved memory, and the process's memory.
     growth, *of_a_gpu = (
         (("context", "free"), 0.1),
         (NOT_ALLOCATED, 0.02),
@@ -97,14 +95,14 @@ def compare(found: Mapping[str, Mapping[str, int]], *, on_gpu: bool) -> tuple[li
         (("free",), 0.05),
     )
     for omitted, bound in (growth, *(of_a_gpu if on_gpu else ())):
-        planned, measured = (sum_without(found[source], omitted) for source in ("trace", "probe"))
+        planned, measured = (sum_without(parts[source], omitted) for source in ("trace", "probe"))
         cells += [f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{planned / measured - 1:+.1%}"]
-        held = held and abs(planned - measured) <= max(bound * measured, ALLOWED_BYTES if on_gpu else 0)
-    return cells, held
+        holds = holds and abs(planned - measured) <= max(bound * measured, ALLOWED_BYTES if on_gpu else 0)
+    return cells, holds
 
 
 def sum_without(parts: Mapping[str, Any], omitted: Sequence[str] = NOT_ALLOCATED) -> int:
-    """Return the sum of a rank's parts in bytes but for some: by default what torch's allocator hands out."""
+    """Return the bytes of a rank's parts except those `omitted`: by default, what torch's allocator provides."""
     return sum(int(size) for name, size in parts.items() if name not in omitted)
 
 

@@ -1,11 +1,10 @@
-"""`make bench-preparation`: rows a second of `make data` beside a plain `datasets.map(apply_chat_template)`, and the
-memory of both.
+"""`make bench-preparation`: compare speed and memory of `make data` and `datasets.map(apply_chat_template)`.
 
     python -m benchmarks.preparation [rows=200000] [pairs=1] [write=docs/benchmarks-preparation.md]
 
-Each measurement is a whole command in processes of its own, from the start to the end: imports, reading the JSON lines,
-writing the rows. Both read the same file of conversations of about 200 tokens and use as many processes. `python -m
-benchmarks.preparation map FILE FOLDER MODEL PROCESSES` is the plain one.
+Each measurement is a complete command in new processes: imports, reading the JSON lines, writing the rows. Both read
+the same file of conversations of about 200 tokens with the same number of processes. `python -m benchmarks.preparation
+map FILE FOLDER MODEL PROCESSES` is the plain one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from sft_play.files import write_json
 from sft_play.plan.hardware import cpu_threads
 
 WORDS = (19, 48)
-"""Words of a question, and of an answer about three times as many: 200 tokens on average with the template."""
+"""Range of words in a question; an answer has about three times as many: 200 tokens on average with the template."""
 OURS, PLAIN, AGAIN = "SFT-Play", "map", "again"
 NAMES = {
     OURS: "SFT-Play (`make data`)",
@@ -47,33 +46,33 @@ LOOK_SECONDS = 0.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One command."""
+    """The measurement of a command."""
 
     seconds: float
     processor_seconds: float
-    """Of all its processes: what a busy machine changes least."""
+    """CPU time of all its processes, which a busy machine changes least."""
     peak_bytes: int
     tokens: int = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and publish; 1 when a bound is missed."""
+    """Measure and publish; return 1 if a bound is missed."""
     if arguments and arguments[0] == PLAIN:
         return plain(*arguments[1:])
     numbers, document = options_of(arguments, rows=200_000, pairs=1)
-    found: dict[str, list[Measurement]] = {name: [] for name in NAMES}
+    measurements: dict[str, list[Measurement]] = {name: [] for name in NAMES}
     for pair in range(numbers["pairs"]):
         with tempfile.TemporaryDirectory(prefix="bench-preparation-") as folder:
             for name, measurement in measure(Path(folder), numbers["rows"], seed=pair).items():
-                found[name].append(measurement)
+                measurements[name].append(measurement)
                 print(f"{NAMES[name]}: {measurement.seconds:.1f} s", file=sys.stderr, flush=True)
-    text, good = table(found, numbers["rows"])
+    text, good = table(measurements, numbers["rows"])
     publish(text, document)
     return 0 if good else 1
 
 
 def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
-    """Run both on a new file of conversations, and ours again from the cache."""
+    """Run both on a new file of conversations, and ours once more from the cache."""
     cache = {"SFT_PLAY_CACHE": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "datasets")}
 
     def prepare(count: int) -> tuple[Measurement, dict[str, Any]]:
@@ -86,7 +85,7 @@ def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
         measured, output = run_measured(command, cache)
         return measured, json.loads(output)
 
-    model = prepare(10)[1]["model"]["path"]  # fetches or unpacks it
+    model = prepare(10)[1]["model"]["path"]  # downloads or unpacks it
     (ours, facts), (again, _) = prepare(rows), prepare(rows)
     assert [source["rows_read"] for source in facts["train"]["sources"]] == [rows], facts["train"]
     words = [PLAIN, str(folder / f"{rows}.jsonl"), str(folder / "mapped"), model, str(cpu_threads())]
@@ -96,7 +95,7 @@ def measure(folder: Path, rows: int, seed: int) -> dict[str, Measurement]:
 
 
 def plain(file: str, folder: str, model: str, processes: str) -> int:
-    """What people write without this project; prints the number of tokens."""
+    """Prepare as people do without this project, and print the number of tokens."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -114,7 +113,7 @@ def plain(file: str, folder: str, model: str, processes: str) -> int:
 
 
 def write_rows(path: Path, count: int, seed: int) -> Path:
-    """Write conversations of words from Python's own help texts, no two alike."""
+    """Write distinct conversations of words from Python's own help texts."""
     chance = random.Random(seed)
     words = " ".join(topics.values()).split()
 
@@ -134,9 +133,7 @@ def write_rows(path: Path, count: int, seed: int) -> Path:
 
 
 def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[Measurement, str]:
-    """Run a command to its end; return its time, the most memory of all its processes, and what it printed. Raise on
-    failure.
-    """
+    """Run a command to its end; return its time, its processes' peak memory, and its output. Raise on failure."""
     environment = {
         **os.environ,
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -163,31 +160,29 @@ def run_measured(arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[Me
 
 
 def processor_seconds() -> float:
-    """Return what the children that have ended, and theirs, have used so far."""
+    """Return the CPU time of all ended children and their descendants so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def held_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants, pages that they share counted once (where the system
-    tells).
-    """
+    """Return the memory of a process and its descendants; shared pages count once, if the system reports them."""
     total = 0
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for member in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                found = member.memory_full_info()
-                total += int(getattr(found, "pss", found.rss))
+                memory = member.memory_full_info()
+                total += int(getattr(memory, "pss", memory.rss))
     return total
 
 
-def table(found: Mapping[str, Sequence[Measurement]], rows: int) -> tuple[str, bool]:
+def table(measurements: Mapping[str, Sequence[Measurement]], rows: int) -> tuple[str, bool]:
     """Return the table as markdown, and whether all bounds hold."""
-    seconds = {name: median(m.seconds for m in values) for name, values in found.items()}
-    processor = {name: median(m.processor_seconds for m in values) for name, values in found.items()}
+    seconds = {name: median(m.seconds for m in values) for name, values in measurements.items()}
+    processor = {name: median(m.processor_seconds for m in values) for name, values in measurements.items()}
     cells = []
-    for name, values in found.items():
+    for name, values in measurements.items():
         memory, tokens = median(m.peak_bytes for m in values) / 2**30, values[0].tokens
         speed = f"{rows / seconds[name]:,.0f}" if name != AGAIN else ""
         counted = f"{tokens:,}" if tokens else ""
@@ -196,14 +191,14 @@ def table(found: Mapping[str, Sequence[Measurement]], rows: int) -> tuple[str, b
         )
     ratio = seconds[PLAIN] / seconds[OURS]
     good = ratio >= LEAST_SPEED and seconds[AGAIN] <= MOST_SECONDS_AGAIN
-    said = f"{date_and_machine()}; {rows:,} rows, {cpu_threads()} processes, medians of {len(found[OURS])}:"
+    heading = f"{date_and_machine()}; {rows:,} rows, {cpu_threads()} processes, medians of {len(measurements[OURS])}:"
     bounds = (
         f"Our speed is {ratio:.2f} times that of the plain `map` ({processor[PLAIN] / processor[OURS]:.2f} by processor"
         f" time). Bounds: at least {LEAST_SPEED} times, and at most {MOST_SECONDS_AGAIN:.0f} s the second time."
         f" {'Both hold.' if good else 'NOT ALL HOLD.'}"
     )
     head = ["", "seconds", "processor seconds", "rows a second", "peak memory", "tokens"]
-    return "\n".join([said, "", *markdown(head, cells), "", bounds]), good
+    return "\n".join([heading, "", *markdown(head, cells), "", bounds]), good
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""`make bench-saving`: what a save takes, its share of a step, with and without verification, waiting and in the
-background.
+"""`make bench-saving`: measure the time of a save, with and without verification, waiting and in the background.
 
     python -m benchmarks.saving [steps=6] [every=2] [write=docs/benchmarks-saving.md]
 
-Trains the embedded model of 135 million weights through `python -m sft_play train`, as a user does, and reads what the
-run says of its saves. Training that waits for its saves and training that does not take turns.
+It trains the embedded model of 135 million weights through `python -m sft_play train`, as a user does, and reads the
+run's metrics of saves. Training that waits for saves alternates with training that does not.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from sft_play.files import read_json
 MODES = {"lora": "LoRA (r 16)", "full": "full tuning"}
 BATCH_SIZE, LENGTH = 2, 256
 GOAL = 0.10
-"""The most that verification may be of a save's time."""
+"""Largest share of verification in a save's time."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and publish; 1 when verification takes more than its goal."""
+    """Measure and publish; return 1 if verification takes more than its goal."""
     numbers, document = options_of(arguments, steps=6, every=2)
-    found: dict[tuple[str, bool], dict[str, float]] = {}
+    figures: dict[tuple[str, bool], dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-saving-", dir=os.environ.get("RUNS_DIR") or None) as folder:
         for mode in MODES:
             for background in (False, True):
-                found[mode, background] = measure(Path(folder), mode, background=background, **numbers)
-    text, good = table(found, numbers["every"])
+                figures[mode, background] = measure(Path(folder), mode, background=background, **numbers)
+    text, good = table(figures, numbers["every"])
     publish(text, document)
     return 0 if good else 1
 
 
 def measure(folder: Path, mode: str, *, steps: int, every: int, background: bool) -> dict[str, float]:
-    """Train with a save after each `every` steps; return medians over its saves: seconds and bytes."""
+    """Train with a save every `every` steps; return medians over its saves, in seconds and bytes."""
     settings: dict[str, Any] = {
         "model": {"name": MODEL, "max_seq_len": LENGTH},
         "tuning": {"mode": mode, "lora": {"r": 16, "alpha": 32}},
@@ -57,15 +56,15 @@ def measure(folder: Path, mode: str, *, steps: int, every: int, background: bool
     }
     run = train(folder, f"{mode}-{background}", settings)
     saves, totals = rows_of(run, "save"), read_json(run.training_metrics)
-    assert saves and all("failed" not in one for one in saves), saves
-    found = {name: median(one[f"{name}_seconds"] for one in saves) for name in ("pause", "write", "verify")}
-    found |= {"step": totals["training_seconds"] / totals["steps"], "bytes": saves[-1]["bytes"]}
-    found["share"] = found["verify"] / max(found["pause"], found["write"] + found["verify"], 1e-9)
-    return found
+    assert saves and all("failed" not in save for save in saves), saves
+    figures = {name: median(save[f"{name}_seconds"] for save in saves) for name in ("pause", "write", "verify")}
+    figures |= {"step": totals["training_seconds"] / totals["steps"], "bytes": saves[-1]["bytes"]}
+    figures["share"] = figures["verify"] / max(figures["pause"], figures["write"] + figures["verify"], 1e-9)
+    return figures
 
 
-def table(found: Mapping[tuple[str, bool], Mapping[str, float]], every: int) -> tuple[str, bool]:
-    """Return the figures as Markdown, and whether verification keeps its goal in every run that waits."""
+def table(figures: Mapping[tuple[str, bool], Mapping[str, float]], every: int) -> tuple[str, bool]:
+    """Return the figures as Markdown, and whether verification meets its goal in every run that waits."""
     head = [
         "tuning",
         "saved",
@@ -79,23 +78,23 @@ def table(found: Mapping[tuple[str, bool], Mapping[str, float]], every: int) -> 
         "its share of a save",
     ]
     rows = []
-    for (mode, background), one in found.items():
-        pause, step, verify = one["pause"], one["step"], one["verify"]
+    for (mode, background), row_figures in figures.items():
+        pause, step, verify = row_figures["pause"], row_figures["step"], row_figures["verify"]
         rows.append(
             [
                 MODES[mode],
                 "in the background" if background else "while training waits",
-                f"{one['bytes'] / 2**20:,.0f} MiB",
+                f"{row_figures['bytes'] / 2**20:,.0f} MiB",
                 f"{step:.2f} s",
                 f"{pause:.2f} s",
                 f"{pause - (0 if background else verify):.2f} s",
                 f"{pause / step:.2f}",
                 f"{pause / (pause + every * step):.1%}",
                 f"{verify:.2f} s",
-                f"{one['share']:.1%}",
+                f"{row_figures['share']:.1%}",
             ]
         )
-    worst = max(one["share"] for (_, background), one in found.items() if not background)
+    worst = max(row_figures["share"] for (_, background), row_figures in figures.items() if not background)
     good = worst < GOAL
     goal = (
         f"Goal: verification under {GOAL:.0%} of a save while training waits: {'kept' if good else 'missed'}"

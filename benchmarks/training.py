@@ -1,11 +1,10 @@
-"""`make bench-training`: a training of ours compared with transformers' `Trainer` and TRL's `SFTTrainer`, in time and
-memory.
+"""`make bench-training`: compare time and memory with transformers' `Trainer` and TRL's `SFTTrainer`.
 
     python -m benchmarks.training [pairs=5] [steps=8] [write=docs/benchmarks.md]
 
-Every measurement is a fresh process. The competitors get our prepared rows, labels, order, adapters and optimizer, and
-the losses of all must agree, so the same work is timed. One measurement of each, in turn, makes a pair; the medians are
-compared. `python -m benchmarks.training KIND SPEC.json OUT.json` is one measurement of another trainer.
+Every measurement is a new process. The others get our prepared rows, labels, order, adapters and optimizer, and all
+losses must agree, so the same work is timed. One measurement of each, in turn, makes a pair; medians are compared.
+`python -m benchmarks.training KIND SPEC.json OUT.json` is one measurement of another trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ NAMES = {
     "trl-no-recompute": "TRL `SFTTrainer` without recomputation",
 }
 GOALS = {"trainer": (0.75, 0.7), "trl": (0.55, 0.5)}
-"""Competitor -> the most that our share of its time may be, and what we aim at."""
+"""Other trainer -> the largest allowed share of its time, and the share that we aim at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,18 +58,18 @@ class Measurement:
     seconds: float
     """The training loop, without loading."""
     peak_bytes: int
-    """Most resident memory of the training process; of the GPU where there is one."""
+    """Peak resident memory of the training process, or GPU memory if there is a GPU."""
     losses: tuple[float, ...]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and publish; 1 when losses differ or a goal is missed."""
+    """Measure and publish; return 1 if losses differ or a bound is missed."""
     if arguments and arguments[0] in NAMES:
         return train_other(*arguments)
     numbers, document = options_of(arguments, pairs=5, steps=8)
     with tempfile.TemporaryDirectory(prefix="bench-training-") as folder:
-        found = measure(Path(folder), numbers["pairs"], numbers["steps"])
-    text, good = table(found, numbers["pairs"], numbers["steps"])
+        measurements = measure(Path(folder), numbers["pairs"], numbers["steps"])
+    text, good = table(measurements, numbers["pairs"], numbers["steps"])
     publish(text, document)
     return 0 if good else 1
 
@@ -94,7 +93,7 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, list[Measurement]
             "seed": SEED,
         },
     }
-    found: dict[str, list[Measurement]] = {name: [] for name in NAMES}
+    measurements: dict[str, list[Measurement]] = {name: [] for name in NAMES}
     for pair in range(pairs):
         run = train(folder, f"pair-{pair}", settings)
         metrics = read_json(run.training_metrics)
@@ -104,11 +103,15 @@ def measure(folder: Path, pairs: int, steps: int) -> dict[str, list[Measurement]
             losses=tuple(row["loss"] for row in rows_of(run, "train")),
         )
         for name in NAMES:
-            one = ours if name == OURS else measure_other(name, folder, run, steps)
-            found[name].append(one)
-            memory = one.peak_bytes / 2**30
-            print(f"pair {pair + 1}: {name:<18}{one.seconds:7.2f} s  {memory:5.2f} GiB", file=sys.stderr, flush=True)
-    return found
+            measurement = ours if name == OURS else measure_other(name, folder, run, steps)
+            measurements[name].append(measurement)
+            memory = measurement.peak_bytes / 2**30
+            print(
+                f"pair {pair + 1}: {name:<18}{measurement.seconds:7.2f} s  {memory:5.2f} GiB",
+                file=sys.stderr,
+                flush=True,
+            )
+    return measurements
 
 
 def measure_other(kind: str, folder: Path, run: RunFolder, steps: int) -> Measurement:
@@ -123,9 +126,7 @@ def measure_other(kind: str, folder: Path, run: RunFolder, steps: int) -> Measur
 
 
 def spec_of(run: RunFolder, folder: Path, steps: int) -> dict[str, Any]:
-    """Return what `train_other` reads to do what `run` did: its rows in its order, its model, precision and
-    optimizer.
-    """
+    """Return the specification by which `train_other` repeats `run`: rows, order, model, precision and optimizer."""
     plan, prepared = Plan.load(run.plan), Prepared.load(run.prepared)
     assert prepared.train is not None
     sampler = GlobalBatchSampler(prepared.train.rows, BATCH_SIZE, [(BATCH_SIZE, 1)], rank=0, seed=SEED)
@@ -180,7 +181,7 @@ def train_other(kind: str, spec_path: str, out: str) -> int:
     set_seed(SEED)
     lora = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
     parts = {"model": get_peft_model(model, lora), "train_dataset": rows, "processing_class": tokenizer}
-    if kind == "trainer":  # as transformers' examples use it: rows padded to the longest of the batch, all its defaults
+    if kind == "trainer":  # as in transformers' examples: rows padded to the longest of the batch, with all defaults
         collator = DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100)
         trainer = Trainer(args=TrainingArguments(**spec["arguments"]), data_collator=collator, **parts)
     else:  # with its defaults, which recompute activations
@@ -198,11 +199,11 @@ def train_other(kind: str, spec_path: str, out: str) -> int:
     return 0
 
 
-def table(found: dict[str, list[Measurement]], pairs: int, steps: int) -> tuple[str, bool]:
+def table(measurements: dict[str, list[Measurement]], pairs: int, steps: int) -> tuple[str, bool]:
     """Return the table as markdown, and whether losses agree and all bounds hold."""
-    ours, rows, good = found[OURS], list[list[str]](), True
+    ours, rows, good = measurements[OURS], list[list[str]](), True
     our_seconds, our_memory = median(m.seconds for m in ours), median(m.peak_bytes for m in ours)
-    for name, values in found.items():
+    for name, values in measurements.items():
         seconds, memory = median(m.seconds for m in values), median(m.peak_bytes for m in values)
         shares = [our_seconds / seconds, our_memory / memory]
         difference = max(

@@ -1,9 +1,8 @@
-"""What watching costs, as processor time, in one run: every second block of steps is logged at every step with all that
-is measured, the others not at all.
+"""Measure the CPU time of logging in a run, in which every second block of steps is logged at every step.
 
     python -m benchmarks.watching [steps=140] [block=1]
 
-Trains quickstart's model on rows of one length through `python -m sft_play train`, with TensorBoard.
+It trains quickstart's model on rows of one length through `python -m sft_play train`, with TensorBoard.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 
 BLOCK = "WATCHING_BLOCK"
-"""Variable of the worker: steps in a block."""
+"""Environment variable of the worker: steps per block."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, and print medians of the blocks' processor seconds a step; 1 where watching costs more than 1 %."""
+    """Train and print medians of the blocks' CPU seconds per step; return 1 if logging costs more than 1 %."""
     options, _ = options_of(arguments, steps=140, block=1)
     with tempfile.TemporaryDirectory() as folder:
         rows, config = Path(folder) / "rows.jsonl", Path(folder) / "watched.yaml"
@@ -75,14 +74,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def work() -> None:
-    """The worker: notes the processor time of each block."""
+    """Run the worker, and record the CPU time of each block."""
     from transformers import TrainerCallback
 
     from sft_play import train
     from sft_play.training.faults import end
     from sft_play.training.trainer import SftTrainer
 
-    block, found, make = int(os.environ[BLOCK]), {"on": list[float](), "off": list[float]()}, SftTrainer.__init__
+    block, seconds, make = int(os.environ[BLOCK]), {"on": list[float](), "off": list[float]()}, SftTrainer.__init__
 
     class Blocks(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -91,19 +90,19 @@ def work() -> None:
         def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             if state.global_step and state.global_step % block == 0:
                 now = time.process_time()
-                found["on" if self.on else "off"].append((now - self.spent) / block)
+                seconds["on" if self.on else "off"].append((now - self.spent) / block)
                 self.spent, self.on = now, not self.on
                 state.logging_steps = 1 if self.on else 10**9
 
         def on_train_end(self, args: Any, *_: Any, **__: Any) -> None:
-            write_json(Path(args.output_dir) / "watching.json", found)
+            write_json(Path(args.output_dir) / "watching.json", seconds)
 
     @wraps(make)
-    def made(self: Any, *arguments: Any, **named: Any) -> None:
+    def initialise(self: Any, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
         self.add_callback(Blocks())
 
-    SftTrainer.__init__ = made  # type: ignore[method-assign]
+    SftTrainer.__init__ = initialise  # type: ignore[method-assign]
     end(train.main())
 
 

@@ -1,7 +1,7 @@
-"""Seconds of head and loss, forward and backward, all at once against chunks: SmolLM2's head, every token a label.
+"""Time head and loss, forward and backward, complete and in chunks: SmolLM2's head, with every token a label.
 
-`python scripts/measure_chunked_loss.py [ROUNDS [POSITIONS ...]]` prints the least of the rounds (5 unless told), which
-alternate between both ways.
+`python scripts/measure_chunked_loss.py [ROUNDS [POSITIONS ...]]` prints the minimum over the rounds (5 by default),
+which alternate between both ways.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POSITIONS = (1024, 4096)
 
 
 class Head(nn.Module):  # type: ignore[misc]
-    """A model that is nothing but its head."""
+    """A model that consists only of its head."""
 
     def __init__(self, *, trains: bool, chunk: int) -> None:
         super().__init__()
@@ -36,7 +36,8 @@ class Head(nn.Module):  # type: ignore[misc]
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def forward(self, hidden: Tensor, use_cache: bool) -> SimpleNamespace:  # noqa: ARG002 (the loss passes it to every model)
+    # The loss passes `use_cache` to every model.
+    def forward(self, hidden: Tensor, use_cache: bool) -> SimpleNamespace:  # noqa: ARG002
         return SimpleNamespace(logits=self.head(hidden))
 
 
@@ -56,12 +57,12 @@ def main() -> None:
         models = [Head(trains=trains, chunk=chunk) for chunk in (0, CHUNK)]
         for positions in all_positions or POSITIONS:
             hidden, targets = torch.randn(1, positions, HIDDEN), torch.randint(VOCABULARY, (positions,))
-            found = [
+            least = [
                 min(times)
                 for times in zip(*([seconds(m, hidden, targets) for m in models] for _ in range(rounds)), strict=True)
             ]
             print(
-                f"| {'trained' if trains else 'frozen'} | {positions} | {found[0]:.2f} | {found[1]:.2f} |", flush=True
+                f"| {'trained' if trains else 'frozen'} | {positions} | {least[0]:.2f} | {least[1]:.2f} |", flush=True
             )
 
 

@@ -1,6 +1,4 @@
-"""Writes the accelerate configs and DeepSpeed files for people that are kept in git, in `accelerate_configs/` and
-`deepspeed/`.
-"""
+"""Write the accelerate and DeepSpeed files that are kept in git, in `accelerate_configs/` and `deepspeed/`."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ KEPT: Mapping[str, tuple[Strategy, str, Precision, str | None]] = {
 
 
 def kept_files() -> dict[str, str]:
-    """Return path in the repository -> content of each file: two processes on one machine; we or transformers fill
-    `auto` in.
-    """
+    """Return path in the repository -> content, for two processes on one machine; `auto` is replaced at run time."""
     files = {}
     for name, (strategy, device, precision, deepspeed) in KEPT.items():
         settings = accelerate_settings(

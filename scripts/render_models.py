@@ -1,8 +1,7 @@
-"""`python -m scripts.render_models [kept] [FAMILY ...]`: writes the tables of families in `docs/models.md` by running
-tiny models of them.
+"""Write the tables of families in `docs/models.md` by running tiny models of them.
 
-All families take half an hour; with names, only theirs are made again. `kept` makes the second table only, in two
-minutes.
+`python -m scripts.render_models [kept] [FAMILY ...]` takes half an hour for all families; with names, only their rows
+are measured again. `kept` writes only the second table, in two minutes.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ COLUMNS = (
 KEPT = Table("<!-- begin kept -->\n", f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
 
 SHORT = {"MLP": "down_proj, gate_proj, up_proj", "attention": "k_proj, o_proj, q_proj, v_proj"}
-"""Word of the table -> the layers that most families have."""
+"""Short name in the table -> layers that most families have."""
 
 
 def cells(name: str) -> tuple[str, ...]:
-    """Return what the table says of a family."""
+    """Return a family's cells of the first table."""
     with tempfile.TemporaryDirectory() as folder:
         lora, full = (travel(name, mode, Path(folder), Path(folder) / "cache") for mode in ("lora", "full"))
         plan = lora.plan or full.plan
@@ -56,31 +55,33 @@ def cells(name: str) -> tuple[str, ...]:
 
 
 def kept_cells(name: str) -> tuple[str, ...]:
-    """Return what the second table says of a family."""
+    """Return a family's cells of the second table."""
     with tempfile.TemporaryDirectory() as folder:
         return facts_of(name, Path(folder))
 
 
 def read_table(page: str, table: Table = TUNED) -> dict[str, tuple[str, ...]]:
-    """Return family -> its cells in the page."""
+    """Return family -> its cells on the page."""
     lines = page.partition(table.begin)[2].partition(END)[0].splitlines()[2:]
     split = [line.strip("| ").split(" | ") for line in lines]
     return {name: tuple(rest) for first, *rest in split for name in re.findall(r"`(\w+)`", first)}
 
 
-def write_table(table: Table, known: Mapping[str, tuple[str, ...]]) -> None:
-    """Write the table into the page, one row for all families that are alike."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+def write_table(table: Table, cells_of: Mapping[str, tuple[str, ...]]) -> None:
+    """Write the table into the page, with one row for all families that have the same cells."""
+    same_cells: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
-        if family in known:
-            alike.setdefault(tuple(known[family]), []).append(f"`{family}`")
-    rows = "\n".join([table.head, *(f"| {' | '.join([', '.join(names), *found])} |" for found, names in alike.items())])
+        if family in cells_of:
+            same_cells.setdefault(tuple(cells_of[family]), []).append(f"`{family}`")
+    rows = "\n".join(
+        [table.head, *(f"| {' | '.join([', '.join(names), *row_cells])} |" for row_cells, names in same_cells.items())]
+    )
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(table.begin)
     PAGE.write_text(before + begin + rows + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def adapted_cell(road: Road) -> str:
-    """Return the names of the layers that `auto` has adapted."""
+    """Return the names of the layers that `auto` adapted."""
     if road.at:
         return _stopped(road)
     names = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in road.adapted()))
@@ -90,11 +91,11 @@ def adapted_cell(road: Road) -> str:
 
 
 def trained_cell(road: Road) -> str:
-    """Return which weights full tuning has left as they were."""
+    """Return which weights full tuning did not change."""
     if road.at:
         return _stopped(road)
-    kept = dict.fromkeys(name.removesuffix(".weight") for name in road.untouched())
-    return "all" if not kept else f"all but {_few(kept)}"
+    untouched = dict.fromkeys(name.removesuffix(".weight") for name in road.untouched())
+    return "all" if not untouched else f"all but {_few(untouched)}"
 
 
 def _few(names: Iterable[str]) -> str:
@@ -103,18 +104,18 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _stopped(road: Road) -> str:
-    said = re.sub(r"\S*/base/?\S*: ", "", road.refused.split("error: ")[-1].splitlines()[0] if road.refused else "")
-    return f"{'refused' if road.at == 'plan' else f'fails ({road.at})'}: {said.replace('|', '/')[:160]}"
+    reason = re.sub(r"\S*/base/?\S*: ", "", road.refused.split("error: ")[-1].splitlines()[0] if road.refused else "")
+    return f"{'refused' if road.at == 'plan' else f'fails ({road.at})'}: {reason.replace('|', '/')[:160]}"
 
 
 def main(words: list[str]) -> None:
-    """Make the rows of these families anew, each written as soon as it is known."""
+    """Measure the rows of these families again, and write each as soon as it is known."""
     names = [word for word in words if word != "kept"]
     for name in names or FAMILIES:
-        for table, made in ((KEPT, kept_cells), *(() if "kept" in words else ((TUNED, cells),))):
-            known = read_table(PAGE.read_text(encoding="utf-8"), table) | {name: made(name)}
-            print(f"{name}: {' | '.join(known[name])}", flush=True)
-            write_table(table, known)
+        for table, make_cells in ((KEPT, kept_cells), *(() if "kept" in words else ((TUNED, cells),))):
+            cells_of = read_table(PAGE.read_text(encoding="utf-8"), table) | {name: make_cells(name)}
+            print(f"{name}: {' | '.join(cells_of[name])}", flush=True)
+            write_table(table, cells_of)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/*.svg: what a command really prints, as a terminal shows it.
+"""Draw docs/pictures/*.svg: the real output of commands, as a terminal shows it.
 
 `python -m scripts.render_pictures` runs the quickstart (some minutes) and a plan; `python -m scripts.render_pictures
 plan` only the latter.
@@ -22,10 +22,14 @@ COMMANDS = {
 COLUMNS = 140
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
-.{unique_id}-matrix {{ font: {char_height}px/{line_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
+.{unique_id}-matrix {{
+  font: {char_height}px/{line_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+}}
 {styles}
 </style>
-<defs><clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>{lines}</defs>
+<defs>
+<clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>{lines}
+</defs>
 {chrome}
 <g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}
@@ -35,11 +39,11 @@ FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http
 </g>
 </svg>
 """
-"""rich's own frame, without its font from another server."""
+"""rich's own frame, without its web font."""
 
 
 def draw(name: str, command: str) -> None:
-    """Run a command and writes its picture. Raise `CalledProcessError` where it fails."""
+    """Run a command and write its picture. Raise `CalledProcessError` if it fails."""
     printed = subprocess.run(command.split(), check=True, text=True, stdout=subprocess.PIPE).stdout
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text(f"$ {command}", style="bold"))

@@ -1,8 +1,7 @@
-"""Writes the figures of `docs/presets.md` and the table of `docs/hardware.md`, after each change of presets, formulas
-or catalogue.
+"""Write the figures of `docs/presets.md` and `docs/hardware.md` after a change of presets, formulas or catalogue.
 
-With `--check` it writes nothing and exits with 1 when a figure is stale. Only what stands between `<!-- begin NAME -->`
-and `<!-- end -->` is replaced. Figures are by formula, so that they are the same on every machine.
+With `--check` it writes nothing, and exits with 1 if a figure is stale. Only the text between `<!-- begin NAME -->` and
+`<!-- end -->` is replaced. Figures are computed by formula, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ QUOTED = {
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A preset on hardware that it is for."""
+    """A preset on hardware for which it is made."""
 
     preset: str
     hardware: str
@@ -70,13 +69,13 @@ def plan_of(preset: str, hardware: str, **train: int) -> Plan:
         for key, value in train.items()
     ]
     loaded = load_config(ROOT / "configs" / f"{preset}.yaml", typed, {})
-    found = parse_hardware(hardware)
-    request = LaunchRequest(command_strategy="auto" if len(found.devices) > 1 else "single")
+    machine = parse_hardware(hardware)
+    request = LaunchRequest(command_strategy="auto" if len(machine.devices) > 1 else "single")
     return make_plan(
         Request(
             config=loaded.config,
             typed=loaded.typed,
-            hardware=found,
+            hardware=machine,
             shape=shape_of(loaded.config.model),
             launch=request,
         )
@@ -90,7 +89,7 @@ def tightest(plan: Plan) -> tuple[int, int]:
 
 
 def table() -> str:
-    """Return a row for every claim: what the plan takes, and what people quote."""
+    """Return a row for every claim: what the plan chooses, and what people quote."""
     lines = [
         (
             "| preset | `HARDWARE=` | plan: micro-batch x accumulation | recompute | GiB of room, tightest | people"
@@ -138,10 +137,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def groups(plan: Plan, rank: int) -> dict[str, float]:
-    """Return GB (1e9 bytes, as people quote them) of one rank by kind, and their `sum`."""
+    """Return a rank's GB (1e9 bytes, as people quote them) by kind, and their `sum`."""
     parts = plan.ranks[rank].memory_bytes
-    found = {name: sum(parts.get(part, 0) for part in members) / 1e9 for name, members in GROUPS.items()}
-    return found | {"sum": sum(found.values())}
+    sizes = {name: sum(parts.get(part, 0) for part in members) / 1e9 for name, members in GROUPS.items()}
+    return sizes | {"sum": sum(sizes.values())}
 
 
 def _gb(value: float) -> str:
@@ -149,9 +148,9 @@ def _gb(value: float) -> str:
 
 
 def llama() -> str:
-    """Return Llama-2-7B QLoRA on an 8 GB card, beside the figures that people quote."""
+    """Return a table of Llama-2-7B QLoRA on an 8 GB GPU, with the figures that people quote."""
     plan = plan_of("home_lan", LAN, batch_size=1, grad_accum=8)
-    found = groups(plan, 1)
+    sizes = groups(plan, 1)
     quoted = {
         "weights": "2.8",
         "adapters": "0.5",
@@ -163,16 +162,16 @@ def llama() -> str:
         "sum": "10",
     }
     lines = ["| part, GB | people quote | plan, a rank with 8 GB |", "|---|---|---|"]
-    lines += [f"| {name} | {quoted[name]} | {_gb(found[name])} |" for name in found]
+    lines += [f"| {name} | {quoted[name]} | {_gb(sizes[name])} |" for name in sizes]
     room = plan.ranks[1].capacity_bytes / 1e9
     return "\n".join(lines) + f"\n\nRoom on such a card (94 % of what programs see): {room:.1f} GB."
 
 
 def gemma() -> str:
-    """Return Gemma-27B QLoRA on two H200, as quoted and as planned."""
+    """Return a table of Gemma-27B QLoRA on two H200, as quoted and as planned."""
     quoted, chosen = plan_of("h200_pair", "2xH200", batch_size=4, grad_accum=4), plan_of("h200_pair", "2xH200")
-    left, right = groups(quoted, 0), groups(chosen, 0)
-    said = {"weights": "13.5", "sum": "13.5"}
+    quoted_sizes, chosen_sizes = groups(quoted, 0), groups(chosen, 0)
+    quoted_figures = {"weights": "13.5", "sum": "13.5"}
     shape = [f"{plan.ranks[0].micro_batch} x {plan.ranks[0].accumulation}" for plan in (quoted, chosen)]
     how = ["recomputing" if plan.gradient_checkpointing else "keeping all" for plan in (quoted, chosen)]
     lines = [
@@ -182,12 +181,15 @@ def gemma() -> str:
         ),
         "|---|---|---|---|",
     ]
-    lines += [f"| {name} | {said.get(name, '')} | {_gb(left[name])} | {_gb(right[name])} |" for name in left]
+    lines += [
+        f"| {name} | {quoted_figures.get(name, '')} | {_gb(quoted_sizes[name])} | {_gb(chosen_sizes[name])} |"
+        for name in quoted_sizes
+    ]
     return "\n".join(lines)
 
 
 def catalogue() -> str:
-    """Return the catalogue of GPUs; `*` marks unconfirmed figures."""
+    """Return a table of the GPU catalogue; `*` marks unconfirmed figures."""
     lines = ["| name | memory | bf16 |", "|---|---|---|"]
     for name, card in CATALOGUE.items():
         mark = "" if card.confirmed else "*"
@@ -202,7 +204,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
 
 
 def rendered(page: str) -> str:
-    """Return a page with every block made anew."""
+    """Return a page with every block rendered again."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, block in PAGES[page].items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
@@ -213,7 +215,7 @@ def rendered(page: str) -> str:
 
 
 def main() -> int:
-    """Return 1 under `--check` when a page is stale, else 0."""
+    """Write the pages; with `--check`, return 1 if one is stale."""
     stale = 0
     for page in PAGES:
         before, after = (ROOT / page).read_text(encoding="utf-8"), rendered(page)
@@ -222,12 +224,12 @@ def main() -> int:
             print(page)
         elif after != before:
             stale = 1
-            known = before.splitlines()
+            old_lines = before.splitlines()
             print(
                 "\n".join(
                     [
                         f"{page} is stale: run `python scripts/render_presets.py`",
-                        *(x for x in after.splitlines() if x not in known),
+                        *(x for x in after.splitlines() if x not in old_lines),
                     ]
                 )
             )

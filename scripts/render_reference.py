@@ -1,8 +1,7 @@
-"""Write what is rendered from code: the table of `TrainingArguments`, `docs/configuration.md`, `configs/schema.json`
-and `AGENTS.md`.
+"""Render the table of `TrainingArguments`, `docs/configuration.md`, `configs/schema.json` and `AGENTS.md` from code.
 
-`python scripts/render_reference.py` after each change of the schema or of the transformers pin. The table lets layer 1
-check `train.*` without importing torch; `tests/contract/test_config_command.py` notices drift.
+Run `python scripts/render_reference.py` after each change of the schema or of the transformers pin. The table lets
+layer 1 check `train.*` without importing torch; `tests/contract/test_config_command.py` detects drift.
 """
 
 from __future__ import annotations
@@ -51,25 +50,25 @@ ALSO_TAKEN = {"train.packing": "boolean", "tuning.lora.target_modules": "string"
 
 @functools.cache
 def read_field_docs(record: type) -> dict[str, str]:
-    """Return field -> the text under it, from a dataclass's source. Needs its file, not torch."""
-    (found,) = ast.parse(inspect.getsource(record)).body
-    assert isinstance(found, ast.ClassDef)
+    """Return field -> the docstring under it, from a dataclass's source file."""
+    (definition,) = ast.parse(inspect.getsource(record)).body
+    assert isinstance(definition, ast.ClassDef)
     return {
         field.target.id: " ".join(str(ast.literal_eval(text.value)).split())
-        for field, text in zip(found.body, found.body[1:], strict=False)
+        for field, text in zip(definition.body, definition.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
     }
 
 
 def members(annotation: Any) -> list[Any]:
-    """Return the members of a union, or the annotation alone."""
+    """Return the members of a union, or just the annotation."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [part for member in typing.get_args(annotation) for part in members(member)]
     return [annotation]
 
 
 def type_names(annotation: Any) -> tuple[list[str], list[str]]:
-    """Return the JSON types of a field and the words it takes, if they are an enumeration."""
+    """Return the JSON types of a field, and its choices if it is an enumeration."""
     names: list[str] = []
     words: list[str] = []
     for part in members(annotation):
@@ -114,9 +113,9 @@ def render_table() -> str:
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Mistakes are reported together,
-then those between keys, with their place. The default is **bold**, else null; where it is `auto`, the plan decides and gives the reason.
-An integer is at least 1 unless its row differs.
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Mistakes are reported
+together, then those between keys, with their place. The default is **bold**, else null; where it is `auto`, the plan
+decides and gives the reason. An integer is at least 1 unless its row differs.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
@@ -124,16 +123,16 @@ make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 
 prints every key with the origin of its value.
 
-- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`, `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`.
-  Nothing after `=` is null where a key takes it.
+- **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`,
+  `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Nothing after `=` is null where a key takes it.
 - **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
-- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training data also replace its
-  validation data.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training data
+  also replace its validation data.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
 """
 LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
-"""Pages link; an editor that shows the schema could not follow."""
+"""A link, which pages have, but which an editor that shows the schema cannot follow."""
 
 
 def render_document() -> str:
@@ -178,7 +177,7 @@ def _extras() -> list[str]:
 
 
 def _values(key: Key) -> str:
-    """What a key takes, its default in bold; nothing is said of a default that is null."""
+    """Return a key's accepted values with its default in bold, unless that is null."""
     shown = str(key.default).lower() if isinstance(key.default, bool) else key.default
     text, default = _expected(key), f"`{shown}`"
     if shown is None:
@@ -196,7 +195,7 @@ def _expected(key: Key) -> str:
 
 
 def _short(expected: str) -> str:
-    """The same as the cell of a table: without articles, and without the least that most integers have."""
+    """Shorten a description for a table cell: without articles, and without the minimum that most integers have."""
     return re.sub(r"integer >= 1(?!\d| and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(
         " or ", ", "
     )
@@ -247,7 +246,7 @@ def _json_type(key: Key) -> dict[str, Any]:
 
 
 def _json_choices(annotation: Any) -> list[dict[str, Any]]:
-    """Interpolations are text, so every value may be `${...}` too."""
+    """Return the JSON Schemas of an annotation; interpolations are text, so any value may also be `${...}`."""
     parts = [_json_part(part, limits_of(annotation)) for part in options(annotation)]
     return [{"type": "string", "pattern": r"^\$\{.+\}$"}, *parts]
 
@@ -288,7 +287,8 @@ def _json_part(part: Any, limits: Range) -> dict[str, Any]:
 AGENTS = """<!-- Rendered by `make render`; edit `scripts/render_reference.py`. -->
 # For coding agents
 
-SFT-Play fine-tunes language models: one YAML file, one `make` command. [docs/development.md](docs/development.md) shows the tree and the call path of
+SFT-Play fine-tunes language models: one YAML file, one `make` command. [docs/development.md](docs/development.md)
+shows the tree and the call path of
 a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages are written.
 
 ```bash
@@ -300,11 +300,15 @@ make render
 
 `make render` belongs to a change of keys, commands, presets or launch files.
 
-- Imports point down only (`pyproject.toml`); `config`, `runs`, `plan`, `launch` do not import torch. Decide in pure functions, act in others.
-- A user's mistake is a `UserError` (`sft_play/errors.py`), without a traceback. Report all problems at once. Our own bugs get a traceback.
-- Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a reason in the plan.
+- Imports point down only (`pyproject.toml`); `config`, `runs`, `plan`, `launch` do not import torch. Decide in pure
+  functions, act in others.
+- A user's mistake is a `UserError` (`sft_play/errors.py`), without a traceback. Report all problems at once. Our own
+  bugs get a traceback.
+- Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a
+  reason in the plan.
 - Names carry units (`memory_bytes`). Comments say why. Docstrings are one imperative sentence.
-- A bug fix starts with the failing test. Tests do not mock our own code. Code, test, documents and a line in `CHANGELOG.md` come in one commit.
+- A bug fix starts with the failing test. Tests do not mock our own code. Code, test, documents and a line in
+  `CHANGELOG.md` come in one commit.
 
 ## Commands
 
@@ -323,7 +327,7 @@ def render_agents(commands: Mapping[str, Command]) -> str:
 
 
 def main() -> int:
-    """Write these files."""
+    """Write all rendered files."""
     TABLE.write_text(render_table(), encoding="utf-8")
     (ROOT / "docs" / "configuration.md").write_text(render_document(), encoding="utf-8")
     (ROOT / "configs").mkdir(exist_ok=True)

@@ -175,7 +175,7 @@ class Ranks:
         return cast("T", result)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors to rank 0, which calls `receive` with their `outline`, as bytes, which every backend supports."""
+        """Send tensors to rank 0, which calls `receive` with their `outline`, as bytes: every backend sends those."""
         for tensor in tensors.values():
             distributed.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(self.device), dst=0)
 

@@ -91,7 +91,7 @@ def test_a_step_without_time_is_not_begun_and_what_an_earlier_call_measured_stay
     accept, tiny: Path, tmp_path: Path
 ) -> None:
     done = accept("STEPS=9,10", f"SMALL={tiny}", "SECONDS=1")
-    assert done.code == 1 and "10  8B: every weight: not begun, no time is left" in done.err
+    assert done.code == 1 and "10  8B: every weight: not started, no time is left" in done.err
     assert not (tmp_path / "page.md").exists()
     assert accept("SECONDS=soon").code == 2
 
