@@ -304,7 +304,8 @@ def slug(name: str) -> str:
 def last_error(text: str) -> str:
     """Return the last line with an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if "rror:" in line), lines[-1] if lines else "it printed nothing")[
+    last = lines[-1] if lines else "it printed nothing"
+    return next((line for line in reversed(lines) if "rror:" in line), last)[:300]
         :300
     ]
 

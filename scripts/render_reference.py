@@ -288,8 +288,8 @@ AGENTS = """<!-- Rendered by `make render`; edit `scripts/render_reference.py`. 
 # For coding agents
 
 SFT-Play fine-tunes language models: one YAML file, one `make` command. [docs/development.md](docs/development.md)
-shows the tree and the call path of
-a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages are written.
+shows the tree and the call path of a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how
+messages are written.
 
 ```bash
 make check
