@@ -306,8 +306,6 @@ def last_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "it printed nothing"
     return next((line for line in reversed(lines) if "rror:" in line), last)[:300]
-        :300
-    ]
 
 
 def require(package: str) -> None:
