@@ -126,8 +126,8 @@ prints every key with the origin of its value.
 - **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`,
   `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Nothing after `=` is null where a key takes it.
 - **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
-- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training data
-  also replace its validation data.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training
+  data also replace its validation data.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
 """

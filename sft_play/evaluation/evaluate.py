@@ -154,10 +154,10 @@ def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
         interval = f"95 % interval {value['low']:.4f} to {value['high']:.4f}"
         few = ", too few to compare" if value["n"] < LEAST_ROWS else ""
         lines.append(f"{label_of_metric(metric):<12} {value['mean']:.4f}   {interval}, n = {value['n']}{few}")
-    if found := scores.get("classification"):
+    if classification := scores.get("classification"):
         from sft_play.evaluation import labels
 
-        lines += ["", *labels.lines(found), ""]
+        lines += ["", *labels.lines(classification), ""]
     if scores.get("complete") is False:
         lines.append(
             f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)"

@@ -1,4 +1,4 @@
-"""Reads the base model from a folder and makes it ready to train, by our own means or by Unsloth's kernels."""
+"""Read the base model from a folder and prepare it for training, by our own code or by Unsloth."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from sft_play.runs.prepared import Prepared
 
 
 def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[Any, Any]:
-    """Return (model, tokenizer): what is tuned requires gradients, everything else is frozen, the cache is off.
+    """Return (model, tokenizer): trained parameters require gradients, all others are frozen, the cache is off.
 
     The model is on the CPU, or on this process's GPU unless a sharding engine places it (ZeRO-3, FSDP2). Every rank
-    draws the same fresh weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed
-    configuration must be alive before, so that transformers shards while it loads. Raise `UserError`, `CheckpointError`
+    draws the same new weights, since the seed is set here. For ZeRO-3, `TrainingArguments` with the DeepSpeed
+    configuration must exist already, so that transformers shards while it loads. Raise `UserError`, `CheckpointError`
     or `HardwareError`.
     """
     tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
@@ -63,11 +63,10 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         use_kernels(model)
     if config.tuning.mode == "full":
         if prefix := lora.free_text_part(model):
-            frozen = sum(
-                getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad
-            )  # ZeRO-3 keeps shards
-            said = f"multimodal model: `{prefix}` and the head are tuned"
-            tell(f"{said}; {frozen:,} parameters of vision tower and projector are frozen")
+            # Under ZeRO-3 a parameter is a shard, and `ds_numel` its complete size.
+            frozen = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if not p.requires_grad)
+            note = f"multimodal model: `{prefix}` and the head are tuned"
+            tell(f"{note}; {frozen:,} parameters of vision tower and projector are frozen")
     else:
         model = _adapted(model, config, plan, prepared, tokenizer)
     if plan.stages:
@@ -80,9 +79,9 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
 
 
 def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared, tokenizer: Any) -> Any:
-    """Return the frozen model with the adapters that are trained."""
+    """Return the frozen model with trainable adapters."""
     model.requires_grad_(False)
-    # Again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
+    # Set again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
     set_seed(config.train.seed)
     with all_layers(model) if plan.stages else contextlib.nullcontext():
         dtype, notes = adapter_dtype(config, plan), tuple[str, ...]()
@@ -102,34 +101,32 @@ def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared, tokeniz
 
 
 def continued(config: Config, prepared: Prepared) -> Path | None:
-    """Return the folder of the adapter that is trained on, `None` where adapters are new or merged into the base."""
+    """Return the folder of the adapter to continue, or `None` if adapters are new or merged into the base."""
     return Path(prepared.adapter.path) if prepared.adapter and config.tuning.adapter == "continue" else None
 
 
 def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> None:
-    """Raise `DataError` where prepared rows hold a token that the model has no embedding for: a tokenizer may know more
-    than it is used for.
-    """
+    """Raise `DataError` if prepared rows contain a token without an embedding, which a tokenizer may have."""
     if max(tokenizer.get_vocab().values()) < embeddings:
         return
     from sft_play.data.store import Rows
 
     for split in (prepared.train, prepared.validation):
-        if split is not None and (found := Rows(split.path).first_token_from(embeddings)):
-            token, source = found
+        if split is not None and (foreign := Rows(split.path).first_token_from(embeddings)):
+            token, source = foreign
             raise DataError(
                 f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's"
                 f" embeddings have {embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
                 place=split.sources[source].name if source < len(split.sources) else prepared.model.name,
                 hint=(
-                    "take that text out of the data; or fetch tokenizer and weights again, where they are of different"
-                    " models"
+                    "remove that text from the data; or download tokenizer and weights again, if they belong to"
+                    " different models"
                 ),
             )
 
 
 def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
-    """Return the base model as training sees it: in the plan's type, or quantised."""
+    """Return the base model for training: in the plan's type, or quantised."""
     folder = Path(prepared.model.path)
     existing = quantisation_of(folder)
     settings = None
@@ -143,7 +140,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         dtype=_held_dtype(plan),
         attention=plan.attn_implementation,
         quantization_config=settings,
-        # Shared out from the CPU layer by layer, since the whole quantised base need not fit on the card.
+        # Sharded from the CPU layer by layer, since the complete quantised base need not fit on the GPU.
         device="cpu" if settings is not None and plan.strategy == "fsdp2" else _placement(plan),
         layers=plan.layers_of(int(os.environ.get("RANK", "0"))) if plan.stages else None,
     )
@@ -155,9 +152,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
 
 
 def _held_dtype(plan: Plan) -> torch.dtype:
-    """Return the type that weights are held in: DeepSpeed casts them before it makes its fp32 copy, so that nothing
-    wider is of use.
-    """
+    """Return the type of weights in memory; DeepSpeed casts them before its fp32 copy, so wider ones are useless."""
     narrow = plan.strategy.startswith("zero") and plan.precision != "fp32"
     return COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
@@ -165,8 +160,8 @@ def _held_dtype(plan: Plan) -> torch.dtype:
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
     """Return the type of the adapters' weights.
 
-    fp32, except over a quantised base in bf16: there autocast has no fp32 copies of inputs to keep, and fp32 adapters
-    would make some, one for each layer. fp16 needs fp32 adapters for its loss scaling.
+    It is fp32, except over a quantised base in bf16: there autocast keeps no fp32 copies of inputs, and fp32 adapters
+    would add one for each layer. fp16 needs fp32 adapters for its loss scaling.
     """
     if config.tuning.mode == "qlora" and plan.weights_dtype == "bfloat16":
         return torch.bfloat16
@@ -174,14 +169,14 @@ def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
 
 
 def _placement(plan: Plan) -> str | None:
-    """Return the device to load to; `None` where weights are shared out first."""
+    """Return the device to load to, or `None` if weights are sharded first."""
     if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.copies > 1:
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def settings_of(architecture: dict[str, Any]) -> Any:
-    """Return the whole model's configuration. Raise `DataError` for a family that transformers does not know."""
+    """Return the complete model's configuration. Raise `DataError` for a family that transformers does not know."""
     values = copy.deepcopy(architecture)
     family = values.pop("model_type", None)
     if family not in CONFIG_MAPPING:
@@ -205,14 +200,13 @@ def read_model(
     device: str | None = None,
     layers: tuple[int, int] | None = None,
 ) -> Any:
-    """Read a causal language model from a local folder, without network; of its layers only `[first, end)` where these
-    are given.
+    """Read a causal language model, or its layers `[first, end)`, from a local folder, without network.
 
-    Raise `CheckpointError` when weights are missing, of another shape, or unreadable; `DataError` for one that needs
-    code of its own that is not trusted; `UserError` for an architecture that transformers does not know.
+    Raise `CheckpointError` if weights are missing, of another shape, or unreadable; `DataError` for a model that needs
+    its own code, which is not trusted; `UserError` for an architecture that transformers does not know.
     """
     refuse_embedded_adapter(folder, str(folder))
-    if not sys.stderr.isatty():  # a bar in a file is a line for each of its steps
+    if not sys.stderr.isatty():  # in a file a progress bar gives a line for each step
         logging.disable_progress_bar()
     kernels.register()
     arguments: dict[str, Any] = {"device_map": {"": device}} if device else {}
@@ -221,8 +215,7 @@ def read_model(
     trust = settings.trust_remote_code and runs_code(folder)
     trusted = {"trust_remote_code": trust, "local_files_only": True}
     try:
-        # Read first: `_attn_implementation` in a `config.json` would overrule the argument below, which it does not
-        # overrule here.
+        # Read first, because otherwise `_attn_implementation` in a `config.json` would override the argument below.
         config = AutoConfig.from_pretrained(str(folder), **trusted)
         family = model_class(config)
         model, info = (stage_class(family._model_mapping[type(config)], *layers) if layers else family).from_pretrained(
@@ -234,11 +227,11 @@ def read_model(
             **trusted,
             **arguments,
         )
-    except pickle.UnpicklingError as error:  # torch's `weights_only`: nothing of the file has run
+    except pickle.UnpicklingError as error:  # from torch's `weights_only`: none of the file's code has run
         raise CheckpointError(
             f"the weights of `{settings.name}` are a pickle that holds more than tensors, and is not loaded",
             place=str(folder),
-            hint="do not trust this model; take one with safetensors",
+            hint="do not trust this model; use one with safetensors",
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -259,7 +252,7 @@ def read_model(
         raise CheckpointError(
             f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
             place=str(folder),
-            hint="the files are incomplete or of another architecture than `config.json` says: fetch the model again",
+            hint="the files are incomplete, or `config.json` names another architecture: download the model again",
         )
     existing = quantisation_of(folder)
     plain = existing is None or quantisation_method(existing) == "bitsandbytes"
@@ -273,7 +266,7 @@ def read_model(
 
 
 def first_lines(error: BaseException) -> str:
-    """Return the part of a library's error that is worth showing."""
+    """Return the first lines of a library's error, which are worth showing."""
     return " ".join(str(error).strip().splitlines()[:3])
 
 
@@ -284,12 +277,12 @@ def tell(*notes: str) -> None:
             print(note, file=sys.stderr, flush=True)
 
 
-# Quantised bases: which settings bitsandbytes gets, and what to do with a base that comes quantised.
+# Quantised bases: the settings for bitsandbytes, and the handling of a base that is already quantised.
 
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Library that transformers needs for each way of quantising that a checkpoint may come with.
+# The library that transformers needs for each quantisation method of a checkpoint.
 _LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
     "gptq": "gptqmodel",
@@ -318,10 +311,10 @@ def quantisation_method(quantisation: dict[str, Any]) -> str:
 
 
 def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
-    """Return what to tell the user about a base that is already quantised.
+    """Return a note for the user about a base that is already quantised.
 
-    Raise `UserError` for `full` tuning, which needs plain weights, for a way of quantising that is not known to train,
-    and for a strategy that cannot hold quantised weights; `HardwareError` when the method's library is missing.
+    Raise `UserError` for `full` tuning, which needs plain weights, for a quantisation method that is not known to
+    train, and for a strategy that cannot hold quantised weights; `HardwareError` if the method's library is missing.
     """
     method = quantisation_method(quantisation)
     if tuning.mode == "full":
@@ -332,7 +325,7 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
     if method not in _LIBRARIES:
         raise UserError(
             f"the base model comes quantised by `{method}`, over which adapters are not trained here",
-            hint="take the model's unquantised version; `tuning.mode: qlora` quantises it",
+            hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
     library = _LIBRARIES[method]
     if importlib.util.find_spec(library.split(".")[0]) is None:
@@ -351,14 +344,14 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
         raise UserError(f"the base model comes quantised ({quantisation_name(quantisation)}). {conflict}")
     note = f"the base comes quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
     if tuning.mode == "qlora":
-        note += f"; `tuning.quantization: {tuning.quantization}` has nothing to do"
+        note += f"; `tuning.quantization: {tuning.quantization}` has no effect"
     if strategy == "fsdp2" and quantisation.get("bnb_4bit_quant_storage", "uint8") in ("uint8", "int8"):
         note += "; its packed bytes are stored as integers, which FSDP2 does not shard: each rank holds all of them"
     return note
 
 
 def quantisation_name(quantisation: dict[str, Any]) -> str:
-    """Return a few words on a quantisation: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
+    """Describe a quantisation in a few words: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
     method = quantisation_method(quantisation)
     if method == "bitsandbytes":
         return (
@@ -372,10 +365,10 @@ def quantisation_name(quantisation: dict[str, Any]) -> str:
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
     """Return transformers' `BitsAndBytesConfig` for `tuning.mode: qlora`.
 
-    nf4 is quantised doubly (the blocks' scales are quantised too), and fused experts with the linear layers where the
-    plan says so. FSDP2 and ZeRO-3 share out a parameter only in a float type, and FSDP2 all of a module's in one: the
-    packed bytes are then stored as the adapters' type, else as plain bytes. Raise `UserError` for a strategy that
-    cannot hold quantised weights.
+    nf4 uses double quantisation (of the blocks' scales too), for fused experts as well if the plan says so. FSDP2 and
+    ZeRO-3 shard a parameter only in a float type, and FSDP2 all of a module's parameters in the same type: the packed
+    bytes are then stored in the adapters' type, else as plain bytes. Raise `UserError` for a strategy that cannot hold
+    quantised weights.
     """
     conflict = conflict_for(tuning, plan.strategy)
     if conflict:
@@ -396,14 +389,14 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
 
 
 WITH_EXPERTS = "bitsandbytes_with_experts"
-"""Our method among those of transformers."""
+"""Name of our method among those of transformers."""
 
 
 def with_experts(settings: Any) -> Any:
-    """Make transformers quantise fused experts too, while they are loaded; nf4 in blocks of 64 with quantised scales,
-    as for linear layers.
+    """Make transformers quantise fused experts too while it loads them, to nf4 like linear layers.
 
-    Each layer's are expanded when they compute (bitsandbytes' parametrisation).
+    It uses blocks of 64 with quantised scales. A layer's experts are expanded when they compute (bitsandbytes'
+    parametrisation).
     """
     _register_quantizer()
     settings.quant_method = WITH_EXPERTS
@@ -412,7 +405,7 @@ def with_experts(settings: Any) -> Any:
 
 @cache
 def _register_quantizer() -> None:
-    """Tell transformers how; here, since it imports bitsandbytes."""
+    """Register our method with transformers, when it is first needed, since this imports bitsandbytes."""
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.quantizers.auto import register_quantizer
@@ -432,7 +425,7 @@ def _register_quantizer() -> None:
                 weight, dtype = value[0] if isinstance(value, list) else value, module._parameters[leaf].dtype
                 setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
                 replace_parameter_4bit(module, leaf, compress_statistics=True, quant_type="nf4")
-                module.parametrizations[leaf][0].quant_state.dtype = dtype  # else that of the file
+                module.parametrizations[leaf][0].quant_state.dtype = dtype  # otherwise the file's dtype
                 module._is_hf_initialized = True
                 missing_keys.discard(name)
             return dict(super().convert(layers, model=model, missing_keys=missing_keys, **others))
@@ -451,8 +444,9 @@ def _register_quantizer() -> None:
 
 
 def let_go_of_files(model: Any) -> None:
-    """Copy what was not quantised. On a CPU it lies in the mapped files, whose pages, all read to quantise the rest,
-    would stay too.
+    """Copy tensors that were not quantised out of the mapped files.
+
+    On a CPU they would keep all the files' pages, which were read to quantise the rest, in memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -460,25 +454,25 @@ def let_go_of_files(model: Any) -> None:
 
 
 def keep_quantised_weights(model: Any) -> None:
-    """Make bitsandbytes 0.50 leave nf4 weights as they are.
+    """Stop bitsandbytes 0.50 from changing nf4 weights.
 
-    On CPUs with AVX512-BF16 it repacks them the first time they run in evaluation mode, which rounds their scales for
-    good to bf16: training would go on over another base, and scores would depend on the machine.
+    On CPUs with AVX512-BF16 it repacks them when they first run in evaluation mode, which permanently rounds their
+    scales to bf16: training would continue over another base, and scores would depend on the machine.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
-# What Unsloth has fused kernels for; other names work too, through plain PEFT layers.
+# Layers for which Unsloth has fused kernels; other names work too, through plain PEFT layers.
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
     """Return the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
 
-    The tokenizer stays ours: Unsloth's would be changed on the way. Raise `HardwareError` when Unsloth or the GPU is
-    missing and `UserError` for what Unsloth does not do.
+    The tokenizer is ours, because Unsloth would change its own. Raise `HardwareError` if Unsloth or the GPU is missing,
+    and `UserError` for what Unsloth does not support.
     """
     lacking = [] if has_unsloth() else [NO_UNSLOTH]
     if plan.device == "cuda" and (not torch.cuda.is_available() or torch.version.cuda is None):
@@ -492,7 +486,7 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
         hint = "use `tuning.quantization: nf4`, or `tuning.backend: bnb`"
         raise UserError("`tuning.backend: unsloth` quantises to nf4, not int8", hint=hint)
     four_bit = quantisation_name(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
-    # Unsloth patches transformers while it is imported, so this import is the switch, and it must not happen elsewhere.
+    # Unsloth patches transformers when it is imported, so this import is the switch and must not happen elsewhere.
     from unsloth import FastLanguageModel
 
     checkpointing = "unsloth" if plan.gradient_checkpointing else False
@@ -506,7 +500,7 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
         device_map={"": int(os.environ.get("LOCAL_RANK", "0"))},
         use_gradient_checkpointing=checkpointing,
         trust_remote_code=config.model.trust_remote_code and runs_code(folder),
-        # Our folder and nothing else: else Unsloth takes its own quantised upload of a model with a known name.
+        # Otherwise Unsloth would load its own quantised upload of a model with a known name.
         use_exact_model_name=True,
         local_files_only=True,
     )
@@ -531,9 +525,9 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
 
 
 def _select_positions(model: Any) -> Any:
-    """Make `logits_to_keep` accept a tensor of positions, as transformers' models do; Unsloth's forward ignores one.
+    """Make `logits_to_keep` accept a tensor of positions, as transformers' models do and Unsloth's do not.
 
-    The head then runs on every position and the wanted logits are picked out: right, though without the saving.
+    The head then runs on every position and the requested logits are selected: correct, but without the saving.
     """
     inner = model.forward
 
@@ -552,10 +546,10 @@ SILU = ("silu", "swish")
 
 
 def use_kernels(model: Any) -> None:
-    """Replace what Liger has kernels for, the loss apart: ours runs in chunks (`model.kernels.chunk_head`). Call it
-    before adapters are added.
+    """Use Liger's kernels, except for the loss, which ours computes in chunks; call before adapters are added.
 
-    Parameters and names stay. Rotary embeddings are replaced in the family's module, for all models of this process.
+    Parameters and names do not change. Rotary embeddings are replaced in the family's module, for all models of this
+    process.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
@@ -563,7 +557,7 @@ def use_kernels(model: Any) -> None:
         model,
         rope=True,
         rms_norm=True,
-        swiglu=model.config.hidden_act in SILU,  # Liger takes it for granted
+        swiglu=model.config.hidden_act in SILU,  # Liger assumes this activation
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )

@@ -1,5 +1,6 @@
-"""Finds the base model (a folder, a hub snapshot, or the embedded model when no hub answers), and says whether it is
-complete and trusted.
+"""Find the base model (a folder, a hub snapshot, or the embedded model without a hub), and check it.
+
+A model must be complete, and its own Python code must be trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sft_play.runs.stamp import NAME as STAMP
 from sft_play.runs.stamp import Stamp
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-"""Files of a hub repository that are fetched; `.bin` weights only where there are no safetensors."""
+"""Files of a hub repository that are downloaded; `.bin` weights only if there are no safetensors."""
 UNWANTED = ["original/*", "consolidated*", "onnx/*", "gguf/*"]  # copies of the same weights for other programs
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,12 +43,12 @@ TOKENIZER_FILES = (
 
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
-    """Return where the model is, downloading it when it must. Raise `DataError` with what to do."""
+    """Return the model, downloaded if necessary. Raise `DataError` with a hint."""
     if (folder := _folder(model.name)) is not None:
         check_folder(folder, model.name)
         return describe(model.name, _trainable(folder), "folder", None)
     snapshot, complete = _cached(model), False
-    with contextlib.suppress(DataError):  # an interrupted download: the rest is fetched
+    with contextlib.suppress(DataError):  # after an interrupted download the rest is downloaded
         if snapshot is not None:
             check_folder(snapshot, model.name)
             complete = True
@@ -60,34 +61,30 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
 
 
 def small_files(name: str, revision: str | None) -> Path:
-    """Return a folder with the config and tokenizer of a folder or hub id; no weights are fetched. Raise
-    `DataError`.
-    """
+    """Return a folder with the config and tokenizer of a folder or hub id, without weights. Raise `DataError`."""
     model = ModelConfig(name=name, revision=revision)
-    found = _folder(name) or _cached(model)
-    if found is None and is_embedded(name) and not hub_reachable():
+    folder = _folder(name) or _cached(model)
+    if folder is None and is_embedded(name) and not hub_reachable():
         return embedded_folder()
-    return found or _download(model, ["config.json", *TOKENIZER_FILES])
+    return folder or _download(model, ["config.json", *TOKENIZER_FILES])
 
 
 def _trainable(folder: Path) -> Path:
-    """Return the folder, or for weights in MXFP4 or FP8 one in the cache with the same numbers in bfloat16, made on
-    first use.
-    """
+    """Return the folder, or, for weights in MXFP4 or FP8, a cached copy in bfloat16, created on first use."""
     if not is_expanded(read_json(folder / "config.json")):
         return folder
     files = weight_files(folder)
     settings = [file_sha256(path) for path in sorted(folder.glob("*config.json"))]
-    made_from = text_sha256("\n".join([*weights_sha256(files), *tokenizer_sha256(folder), *settings]))
+    source_sha256 = text_sha256("\n".join([*weights_sha256(files), *tokenizer_sha256(folder), *settings]))
     return make_once(
-        cache_folder() / "models" / f"bfloat16-{made_from[:24]}-2",
+        cache_folder() / "models" / f"bfloat16-{source_sha256[:24]}-2",
         "config.json",
         lambda target: expand(folder, files, target),
     )
 
 
 def _folder(name: str) -> Path | None:
-    """Return the folder that a name means, `None` for a hub id. Raise `DataError`."""
+    """Return the folder that a name means, or `None` for a hub id. Raise `DataError`."""
     path, hint = Path(name).expanduser(), "paths count from the folder in which you typed make"
     if path.is_dir():
         return path
@@ -102,17 +99,17 @@ def _folder(name: str) -> Path | None:
 
 
 def _cached(model: ModelConfig) -> Path | None:
-    """Return the snapshot that earlier runs fetched."""
+    """Return the snapshot that earlier runs downloaded."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model.name, revision=model.revision, local_files_only=True))
-    except (FileNotFoundError, ValueError):  # of the hub: not there, not a name of a repository
+    except (FileNotFoundError, ValueError):  # not in the cache, or not a repository name
         return None
 
 
 def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
-    """Fetch a model, or `only` the files of these patterns. Raise `DataError`."""
+    """Download a model, or `only` the files of these patterns. Raise `DataError`."""
     from huggingface_hub import HfApi, snapshot_download
 
     if not hub_reachable():
@@ -121,8 +118,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
         patterns = only or (WANTED if any(name.endswith(".safetensors") for name in names) else [*WANTED, "*.bin"])
-        # By the branch's name, not the commit's: only then does the cache remember which commit the branch is, for
-        # offline use.
+        # By the branch's name, not the commit's: only then does the cache remember the branch's commit for offline use.
         return Path(
             snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED)
         )
@@ -131,14 +127,13 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
 
 
 def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
-    """Return why the hub gave no model; without an error it cannot be reached."""
+    """Return why the hub did not provide the model; without an error, it cannot be reached."""
     from huggingface_hub import errors, get_token
 
     page = f"https://huggingface.co/{model.name}"
     denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-    unknown = isinstance(
-        error, errors.RepositoryNotFoundError
-    )  # without a token the hub denies what does not exist, too
+    # Without a token the hub also denies access to repositories that do not exist.
+    unknown = isinstance(error, errors.RepositoryNotFoundError)
     if isinstance(error, errors.GatedRepoError) or (denied and (get_token() or not unknown)):
         token = "the token that is set has no access to it" if get_token() else "no token is set"
         hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
@@ -157,13 +152,13 @@ def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
 
 
 def describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
-    """Return what a run keeps of the model in `folder`: where it is, and checksums of all that matters."""
+    """Return the record of the model in `folder`: its place, and checksums of everything that matters."""
     weights = weight_files(folder)
     sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in weights)
     described = [
         file_sha256(path) for path in (folder / "config.json", *sorted(folder.glob("*.index.json"))) if path.is_file()
     ]
-    described += weights_sha256(weights)  # sizes alone would not tell two tunings of one model apart
+    described += weights_sha256(weights)  # sizes alone would not distinguish two tunings of a model
     return ResolvedModel(
         name=name,
         path=str(folder.resolve()),
@@ -175,7 +170,7 @@ def describe(name: str, folder: Path, source: str, revision: str | None) -> Reso
 
 
 def tokenizer_sha256(folder: Path) -> list[str]:
-    """Return names and checksums of a tokenizer's files."""
+    """Return the names and checksums of a tokenizer's files."""
     return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
@@ -188,15 +183,13 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files in a fixed order: safetensors where there are any, else pickles."""
-    found = (sorted(path for path in folder.glob(pattern) if not is_state_file(path.name)) for pattern in WEIGHTS)
-    return next((files for files in found if files), [])
+    """Return the weight files in a fixed order: safetensors if there are any, else pickles."""
+    candidates = (sorted(path for path in folder.glob(pattern) if not is_state_file(path.name)) for pattern in WEIGHTS)
+    return next((files for files in candidates if files), [])
 
 
 def check_folder(folder: Path, place: str) -> None:
-    """Raise `DataError` (its place is `place`: the folder, or the hub id) when the model cannot be loaded from
-    `folder`.
-    """
+    """Raise `DataError` if the model cannot be loaded from `folder`; `place` in the message is a folder or hub id."""
     require_plain(folder)
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
@@ -213,15 +206,17 @@ def check_folder(folder: Path, place: str) -> None:
 
 
 def quantisation_of(folder: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` that a model folder comes with, or `None` for plain weights."""
+    """Return the `quantization_config` of a model folder, or `None` for plain weights."""
     value = read_json(folder / "config.json")
-    found = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
-    return dict(found) if found else None
+    quantisation = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
+    return dict(quantisation) if quantisation else None
 
 
 def check_trained(folder: Path) -> None:
-    """Raise `CheckpointError` for a weight file of a run's model or adapter that is cut short or not a safetensors
-    file, for an index that names files elsewhere, and for what is not a plain file of this folder.
+    """Raise `CheckpointError` for a run's model or adapter that is damaged or unsafe.
+
+    Refused are weight files that are truncated or not safetensors, an index that names files in other folders, and
+    entries that are not plain files of this folder.
     """
     check_adapter(folder / "adapter_config.json")
     try:
@@ -234,11 +229,12 @@ def check_trained(folder: Path) -> None:
 
 
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
-    """Raise `CheckpointError` where an adapter was trained over another model than `base`, as its stamp says, or the
-    shapes of its weights where it has none.
-    """
+    """Raise `CheckpointError` if an adapter was trained over another model than `base`, by its stamp or shapes."""
     folder = Path(parent.path)
-    hint = "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run first"
+    hint = (
+        "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run"
+        " first"
+    )
     if (folder / STAMP).is_file():
         stamp = Stamp.load(folder)
         for what, then, now in (
@@ -260,8 +256,8 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
         fits = shape == of_base if match["leaf"] else shape[1 if match["side"] == "A" else 0] in of_base
         if not fits:
             raise CheckpointError(
-                f"the adapter `{parent.name}` does not fit `{base.name}`: its `{name}` is {shape}, and the model's weight is"
-                f" {of_base}",
+                f"the adapter `{parent.name}` does not fit `{base.name}`: its `{name}` is {shape}, and the model's"
+                f" weight is {of_base}",
                 place=parent.path,
                 hint="set `model.name` to the model that it was trained over",
             )
@@ -271,7 +267,7 @@ OF_LAYER = re.compile(r"base_model\.model\.(?P<layer>.+?)\.(?:lora_(?P<side>[AB]
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
-    """Return name -> shape of a safetensors file, without what is packed."""
+    """Return name -> shape of a safetensors file's tensors, without packed ones."""
     if path.suffix != ".safetensors":
         return {}
     file: Any = safe_open(path, framework="np")
@@ -280,8 +276,9 @@ def _shapes(path: Path) -> dict[str, list[int]]:
 
 
 def refuse_embedded_adapter(folder: Path, place: str) -> None:
-    """Raise `DataError` for a model folder with an adapter in it: transformers would load both, and not say which
-    weights are missing.
+    """Raise `DataError` for a model folder that contains an adapter.
+
+    transformers would load both, and not report which weights are missing.
     """
     if (folder / "adapter_config.json").is_file():
         raise DataError(
@@ -301,19 +298,17 @@ def _check_weights(folder: Path, place: str) -> None:
         raise DataError(
             "the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)"
         )
-    wanted = {name for name in indexed if name.endswith(files[0].suffix)}
-    missing = sorted(name for name in wanted if not (folder / name).is_file())
+    expected = {name for name in indexed if name.endswith(files[0].suffix)}
+    missing = sorted(name for name in expected if not (folder / name).is_file())
     if missing:
         shown = ", ".join(f"`{name}`" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise DataError(f"{len(missing)} of {len(wanted)} weight files are missing: {shown}", place=place)
+        raise DataError(f"{len(missing)} of {len(expected)} weight files are missing: {shown}", place=place)
     _check_files(files)
 
 
 def _indexed_files(folder: Path) -> set[str]:
-    """Return the weight files that the folder's indexes name. Raise `DataError` for what is not an index, or leads out
-    of the folder.
-    """
-    found: set[str] = set()
+    """Return the weight files that the folder's indexes name. Raise `DataError` for a bad index, or another folder."""
+    names_in_folder: set[str] = set()
     for index in sorted(folder.glob("*.index.json")):
         try:
             names = set(read_json(index)["weight_map"].values())
@@ -322,14 +317,12 @@ def _indexed_files(folder: Path) -> set[str]:
         for name in names:
             if Path(str(name)).name != name or name == ".." or "\\" in name:
                 raise DataError(f"names `{name}`, which is not in the folder", place=str(index))
-        found |= names
-    return found
+        names_in_folder |= names
+    return names_in_folder
 
 
 def _check_files(paths: Sequence[Path]) -> None:
-    """Raise `DataError` for a weight file that is not one, or is cut short: a safetensors header tells the file's size
-    exactly.
-    """
+    """Raise `DataError` for a file without weights or a truncated one: a safetensors header states the exact size."""
     for path in paths:
         with path.open("rb") as stream:
             if stream.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -346,21 +339,21 @@ def _check_files(paths: Sequence[Path]) -> None:
 
 
 def count_numbers(folder: Path, *, four_bit: bool = False) -> int:
-    """Return how many numbers a folder's safetensors files hold; with `four_bit` a packed byte holds two."""
-    found = 0
+    """Return how many numbers a folder's safetensors files hold; with `four_bit`, two per packed byte."""
+    count = 0
     for path in weight_files(folder):
         if path.suffix == ".safetensors":
             file: Any = safe_open(path, framework="np")
             for part in (file.get_slice(name) for name in file.keys()):  # noqa: SIM118  not a mapping
-                found += math.prod(part.get_shape()) * (2 if four_bit and part.get_dtype() == "U8" else 1)
-    return found
+                count += math.prod(part.get_shape()) * (2 if four_bit and part.get_dtype() == "U8" else 1)
+    return count
 
 
-# Code that a model brings.
+# A model's own code.
 
 
 def is_about_trust(error: BaseException) -> bool:
-    """Whether transformers refuses because a folder's code would have to run."""
+    """Return whether transformers refused a folder because its code would have to run."""
     return "trust_remote_code" in str(error)
 
 
@@ -379,10 +372,9 @@ def code_not_trusted(what: str, place: str) -> DataError:
 
 
 def refuse_untrusted_code(folder: Path, place: str) -> None:
-    """Raise `DataError` for a model that only code of its own folder can load (`auto_map`, and no class of
-    transformers).
+    """Raise `DataError` for a model that only its own code can load (`auto_map`, and no class of transformers).
 
-    Asked where `model.trust_remote_code` is false, before anything is launched. `load_tokenizer` refuses the
+    It is called if `model.trust_remote_code` is false, before anything is launched. `load_tokenizer` refuses the
     tokenizer's code.
     """
     mapped = set(_auto_map(folder / "config.json"))
@@ -391,14 +383,15 @@ def refuse_untrusted_code(folder: Path, place: str) -> None:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = str(read_json(folder / "config.json").get("model_type"))
-    known = kind in CONFIG_MAPPING
-    if not known or ("AutoModelForCausalLM" in mapped and CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING):
+    in_transformers = kind in CONFIG_MAPPING
+    if not in_transformers or (
+        "AutoModelForCausalLM" in mapped and CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
         raise code_not_trusted("model", place)
 
 
 def runs_code(folder: Path) -> bool:
-    """Whether the code of a model's folder is run where `model.trust_remote_code` is true: it has some, and the user
-    consented to that.
+    """Return whether a folder with `model.trust_remote_code` has code, and the user consented to run it.
 
     Raise `DataError` for code of another repository.
     """
@@ -409,10 +402,9 @@ def runs_code(folder: Path) -> bool:
 
 
 def refuse_foreign_code(folder: Path) -> None:
-    """Raise `DataError` for a model whose `auto_map` names code of another repository, which `model.revision` does not
-    pin.
+    """Raise `DataError` for a model whose `auto_map` names code of another repository, which no revision pins.
 
-    Asked only where `model.trust_remote_code` is true; elsewhere no code of a model is run.
+    It is called only if `model.trust_remote_code` is true; otherwise no code of a model runs.
     """
     for path in (folder / "config.json", folder / "tokenizer_config.json"):
         for entry in _auto_map(path).values():
@@ -421,22 +413,18 @@ def refuse_foreign_code(folder: Path) -> None:
                     raise DataError(
                         f"`auto_map` names code of another repository, `{name}`, which no commit pins",
                         place=str(path),
-                        hint="copy the model into a folder with that code in it, read it, and set `model.name` to the folder",
+                        hint="copy the model and that code into a folder, read it, and set `model.name` to the folder",
                     )
 
 
 def _auto_map(path: Path) -> dict[str, Any]:
-    """Return which classes of its own code a file names."""
+    """Return the classes of the model's own code that a file names."""
     named = read_object(path, follow=True).get("auto_map") or {}
     return named if isinstance(named, dict) else {"": named}
 
 
 def weights_sha256(paths: Sequence[Path]) -> list[str]:
-    """Return a checksum over all bytes of each file: from the hub's cache its blob's name, else the sha256 of its
-    content.
-
-    Raise `OSError` for a file that cannot be read.
-    """
+    """Return each file's checksum: its blob's name in the hub's cache, else its sha256. Raise `OSError`."""
     blobs = {path: blob_of(path) for path in paths}
     own = [path for path, blob in blobs.items() if blob is None]
     digests = dict(zip(own, digests_of(own, "weights"), strict=True))

@@ -1,6 +1,4 @@
-"""A run's model, read to answer: adapters over the base that they were trained over, or all weights; and merged (`make
-merge RUN=`).
-"""
+"""Read a run's model for answering (adapters over their base, or all weights), and merge it (`make merge RUN=`)."""
 
 from __future__ import annotations
 
@@ -73,10 +71,9 @@ if TYPE_CHECKING:
 
 
 def best_device() -> str:
-    """Return the device to answer on: the best GPU, which alone is visible from then on, or the CPU. Raise
-    `HardwareError`.
+    """Return the device to answer on: the best GPU, made the only visible one, or the CPU. Raise `HardwareError`.
 
-    Why a GPU that the driver shows is not used is said.
+    A warning says why a GPU that the driver shows is not used.
     """
     hardware = detect()
     if hardware.kind == "cuda":
@@ -97,8 +94,8 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
     """Return (model, tokenizer) in evaluation mode on `device`.
 
     `checkpoint` is a checkpoint's folder, or `None` for the run's final model. A quantised base is quantised again as
-    in training, also for a run of Unsloth, whose nf4 is the same. Raise `CheckpointError` when stamps, base and weights
-    do not belong together.
+    in training, also for an Unsloth run, whose nf4 is the same. Raise `CheckpointError` if stamps, base and weights do
+    not belong together.
     """
     device = str(device or best_device())
     folder = checkpoint or run.model
@@ -112,15 +109,13 @@ def load_for_use(run: RunFolder, checkpoint: Path | None, device: str | torch.de
 
 
 def _read_run(run: RunFolder, folder: Path, purpose: Purpose) -> tuple[Config, Plan, Prepared, ResolvedModel | None]:
-    """Return what a run was trained by, and its base as `check_base` does for the weights in `folder`."""
+    """Return a run's configuration, plan and prepared data, and the base of the weights in `folder` (`check_base`)."""
     config, plan, prepared = read_config(run.config).config, Plan.load(run.plan), Prepared.load(run.prepared)
     return config, plan, prepared, check_base(folder, config, plan, prepared, purpose)
 
 
 def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
-    """Return the configuration and the place of a model that no run made, downloaded when it must. Raise `UserError`,
-    `DataError`.
-    """
+    """Return the configuration and record of a plain model, downloaded if needed. Raise `UserError`, `DataError`."""
     from sft_play.config.call import note_consent
     from sft_play.config.layers import Override
     from sft_play.plan.architecture import offline_unless_reachable
@@ -137,19 +132,17 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
 
 
 def load_plain(config: Config, model: ResolvedModel) -> tuple[Any, Any]:
-    """Return (model, tokenizer) of `find_plain` in evaluation mode on the best device, in the type that its weights are
-    kept in.
-    """
+    """Return (model, tokenizer) of `find_plain` in evaluation mode on the best device, in its stored dtype."""
     device, folder = best_device(), Path(model.path)
-    kept = stored_dtype(folder)
-    dtype = torch.float32 if kept == "float16" and device == "cpu" else getattr(torch, kept)
-    found = read_model(folder, config.model, dtype=dtype)
+    stored = stored_dtype(folder)
+    dtype = torch.float32 if stored == "float16" and device == "cpu" else getattr(torch, stored)
+    network = read_model(folder, config.model, dtype=dtype)
     tokenizer = load_tokenizer(folder, trust=config.model.trust_remote_code)
-    return to_answer(found, device), tokenizer
+    return to_answer(network, device), tokenizer
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the type that a folder's weights are kept in, by its `config.json`; `float32` when it does not say."""
+    """Return the dtype of a folder's weights by its `config.json`, or `float32` if that does not say."""
     config = read_json(folder / "config.json")
     text = config.get("text_config") or {}
     name = str(
@@ -159,11 +152,10 @@ def stored_dtype(folder: Path) -> str:
 
 
 def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, purpose: Purpose) -> ResolvedModel | None:
-    """Compare the stamp of `folder` with the run and with the base as it is now; return the base, `None` for full
-    weights.
+    """Compare the stamp of `folder` with the run and its current base; return the base, or `None` for full weights.
 
-    Prints what only deserves a warning. Raise `CheckpointError` for what does not belong together, or where there are
-    no weights.
+    Differences that matter less are printed as warnings. Raise `CheckpointError` if they do not belong together, or if
+    there are no weights.
     """
     kind = kind_of(folder)
     if kind is None:
@@ -177,17 +169,17 @@ def check_base(folder: Path, config: Config, plan: Plan, prepared: Prepared, pur
 
 
 def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Return the run's base as it is now: in its old place with the fingerprint it has today, or fetched again."""
-    kept, source = Path(prepared.model.path), prepared.model.source
-    if source != "folder" and (kept / "config.json").is_file():  # in a cache, under its content's name
+    """Return the run's current base: in its old place with today's fingerprint, or downloaded again."""
+    folder, source = Path(prepared.model.path), prepared.model.source
+    if source != "folder" and (folder / "config.json").is_file():  # in a cache, named by its content
         return prepared.model
     if source == MADE:
         raise CheckpointError(
             "the base, which the preparation made, is gone from the cache",
-            place=str(kept),
+            place=str(folder),
             hint="`make data RUN=` makes it again",
         )
-    if source == "embedded":  # also when the hub can be reached by now: its files are not rounded to 4 bits
+    if source == "embedded":  # even if the hub is reachable now, since its files are not rounded to 4 bits
         return replace(prepared.model, path=str(embedded_folder()))
     name = prepared.model.path if source == "folder" else prepared.model.name
     revision = prepared.model.revision or config.model.revision
@@ -196,9 +188,7 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
 
 
 def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
-    """Return the run's base, whose files are those that it was trained over. Raise `CheckpointError` when they have
-    changed.
-    """
+    """Return the run's base, with the files of the training. Raise `CheckpointError` if they have changed."""
     base = current_base(config, prepared)
     for what, then, now in (
         ("weights or configuration", prepared.model.fingerprint, base.fingerprint),
@@ -206,7 +196,8 @@ def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
     ):
         if then != now:
             raise CheckpointError(
-                f"the {what} of the base have changed since the run: they were `{then[:12]}...` and are `{now[:12]}...`",
+                f"the {what} of the base have changed since the run: they were `{then[:12]}...` and are"
+                f" `{now[:12]}...`",
                 place=base.path,
                 hint="restore the base model's files; MODEL= scores them as they are now",
             )
@@ -214,7 +205,7 @@ def require_same_base(config: Config, prepared: Prepared) -> ResolvedModel:
 
 
 def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> Any:
-    """Return the base as training saw it, on `device`: quantised in the same way, or plain."""
+    """Return the base as in training, on `device`: quantised in the same way, or plain."""
     folder = Path(base.path)
     settings = None
     if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
@@ -230,7 +221,7 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
 
 
 def tokenizer_of(weights: Path, base: ResolvedModel, config: Config) -> Any:
-    """Return the tokenizer that was published with trained weights, else the base's with the run's template."""
+    """Return the tokenizer published with trained weights, or else the base's with the run's template."""
     own = has_tokenizer(weights)
     chat = None if own else base.chat
     return load_tokenizer(weights if own else base.path, chat, trust=config.model.trust_remote_code, base=base.path)
@@ -241,9 +232,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def to_answer(model: Any, device: str) -> Any:
-    """Return the model on `device`, ready to generate. bitsandbytes has placed its weights already and refuses
-    `.to`.
-    """
+    """Return the model on `device`, ready to generate; bitsandbytes has placed its weights and refuses `.to`."""
     if not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
         model = model.to(device)
     model.config.get_text_config().use_cache = True
@@ -251,47 +240,41 @@ def to_answer(model: Any, device: str) -> Any:
 
 
 def use_dtype(plan: Plan, device: str) -> torch.dtype:
-    """Return the type to answer in: the training's computation type on a GPU, its weights' type on a CPU (never fp16
-    there).
-    """
+    """Return the dtype to answer in: on a GPU the training's compute dtype, on a CPU its weights' dtype, not fp16."""
     if device.startswith("cuda") and plan.precision != "fp32":
         return COMPUTE_TYPES[plan.precision]
     return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
 
 
 def use_attention(plan: Plan, device: str) -> str | None:
-    """Return the attention kernel: the training's, or `None` for the family's usual one where that one is for GPUs or
-    training only.
-    """
+    """Return the training's attention kernel, or `None` for the family's default if it needs a GPU or a training."""
     trained = plan.attn_implementation
     return trained if trained == "eager" or (device.startswith("cuda") and trained != VARLEN) else None
 
 
-# Adapters merged into their base at full precision: a model that any tool loads, shown to answer like the adapter
-# model.
+# Merge adapters into their base at full precision, into a model that any tool loads, and compare the answers.
 
 
 EXACT = 1e-4
-"""Largest difference of logits, as a share of the largest logit, that float32 sums in another order may make."""
+"""Largest allowed difference of logits, as a share of the largest logit, for float32 sums in another order."""
 ROUNDED = 0.05
-"""The same for weights that are rounded to 16 bits when they are saved."""
+"""The same for weights that are rounded to 16 bits when saved."""
 PROMPTS = (
     "What is a file?",
     "Write one line of Python that adds two numbers.",
     "Name three colours, and say which you like.",
 )
-"""What both models are asked for their comparison."""
+"""Prompts for the comparison of both models."""
 
 
 def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
-    """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as the folder `out`; a full model is
-    copied.
+    """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as `out`; copy a full model.
 
-    Return what was published: `folder`, `dtype`, `parameters`, `size_bytes`; of adapters the largest `difference`
-    between the merged and the adapter model's logits in float32, the same of the model read again (`saved_difference`),
-    and the `largest_logit`; else `None` for these. Written aside, read again, compared and renamed. `out` must not
-    exist. Raise `HardwareError` for too little disk or memory, `CheckpointError` when the merged model answers
-    otherwise than the adapter model.
+    Return `folder`, `dtype`, `parameters` and `size_bytes`; for adapters also the largest `difference` between the
+    merged and the adapter model's logits in float32, the same for the model read again (`saved_difference`), and the
+    `largest_logit`, which are `None` for a full model. The folder is written under a temporary name, read again,
+    compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk or memory, `CheckpointError`
+    if the merged model answers differently from the adapter model.
     """
     config, plan, prepared, base = _read_run(run, weights, "merge")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -300,7 +283,7 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
         partial.mkdir()
     except OSError as error:
         raise UserError(
-            f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= takes another place"
+            f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= names another place"
         ) from error
     try:
         merged = (
@@ -311,7 +294,7 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
         _stamp(run, weights, partial)
         for path in partial.iterdir():
             if path.is_file():
-                path.chmod(0o666 & ~current_umask())  # safetensors writes files that only their owner can read
+                path.chmod(0o666 & ~current_umask())  # safetensors makes files readable for the owner only
                 with path.open("rb") as stream:
                     os.fsync(stream.fileno())
         sync_path(partial)
@@ -337,7 +320,7 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
         tokenizer.save_pretrained(partial)
     config = read_json(partial / "config.json")
     for part in (config, config.get("text_config") or {}):
-        part.update({"use_cache": True} if "use_cache" in part else {})  # training turned it off
+        part.update({"use_cache": True} if "use_cache" in part else {})  # training had turned it off
     write_json(partial / "config.json", config)
     settings = partial / "generation_config.json"
     write_json(settings, read_object(settings) | ends_of_answers(tokenizer))
@@ -353,10 +336,12 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
 def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Path, partial: Path) -> dict[str, Any]:
     folder = Path(base.path)
     tokenizer = tokenizer_of(weights, base, config)
-    merged, prompts, wanted = _merge_and_compare(config, folder, weights, tokenizer, partial)
+    merged, prompts, adapter_logits = _merge_and_compare(config, folder, weights, tokenizer, partial)
     if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
         quantised = lora.read_adapter(read_base(config, plan, base, "cpu"), weights).eval()
-        apart = max(float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), wanted, strict=True))
+        apart = max(
+            float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), adapter_logits, strict=True)
+        )
         tell(
             f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ"
             f" by {apart:.2e} on average: the error of quantisation, which merging takes out of the base"
@@ -365,9 +350,7 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
 
 
 def merged_base(config: Config, base: ResolvedModel, adapter: ParentAdapter) -> ResolvedModel:
-    """Return the base with an adapter merged into it, a folder of the cache that is made on first use; `make merge`
-    makes it in the same way.
-    """
+    """Return the base with an adapter merged as by `make merge`, in a cache folder that is created on first use."""
 
     def make(target: Path) -> None:
         target.mkdir()
@@ -384,14 +367,16 @@ def _made(what: str, parts: str, make: Callable[[Path], None]) -> ResolvedModel:
 
 
 def with_new_tokens(config: Config, base: ResolvedModel) -> ResolvedModel:
-    """Return the base with rows for `data.new_tokens`, a folder of the cache: each starts at the mean of the pieces that
-    the token was, and a vocabulary padded to a multiple stays so. Raise `DataError` for a token that is there already.
+    """Return the base with rows for `data.new_tokens`, in a cache folder. Raise `DataError` for an existing token.
+
+    Each row starts at the mean of the pieces into which the token was split. A vocabulary padded to a multiple stays
+    padded.
     """
     tokens, folder = list(config.data.new_tokens), Path(base.path)
     tokenizer = load_tokenizer(folder, trust=config.model.trust_remote_code)
-    if known := next((token for token in tokens if token in tokenizer.get_vocab()), None):
+    if present := next((token for token in tokens if token in tokenizer.get_vocab()), None):
         raise DataError(
-            f"`data.new_tokens` names `{known}`, which the vocabulary of `{base.name}` has",
+            f"`data.new_tokens` names `{present}`, which the vocabulary of `{base.name}` has",
             hint="leave it out: it is one token",
         )
     if existing := quantisation_of(folder):
@@ -422,15 +407,16 @@ def with_new_tokens(config: Config, base: ResolvedModel) -> ResolvedModel:
 def _merge_and_compare(
     config: Config, folder: Path, weights: Path, tokenizer: Any, partial: Path
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Write the base in `folder` with the adapter `weights` merged into it; return what `merge` says of it, the prompts
-    that both models were asked, and the adapter model's logits.
+    """Write the base in `folder` with the adapter `weights` merged into it.
+
+    Return the facts of `merge`, the prompts of the comparison, and the adapter model's logits.
     """
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
     model = lora.read_adapter(_full_precision_base(config, folder, partial), weights).eval()
-    wanted = _logits(model, prompts)
+    adapter_logits = _logits(model, prompts)
     model = model.merge_and_unload()
-    found = _logits(model, prompts)
-    scale, difference = _compare(found, wanted, EXACT, "the merged model")
+    merged_logits = _logits(model, prompts)
+    scale, difference = _compare(merged_logits, adapter_logits, EXACT, "the merged model")
     tell(
         f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed"
         f" {EXACT * scale:.2e})"
@@ -442,7 +428,7 @@ def _merge_and_compare(
     gc.collect()
     allowed = EXACT if dtype == "float32" else ROUNDED
     saved = read_model(partial, config.model, dtype=getattr(torch, dtype)).eval()
-    _, saved_difference = _compare(_logits(saved, prompts), wanted, allowed, "the saved model")
+    _, saved_difference = _compare(_logits(saved, prompts), adapter_logits, allowed, "the saved model")
     tell(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
     merged = {
         "dtype": dtype,
@@ -452,11 +438,11 @@ def _merge_and_compare(
         "saved_difference": saved_difference,
         "largest_logit": scale,
     }
-    return merged, prompts, wanted
+    return merged, prompts, adapter_logits
 
 
 def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
-    """Return the base in float32: its own weights, or what its quantised ones stand for where there are no others."""
+    """Return the base in float32, from its own weights, or from quantised ones if there are no others."""
     existing = quantisation_of(folder)
     parameters = count_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
     if (needed := 4 * parameters) > (free := ram_bytes()[1]):
@@ -485,7 +471,7 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
 
 
 def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
-    """Write weights, configuration, tokenizer with template, and what the base has beside them."""
+    """Write weights, configuration, tokenizer with template, and the base's other files."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
@@ -493,7 +479,8 @@ def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
-    hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]  # else it is imported, for seconds
+    # Hidden because transformers would import it, which takes seconds.
+    hides = sys.modules.setdefault("deepspeed", None) is None  # type: ignore[arg-type]
     model.save_pretrained(partial)
     if hides:
         del sys.modules["deepspeed"]
@@ -504,8 +491,8 @@ def _save(model: Any, tokenizer: Any, partial: Path, dtype: str) -> None:
 
 def _stamp(run: RunFolder, weights: Path, partial: Path) -> None:
     sums = {path.name: file_sha256(path) for path in weight_files(weights)}
-    made_from = {"run": run.name, "weights": label_of(run, weights), "sha256": sums}
-    write_json(partial / "stamp.json", {**read_object(weights / "stamp.json"), "merged_from": made_from})
+    source = {"run": run.name, "weights": label_of(run, weights), "sha256": sums}
+    write_json(partial / "stamp.json", {**read_object(weights / "stamp.json"), "merged_from": source})
 
 
 def _ids(tokenizer: Any, prompt: str) -> torch.Tensor:
@@ -518,12 +505,10 @@ def _logits(model: Any, prompts: list[Any]) -> list[Any]:
         return [model(input_ids=ids, use_cache=False).logits.float() for ids in prompts]
 
 
-def _compare(found: list[Any], wanted: list[Any], allowed: float, what: str) -> tuple[float, float]:
-    """Return the largest logit and the largest difference. Raise `CheckpointError` above `allowed` of the largest
-    logit.
-    """
-    scale = max(float(logits.abs().max()) for logits in wanted)
-    difference = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+def _compare(merged: list[Any], expected: list[Any], allowed: float, what: str) -> tuple[float, float]:
+    """Return the largest logit and the largest difference. Raise `CheckpointError` above the share `allowed`."""
+    scale = max(float(logits.abs().max()) for logits in expected)
+    difference = max(float((a - b).abs().max()) for a, b in zip(merged, expected, strict=True))
     if not difference <= allowed * scale:
         raise CheckpointError(
             f"{what} does not answer like the adapter model: logits differ by {difference:.3g}, and at most "
@@ -537,7 +522,7 @@ def _require_disk(place: Path, needed: int) -> None:
     if free < needed * 1.05:
         message = f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free"
         raise HardwareError(
-            message, place=str(place.parent), hint="make room, or name a place on another disk with OUT="
+            message, place=str(place.parent), hint="free some disk space, or name a place on another disk with OUT="
         )
 
 
@@ -546,7 +531,7 @@ def _size(folder: Path) -> int:
 
 
 def _next_steps(out: Path) -> str:
-    """Return what can be done with a merged model; one with code of its own must be trusted with each command."""
+    """Return commands that use a merged model; one with its own code must be trusted in each of them."""
     coded = any(out.rglob("*.py"))
     model = as_typed(out)
     infer = f"make infer MODEL={model} PROMPT=..." + (
@@ -558,7 +543,7 @@ def _next_steps(out: Path) -> str:
 
 
 def main(call: Call) -> int:
-    """Merge, shows the proof and where the model is."""
+    """Merge, and show the comparison and the model's folder."""
     if "RUN" not in call.options:
         raise UserError("`RUN` is missing", hint="make merge RUN=name-of-a-run")
     if call.overrides:
@@ -569,7 +554,7 @@ def main(call: Call) -> int:
     run = find_run(call.options["RUN"], writes="OUT" not in call.options)
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
     out = Path(call.options.get("OUT") or run.path / "merged")
-    if out.exists():  # before torch is imported, which takes seconds
+    if out.exists():  # checked before torch is imported, which takes seconds
         raise UserError(
             f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"
         )

@@ -72,13 +72,15 @@ class AmongReplicas(DistributedDataParallelKwargs):
 
 
 def split_for_lora_plus(optimizer: Any, model: Any, ratio: float) -> None:
-    """Give B matrices and vectors groups of their own, whose learning rate is `ratio` times the others', as PEFT's
-    `create_loraplus_optimizer` does.
-    """
-    faster = {id(one) for name, one in model.named_parameters() if ".lora_B" in name or len(whole_shape(one)) == 1}
+    """Move B matrices and vectors to groups with `ratio` times the learning rate, as `create_loraplus_optimizer`."""
+    faster = {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if ".lora_B" in name or len(whole_shape(parameter)) == 1
+    }
     for group in list(optimizer.param_groups):
-        moved = [one for one in group["params"] if id(one) in faster]
-        group["params"] = [one for one in group["params"] if id(one) not in faster]
+        moved = [parameter for parameter in group["params"] if id(parameter) in faster]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in faster]
         if moved:
             optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * ratio})
 
