@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""`make check`: print the size of each package; fail at an import circle, or a module of over 450 lines of code.
+"""`make check`: print size and problems of words of each room; fail for an import circle, a module of over 450 lines of
+code, or a problem of words in a room of `CLEAN`.
 
-Lazy and typing-only imports count. Tokens are Python's own, and code lines those with a token, without comments and
-docstrings.
+Lazy and typing-only imports count. Tokens are Python's own and code lines those with one, without comments and
+docstrings. `WORDS=1` also lists the problems of words in the other rooms.
 """
 
 from __future__ import annotations
@@ -57,26 +58,26 @@ def modules() -> dict[str, Path]:
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
-def imports(name: str, files: Mapping[str, Path]) -> set[str]:
-    """Return the modules of the package that a module imports, also lazily."""
-    imported: set[str] = set()
-    for node in ast.walk(ast.parse(files[name].read_text(encoding="utf-8"))):
+def imports(name: str, known: Mapping[str, Path]) -> set[str]:
+    """Return the modules of the package that a module imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(known[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            imported |= {module for module in inner if module in files} or {node.module}
-    return (imported & files.keys()) - {name}
+            found |= {module for module in inner if module in known} or {node.module}
+    return (found & known.keys()) - {name}
 
 
 def circles() -> list[list[str]]:
     """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
-    files = modules()
-    graph = {name: imports(name, files) for name in files}
+    known = modules()
+    graph = {name: imports(name, known) for name in known}
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    groups: list[list[str]] = []
+    found: list[list[str]] = []
 
     def visit(name: str) -> None:
         number[name] = low[name] = len(number)
@@ -90,12 +91,12 @@ def circles() -> list[list[str]]:
         if low[name] == number[name]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
-            groups.extend([sorted(group)] if len(group) > 1 else [])
+            found.extend([sorted(group)] if len(group) > 1 else [])
 
     for name in graph:
         if name not in number:
             visit(name)
-    return groups
+    return found
 
 
 class Problem(NamedTuple):
@@ -179,7 +180,7 @@ def _is_table(statement: ast.stmt) -> bool:
 
 
 def problems() -> Iterator[str]:
-    """Yield what must be changed before this tree is committed."""
+    """Yield what has to be changed before this tree is committed."""
     for group in circles():
         yield f"these modules import each other: {', '.join(group)}"
     for path in modules().values():
@@ -210,11 +211,13 @@ def main() -> int:
     counts = Counter((room_of(problem.path), problem.kind) for problem in words)
     print(f"{'room':26}{'modules':>8}{'tokens':>9}", *(f"{kind:>8}" for kind in KINDS))
     for room, files in sorted(rooms.items()):
-        print(f"{room:26}{len(files):8}{sum(len(tokens(path)) for path in files):9,}")
-    faults = list(problems())
-    for problem in faults:
-        print(f"error: {problem}", file=sys.stderr)
-    return 1 if faults else 0
+        size = f"{room:26}{len(files):8}{sum(len(tokens(path)) for path in files):9,}"
+        print(size, *(f"{counts[room, kind] or '-':>8}" for kind in KINDS))
+    required = [problem for problem in words if room_of(problem.path) in CLEAN or os.environ.get("WORDS")]
+    errors = [*problems(), *map(str, required)]
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":
