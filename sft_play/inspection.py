@@ -19,7 +19,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from sft_play.config.call import Call
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.store import Rows, counted_as, left_out_of, rows_cut, summary
 from sft_play.errors import UserError, printable
 from sft_play.files import write_text
@@ -162,6 +162,8 @@ class TokenSpan:
     text: str
     trained: bool
     """Whether a loss is computed for these tokens."""
+    weight: float
+    """How much each of them counts in it; 0 where none is computed."""
     special: bool
     tokens: int
 
@@ -185,14 +187,18 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
     ids, labels = list(row["input_ids"]), list(row["labels"])
     # The first token is never predicted.
     trained = [position > 0 and label != IGNORED for position, label in enumerate(labels)]
-    kinds = [(kind, token in special) for kind, token in zip(trained, ids, strict=True)]
+    weights = row.get(WEIGHTS) or map(float, trained)
+    kinds = [
+        (kind, round(weight, 6) if kind else 0.0, token in special)
+        for kind, weight, token in zip(trained, weights, ids, strict=True)
+    ]
     pieces, start = [], 0
-    for (is_trained, is_special), group in groupby(kinds):
+    for (is_trained, weight, is_special), group in groupby(kinds):
         count = sum(1 for _ in group)
         text = tokenizer.decode(
             ids[start : start + count], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        pieces.append(TokenSpan(text=text, trained=is_trained, special=is_special, tokens=count))
+        pieces.append(TokenSpan(text=text, trained=is_trained, weight=weight, special=is_special, tokens=count))
         start += count
     number = row.get("source", 0)
     name = sources[number] if number < len(sources) else ""
@@ -217,15 +223,15 @@ def show(
     colours = console.color_system is not None
     word = counted_as(split)
     legend = Text(word, style=TRAINED) if colours else Text(word.join(WITHOUT_COLOUR))
-    console.print(
-        Text.assemble(legend, "  read only  ", Text("special token", style=SPECIAL if colours else ""), " ↵ line end")
-    )
+    special = Text("special token", style=SPECIAL if colours else "")
+    weights = "  [0.3] weight of what follows" if manifest["weighted_rows"] else ""
+    console.print(Text.assemble(legend, "  read only  ", special, " ↵ line end", weights))
     for sample in samples:
         title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} {word}"
         console.print(
             Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-")
         )
-        console.print(Text.assemble(*map(_colour, sample.pieces)) if colours else Text(_mark(sample)))
+        console.print(_coloured(sample) if colours else Text(_mark(sample)))
     lengths = ", ".join(
         f"{share} of rows have at most {tokens:,}" for share, tokens in manifest["length_quantiles"].items()
     )
@@ -235,24 +241,35 @@ def show(
         console.print(f"{len(samples)} of {manifest['split']['rows']:,} rows; more with ROWS=, SEARCH= or HTML=1")
 
 
-def _colour(piece: TokenSpan) -> Text:
-    return Text(_with_line_ends(piece), style=" ".join([TRAINED] * piece.trained + [SPECIAL] * piece.special))
+def _coloured(sample: Sample) -> Text:
+    return Text.assemble(
+        *(
+            Text(text, style=" ".join([TRAINED] * piece.trained + [SPECIAL] * piece.special))
+            for piece, text in zip(sample.pieces, _texts(sample), strict=True)
+        )
+    )
 
 
 def _mark(sample: Sample) -> str:
     before, after = WITHOUT_COLOUR
     parts = [
         f"{before}{text}{after}" if piece.trained else text
-        for piece in sample.pieces
-        for text in [_with_line_ends(piece)]
+        for piece, text in zip(sample.pieces, _texts(sample), strict=True)
     ]
     return "".join(parts).replace(after + before, "")
 
 
-def _with_line_ends(piece: TokenSpan) -> str:
-    """Return a span's text with trained line ends made visible."""
-    text = printable(piece.text)
-    return text.replace("\n", "↵\n") if piece.trained else text
+def _texts(sample: Sample) -> list[str]:
+    """Return the pieces' texts: a line end that is learnt must be seen, and a weight other than 1 where it begins."""
+    texts, before = [], 1.0
+    for piece in sample.pieces:
+        text = printable(piece.text)
+        begins = piece.trained and piece.weight != before
+        texts.append(
+            (f"[{piece.weight:g}] " if begins else "") + (text.replace("\n", "↵\n") if piece.trained else text)
+        )
+        before = piece.weight if piece.trained else 1.0
+    return texts
 
 
 def skipped_lines(manifest: Mapping[str, Any]) -> list[str]:

@@ -130,6 +130,7 @@ def build_trainer(
     """
     from transformers import PrinterCallback, ProgressCallback
 
+    from sft_play.data import WEIGHTS
     from sft_play.data.batches import Collator
     from sft_play.data.store import Rows
     from sft_play.evaluation.while_training import WhileTraining
@@ -153,7 +154,7 @@ def build_trainer(
         config=config, plan=plan, run=run, stamp=stamp, ranks=ranks, activity=request.activity, metrics=metrics
     )
     assert prepared.train is not None
-    rows = Rows(prepared.train.path, ("input_ids", "labels", "row"))
+    rows = Rows(prepared.train.path, ("input_ids", "labels", WEIGHTS, "row"))
     held_out = Rows(prepared.validation.path) if prepared.validation else None
     stop, shard_proof, patience = StopOnRequest(request, ranks), ShardProof(), Patience(context)
     ends = StepEnds(plan.steps_per_epoch)

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -51,11 +52,15 @@ class Trial:
     learning_rate: float = 2e-3
     plan: tuple[tuple[str, Any], ...] = ()
     """Further fields of the plan."""
+    weights: tuple[float | None, ...] = ()
+    """Of the training rows, in turn."""
 
 
-def make_rows(folder: Path, count: int, *, seed: int, vocab: int = 1024) -> PreparedSplit:
+def make_rows(
+    folder: Path, count: int, *, seed: int, vocab: int = 1024, weights: Sequence[float | None] = ()
+) -> PreparedSplit:
     """Writes `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one
-    target.
+    target. `weights`: in turn, of all of a row's tokens.
     """
     import datasets
 
@@ -70,6 +75,11 @@ def make_rows(folder: Path, count: int, *, seed: int, vocab: int = 1024) -> Prep
         columns["row"].append(row)
         columns["prompt_ids"].append(ids[:start])
         columns["reference"].append(f"the answer number {row}")
+    if weights:
+        each = zip(columns["labels"], itertools.cycle(weights), strict=False)
+        columns["weights"] = [
+            None if weight is None else [weight * (label != -100) for label in labels] for labels, weight in each
+        ]
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict(columns).save_to_disk(str(folder))
     lengths = sorted(map(len, columns["input_ids"]))
@@ -140,7 +150,7 @@ def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
     make_plan(trial).save(run.plan)
     Prepared(
         model=resolve_model(loaded.config.model),
-        train=make_rows(path / "rows" / "train", TRAIN_ROWS, seed=1),
+        train=make_rows(path / "rows" / "train", TRAIN_ROWS, seed=1, weights=trial.weights),
         validation=make_rows(path / "rows" / "validation", VALIDATION_ROWS, seed=2),
     ).save(run.prepared)
     return run

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, WEIGHTS
 from sft_play.plan.batch import Slots
 from sft_play.plan.epoch import best_fit, permutation
 from sft_play.plan.shape import BY_LENGTHS
@@ -186,6 +186,8 @@ def _cut(rows: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
 
 
 Batch = dict[str, Any]
+Line = tuple[list[int], list[int], list[float]]
+"""Tokens, labels and weights of a row."""
 
 
 class Collator:
@@ -197,6 +199,8 @@ class Collator:
     `padded`: one line per row, padded on the right: `input_ids`, `attention_mask`, `position_ids` [B, S],
     `logits_to_keep` [P] (the union over rows), `targets` [B, P] with -100 where a row has none. `unmasked`: the same
     without mask and position ids, for families whose attention is causal: no token of a row sees the padding behind it.
+
+    Where any row has weights, `weights` (fp32) is of the shape of `targets`.
 
     Where `attention` tells rows apart by their lengths, a flattened batch has them (`lengths_of`).
 
@@ -222,27 +226,33 @@ class Collator:
             raise ValueError(f"lines of the layout `{layout}` under `{attention}` cannot be cut into slices")
         self.layout = layout
         self.pad_token_id = pad_token_id
+        self._nothing: Line = ([pad_token_id] * 2, [IGNORED] * 2, [0.0] * 2)
         self.by_lengths = attention in BY_LENGTHS
         self.device = device
         self.part = part
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        parts = [(list(row["input_ids"]), list(row["labels"])) for row in rows]
+        parts = [
+            (list(row["input_ids"]), list(row["labels"]), list(row.get(WEIGHTS) or [1.0] * len(row["labels"])))
+            for row in rows
+        ]
         batch = self._flattened(parts) if self.layout == "flattened" else self._padded(parts)
+        if not any(row.get(WEIGHTS) for row in rows):
+            del batch[WEIGHTS]
         batch["rows"] = [int(row.get("row", -1)) for row in rows]
-        batch["lengths"] = [len(tokens) for tokens, _ in parts]
-        whole, (which, number) = sum(len(tokens) for tokens, _ in parts), self.part
+        batch["lengths"] = [len(row["input_ids"]) for row in rows]
+        whole, (which, number) = sum(batch["lengths"]), self.part
         width = batch["input_ids"].shape[1]
         batch["tokens"] = whole if number == 1 else len(range(whole)[which * width : (which + 1) * width])
         return batch
 
-    def _flattened(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
+    def _flattened(self, parts: Sequence[Line]) -> Batch:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
-        targets: list[int] = []
+        targets: list[tuple[int, float]] = []
         ends = [0]
-        for tokens, labels in parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]:
+        for tokens, labels, weights in parts or [self._nothing]:
             start = len(ids)
             ids += tokens
             positions += range(len(tokens))
@@ -250,7 +260,7 @@ class Collator:
             for index in range(1, len(tokens)):  # the first token of a row follows nothing
                 if labels[index] != IGNORED:
                     keep.append(start + index - 1)
-                    targets.append(labels[index])
+                    targets.append((labels[index], weights[index]))
         which, number = self.part
         width = -(-len(ids) // number)
         if padding := width * number - len(ids):
@@ -259,34 +269,36 @@ class Collator:
             ends.append(len(ids))
         mine = slice(which * width, (which + 1) * width)
         predicted = [
-            (at - mine.start, target) for at, target in zip(keep, targets, strict=True) if mine.start <= at < mine.stop
+            (at - mine.start, *target) for at, target in zip(keep, targets, strict=True) if mine.start <= at < mine.stop
         ]
-        predicted = predicted or [(0, IGNORED)]
+        predicted = predicted or [(0, IGNORED, 0.0)]
         return {
             "input_ids": torch.tensor([ids[mine]]),
             "position_ids": torch.tensor([positions[mine]]),
-            "logits_to_keep": torch.tensor([at for at, _ in predicted]),
-            "targets": torch.tensor([target for _, target in predicted]),
+            "logits_to_keep": torch.tensor([at for at, *_ in predicted]),
+            "targets": torch.tensor([target for _, target, _ in predicted]),
+            WEIGHTS: torch.tensor([weight for *_, weight in predicted]),
             **(lengths_of(ends, max(positions) + 1, self.device) if self.by_lengths else {}),
         }
 
-    def _padded(self, parts: Sequence[tuple[list[int], list[int]]]) -> Batch:
-        lines = parts or [([self.pad_token_id] * 2, [IGNORED] * 2)]
+    def _padded(self, parts: Sequence[Line]) -> Batch:
+        lines = parts or [self._nothing]
         width = max(
-            2, *(len(tokens) for tokens, _ in lines)
+            2, *(len(tokens) for tokens, *_ in lines)
         )  # a lone first token still needs a place for its ignored target
-        keep = sorted({i - 1 for _, labels in lines for i in range(1, len(labels)) if labels[i] != IGNORED}) or [0]
-        padded = [
-            (tokens + [self.pad_token_id] * (width - len(tokens)), labels + [IGNORED] * (width - len(labels)))
-            for tokens, labels in lines
-        ]
+        keep = sorted({i - 1 for _, labels, _ in lines for i in range(1, len(labels)) if labels[i] != IGNORED}) or [0]
+        ids, targets, weights = (
+            [line[which] + [filler] * (width - len(line[which])) for line in lines]
+            for which, filler in enumerate((self.pad_token_id, IGNORED, 0.0))
+        )
         batch = {
-            "input_ids": torch.tensor([tokens for tokens, _ in padded]),
+            "input_ids": torch.tensor(ids),
             "logits_to_keep": torch.tensor(keep),
-            "targets": torch.tensor([[labels[i + 1] for i in keep] for _, labels in padded]),
+            "targets": torch.tensor([[labels[i + 1] for i in keep] for labels in targets]),
+            WEIGHTS: torch.tensor([[line[i + 1] for i in keep] for line in weights]),
         }
         if self.layout == "padded":
-            mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens, _ in lines])
+            mask = torch.tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens, *_ in lines])
             batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
         return batch
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -34,6 +34,13 @@ class Encoded:
     """What the model is given when it writes the last answer; `input_ids` begins with it."""
     reference: str
     """The last answer."""
+    weights: list[float] | None = None
+    """How much each learnt token counts; `None`: all 1."""
+
+    def part(self, start: int, end: int) -> Encoded:
+        """Return some of the tokens; the prompt stays as it is."""
+        weights = self.weights and self.weights[start:end]
+        return replace(self, input_ids=self.input_ids[start:end], labels=self.labels[start:end], weights=weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class Span:
     """The character after its last."""
     reference: str
     """The answer that it is; empty for other turns."""
+    weight: float = 1.0
+    """How much its tokens count; 0: they are not learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +68,11 @@ class RowText:
     """The answer's own words."""
     earlier: tuple[Span, ...] = ()
     """Answers within the prompt that are learnt too."""
+    weight: float = 1.0
+    """How much the answer's tokens count."""
     everything: bool = False
-    """Every token is learnt (`train.loss_on: all`) but `untrained`."""
-    untrained: tuple[Span, ...] = ()
+    """Every token is learnt (`train.loss_on: all`), those of `weighted` by their weights."""
+    weighted: tuple[Span, ...] = ()
 
 
 class Renderer:
@@ -95,12 +106,13 @@ class Renderer:
         earlier, alone = [], []
         for index in learnt[:-1]:
             before, answer_before = self.answer(messages, index, tools)
-            words = messages[index]["content"]
+            words, weight = messages[index]["content"], turn_weight(messages[index])
             if prompt.startswith(before + answer_before):
-                earlier.append(Span(len(before), len(before) + len(answer_before), words))
+                earlier.append(Span(len(before), len(before) + len(answer_before), words, weight))
             else:  # a row of its own, as inference sees and writes it then
-                alone.append(RowText(before, answer_before, words))
-        return [*alone, RowText(prompt, answer, messages[learnt[-1]]["content"], tuple(earlier))]
+                alone.append(RowText(before, answer_before, words, weight=weight))
+        final = messages[learnt[-1]]
+        return [*alone, RowText(prompt, answer, final["content"], tuple(earlier), turn_weight(final))]
 
     def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
         """Return the prompt of message `index` and what the model writes then, with the end of its turn. Raise
@@ -185,14 +197,14 @@ class Renderer:
         return first + len(stop)
 
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
-        """Return the row of `train.loss_on: all`: every token but those of turns with `train: false`."""
+        """Return the row of `train.loss_on: all`: every token, those of turns with a weight by that."""
         if all(message.get("train") is False for message in messages):
             raise DataError("every turn has `train: false`, so there is nothing to learn")
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
         prompt, answer = self.answer(messages, last, tools)
-        untrained = []
+        weighted = []
         for index, message in enumerate(messages[: last + 1]):
-            if message.get("train") is not False:
+            if (weight := turn_weight(message)) == 1:
                 continue
             if message["role"] == "assistant":
                 before, answer_text = self.answer(messages, index, tools)
@@ -204,8 +216,8 @@ class Renderer:
                 raise DataError(
                     f"the chat template changes earlier turns when later ones are added, {_NOT_EXACT}", hint=_BY_ANSWER
                 )
-            untrained.append(Span(start, end, ""))
-        return RowText(prompt, answer, messages[last]["content"], everything=True, untrained=tuple(untrained))
+            weighted.append(Span(start, end, "", weight))
+        return RowText(prompt, answer, messages[last]["content"], everything=True, weighted=tuple(weighted))
 
     def _words(
         self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None, prompt: str
@@ -240,14 +252,20 @@ class Renderer:
             ) from error
 
 
+def turn_weight(turn: Message) -> float:
+    """Return how much the tokens of a turn count where they are learnt; 0: they are not."""
+    return float(turn.get("train", True))
+
+
 def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
     """Return the indices of the answers that are learnt (`train.loss_on: assistant` or `last`). Raise `DataError` for
     none.
     """
     for index, message in enumerate(messages):
-        if message.get("train") is True and message["role"] != "assistant":
+        if (train := message.get("train")) and message["role"] != "assistant":
+            mark = "train: true" if train is True else f"weight: {train}"
             raise DataError(
-                f"turn {index + 1} ({message['role']}) has `train: true`, but only answers are learnt",
+                f"turn {index + 1} ({message['role']}) has `{mark}`, but only answers are learnt",
                 hint="`train.loss_on: all` learns every turn but those with `train: false`",
             )
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -15,6 +15,7 @@ from sft_play.data.turns import (
     REASONING,
     ROLE_NAMES,
     TOOL_NAMES,
+    WEIGHT,
     Message,
     calls_undescribed,
     chat_turns,
@@ -30,6 +31,7 @@ from sft_play.data.turns import (
     refuse_media,
     text_of,
     tools_of,
+    weight_of,
 )
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
@@ -63,6 +65,10 @@ class Example:
     """Already tokenised."""
     labels: list[int] | None = None
     """With `input_ids`: -100 where not trained; `None` trains all."""
+    weights: list[float] | None = None
+    """With `input_ids`: how much each token counts."""
+    weight: float = 1.0
+    """How much each learnt token of the row counts, times its own weight."""
     group: str | None = None
     """The value of `data.group_by`."""
     answer_column: str | None = None
@@ -70,7 +76,7 @@ class Example:
 
     @property
     def key(self) -> str:
-        """A hash of the content."""
+        """A hash of the content, without weights: a row keeps its side of a split when they change."""
         content = [self.messages, self.tools, self.text, self.input_ids, self.labels]
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
@@ -166,7 +172,7 @@ def _text(row: Row) -> Parts:
 
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "loss_mask")
 """Columns that are 1 where a token is learnt, next to `input_ids`."""
-OF_TOKENS = ("input_ids", "labels", "attention_mask", "special_tokens_mask", "token_type_ids", *MASKS)
+OF_TOKENS = ("input_ids", "labels", "attention_mask", "special_tokens_mask", "token_type_ids", WEIGHT, *MASKS)
 """Columns of token rows that are read, and those that a tokenizer adds to every row."""
 LIKE_A_MASK = re.compile("mask|label|target|loss|weight")
 LIKE_A_PART = re.compile(
@@ -179,20 +185,24 @@ def _tokens(row: Row) -> Parts:
     ids = _integers(row["input_ids"], "input_ids", minimum=0)
     labels = None if row.get("labels") is None else _integers(row["labels"], "labels", minimum=-100)
     masks = {name: _flags(row[name], name) for name in ("attention_mask", *MASKS) if row.get(name) is not None}
-    for name, other in (("labels", labels), *masks.items()):
+    weights: list[float] | None = None
+    if is_list(row.get(WEIGHT)):
+        weights = [weight_of(value, f"{WEIGHT}[{at}]") for at, value in enumerate(row[WEIGHT])]
+    for name, other in (("labels", labels), (WEIGHT, weights), *masks.items()):
         if other is not None and len(other) != len(ids):
             raise DataError(f"`{name}` has {len(other)} entries and `input_ids` {len(ids)}")
     _refuse_unread(row, ids)
-    for mask in (masks[name] for name in MASKS if name in masks):
+    flags: list[Sequence[float] | None] = [*(masks.get(name) for name in MASKS), weights]
+    for mask in filter(None, flags):
         labels = [label if learnt else IGNORED for label, learnt in zip(labels or ids, mask, strict=True)]
     if 0 in masks.get("attention_mask", ()):
         start, end = _unpadded(masks["attention_mask"])
-        ids, labels = ids[start:end], None if labels is None else labels[start:end]
+        ids, labels, weights = ids[start:end], labels and labels[start:end], weights and weights[start:end]
     if not ids:
         raise DataError("`input_ids` is empty, so there is nothing to learn")
     if labels is not None:
         _check_labels(labels, ids)
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids, "labels": labels, "weights": weights}
 
 
 def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
@@ -227,7 +237,8 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
                 f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}"
             )
         if mask and len(value) == len(ids):
-            other = "loss_mask" if all(part in (0, 1) for part in value) else "labels"
+            weights = all(isinstance(part, (bool, int, float)) and 0 <= part <= 1 for part in value)
+            other = "loss_mask" if all(part in (0, 1) for part in value) else WEIGHT if weights else "labels"
             read = f"`columns: {{{other}: {name}}}` if it does"
             if name not in MASKS and other == "loss_mask" and marks_what_is_not_learnt(name.removesuffix("_mask")):
                 read = "where it is 1 for what is not learnt, write `labels`, -100 there"
@@ -370,6 +381,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         parts = FORMATS[form][1](row)
         if form == "text":
             parts["answer_column"] = next((name for alias in ANSWERS for name in row if name.lower() == alias), None)
+        if not is_blank(row.get(WEIGHT)) and not parts.get("weights"):
+            parts["weight"] = weight_of(row[WEIGHT], WEIGHT)
         if "messages" in parts:
             _refuse_mask(row)
             _take_thought(row, form, parts["messages"])

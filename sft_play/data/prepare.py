@@ -341,6 +341,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 trained=writer.trained,
                 contents=part.contents,
                 fingerprint=writer.fingerprint(),
+                weighted=writer.weighted,
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
@@ -534,7 +535,11 @@ class _Maker:
 
 def _token_row(row: Encoded) -> TokenRow:
     ids, labels, prompt = (np.asarray(part, np.int32) for part in (row.input_ids, row.labels, row.prompt_ids))
-    return TokenRow(ids, labels, prompt, row.reference, int((labels[1:] != IGNORED).sum()))
+    learnt = labels != IGNORED
+    weights = None if row.weights is None else np.where(learnt, np.asarray(row.weights, np.float32), np.float32(0))
+    if weights is not None and (weights[learnt] == 1).all():
+        weights = None
+    return TokenRow(ids, labels, prompt, row.reference, int(learnt[1:].sum()), weights)
 
 
 _of_process: list[_Maker] = []

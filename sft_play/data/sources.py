@@ -384,7 +384,7 @@ JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
         _yes_or_no,
     ),
     (re.compile(r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?)|thumbs_down"), _opposite),
-    (re.compile(r"(?:\w+_)?(?:score|rating|reward|weight|advantage)"), _number),
+    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|\w+_weight"), _number),
     (re.compile(r"label|status|verdict|preference|feedback"), _verdict),
 )
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing where

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sft_play.config.schema import DataSource
+from sft_play.data import WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import EncodedExample
@@ -121,9 +122,10 @@ def split_manifest(
     trained: array[int],
     contents: Sequence[str | None],
     fingerprint: str,
+    weighted: int = 0,
 ) -> dict[str, Any]:
     """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
-    prepared row.
+    prepared row; `weighted`: rows that have weights.
     """
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
@@ -153,7 +155,7 @@ def split_manifest(
     }
     ordered = sorted(lengths)
     quantiles = {f"{share:.0%}": ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in QUANTILES}
-    return {"split": split, "length_quantiles": quantiles, "sources": described}
+    return {"split": split, "length_quantiles": quantiles, "sources": described, "weighted_rows": weighted}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -223,6 +225,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(
             f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"
         )
+    if weighted := manifest["weighted_rows"]:
+        purpose = "" if name == "training" else ", which scores do not use"
+        lines.append(f"  rows with weights other than 1{purpose}: {weighted:,}")
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
@@ -286,6 +291,7 @@ SCHEMA = pa.schema(
         ("source", pa.int32()),
         ("prompt_ids", TOKENS),
         ("reference", pa.string()),
+        (WEIGHTS, pa.list_(pa.float32())),
     ]
 )
 
@@ -302,6 +308,8 @@ class TokenRow(NamedTuple):
     reference: str
     trained: int
     """Tokens that a loss is computed for: the first one follows nothing, and never is."""
+    weights: NDArray[np.float32] | None = None
+    """How much each token counts in the loss, 0 where it is not learnt; `None`: all that are count 1."""
 
 
 class Made(NamedTuple):
@@ -328,7 +336,10 @@ class SplitWriter:
         self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
         self._waiting: list[tuple[Any, ...]] = []
         self._tokens_waiting = 0
-        self._digests = tuple(hashlib.sha256() for _ in range(3))
+        self._digests = [hashlib.sha256() for _ in range(3)]
+        self._of_weights = hashlib.sha256()
+        self.weighted = 0
+        """Rows with weights."""
         self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.keys = bytearray()
@@ -348,10 +359,14 @@ class SplitWriter:
             length = np.int32(len(row.input_ids))
             for digest, part in zip(self._digests, (length, row.input_ids, row.labels), strict=True):
                 digest.update(part.tobytes())
+            if row.weights is not None:
+                self._of_weights.update(np.int32(len(self.lengths)).tobytes() + row.weights.tobytes())
+                self.weighted += 1
             self.lengths.append(int(length))
             self.sources.append(source)
             self.trained.append(row.trained)
-            self._waiting.append((row.input_ids, row.labels, number, source, row.prompt_ids, row.reference))
+            values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, row.weights)
+            self._waiting.append(values)
             self._tokens_waiting += int(length)
             if len(self._waiting) >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
                 self._flush()
@@ -366,8 +381,9 @@ class SplitWriter:
         self._waiting, self._tokens_waiting = [], 0
 
     def fingerprint(self) -> str:
-        """Return a sha256 over lengths, tokens and labels of all rows, in order."""
-        return hashlib.sha256("".join(digest.hexdigest() for digest in self._digests).encode()).hexdigest()
+        """Return a sha256 over lengths, tokens, labels and weights of all rows, in order."""
+        digests = [*self._digests, *([self._of_weights] if self.weighted else [])]
+        return hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
         """Write what is left and makes the folder visible; of two processes that race, one publishes."""

@@ -21,6 +21,7 @@ from sft_play.model.tokenizer import adds_bos, end_of_turn_ids
 TOO_LONG = "longer than model.max_seq_len"
 ANSWER_TOO_LONG = "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len"
 EMPTY = "empty text"
+WEIGHTLESS = "weight 0"
 TEXT_END = frozenset({"the end of a text"})
 SHORTEST = 2
 """Tokens of the shortest row that trains something: a token and the one after it."""
@@ -99,7 +100,10 @@ class Encoder:
         for index, outcome in outcomes.items():
             if outcome.error:
                 outcome.error.place = outcome.error.place or examples[index].place
-        return [replace(outcomes[index], place=example.place) for index, example in enumerate(examples)]
+        return [
+            replace(_weighted(outcomes[index], example.weight), place=example.place)
+            for index, example in enumerate(examples)
+        ]
 
     def _chat(self, example: Example, texts: list[RowText], encoded: list[Encoded] | DataError) -> EncodedExample:
         if isinstance(encoded, DataError):
@@ -147,7 +151,7 @@ class Encoder:
                 f"`input_ids` holds {largest}, but the tokenizer has {self.vocabulary} tokens",
                 hint="were the rows made with another tokenizer?",
             )
-        row = without_tail(Encoded(ids, ids if example.labels is None else example.labels, [], ""))
+        row = without_tail(Encoded(ids, ids if example.labels is None else example.labels, [], "", example.weights))
         length = len(row.input_ids)
         if length < SHORTEST:
             raise DataError("the row has fewer than two tokens, so there is nothing to learn")
@@ -168,14 +172,24 @@ class Encoder:
         return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
 
 
+def _weighted(outcome: Outcome, weight: float) -> Outcome:
+    """Return what became of an example whose row has a weight; with 0 it is left out."""
+    if weight == 1 or not outcome.rows:
+        return outcome
+    if weight == 0:
+        return Outcome(dropped=WEIGHTLESS)
+    rows = [
+        replace(row, weights=[weight * part for part in row.weights or [1.0] * len(row.labels)]) for row in outcome.rows
+    ]
+    return replace(outcome, rows=rows)
+
+
 def without_tail(encoded: Encoded) -> Encoded:
     """Omit what follows the last trained token: nothing depends on it."""
     end = len(encoded.labels)
     while end and encoded.labels[end - 1] == IGNORED:
         end -= 1
-    if end == len(encoded.labels):
-        return encoded
-    return replace(encoded, input_ids=encoded.input_ids[:end], labels=encoded.labels[:end])
+    return encoded if end == len(encoded.labels) else encoded.part(0, end)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Any, *, limit: int, overlong: str = "split") -> list[EncodedExample]:
@@ -250,7 +264,7 @@ class RowTokens:
         return [self._group(group, tokens) for group in groups]
 
     def _is_quick(self, row: RowText) -> bool:
-        return self._plain and not row.untrained
+        return self._plain and not row.weighted
 
     def _group(self, group: Sequence[RowText], tokens: Iterator[list[int]]) -> list[Encoded] | DataError:
         encoded: list[Encoded] = []
@@ -268,15 +282,18 @@ class RowTokens:
         """
         prompt, answer = next(tokens), next(tokens)
         earlier = [(next(tokens), next(tokens)) for _ in row.earlier]
-        labels: list[int] = []
-        for between, answer_ids in earlier:
-            if prompt[len(labels) : len(labels) + len(between) + len(answer_ids)] != between + answer_ids:
+        parts: list[Part] = []
+        reached = 0
+        for span, (between, answer_ids) in zip(row.earlier, earlier, strict=True):
+            start, end = reached + len(between), reached + len(between) + len(answer_ids)
+            if prompt[reached:end] != between + answer_ids:
                 return self._slow_row(row)
-            labels += [IGNORED] * len(between) + answer_ids
+            parts.append((start, end, span.weight))
+            reached = end
         ids = prompt + answer
         self._check_bos(ids)
-        labels = ids if row.everything else labels + [IGNORED] * (len(prompt) - len(labels)) + answer
-        return [Encoded(ids, labels, prompt, row.reference)]
+        parts.append((0, len(ids), 1.0) if row.everything else (len(prompt), len(ids), row.weight))
+        return [_of_parts(ids, parts, prompt, row.reference)]
 
     def _slow_row(self, row: RowText) -> list[Encoded]:
         """Return a row, after separate rows for earlier answers whose tokens the complete row would change."""
@@ -285,18 +302,18 @@ class RowTokens:
         ids = prompt + answer
         self._check_bos(ids)
         if row.everything:
-            return [Encoded(ids, self._without(row, ids, len(prompt)), prompt, row.reference)]
-        labels = [IGNORED] * len(prompt) + answer
+            return [_of_parts(ids, self._by_weights(row, len(ids), len(prompt)), prompt, row.reference)]
+        parts: list[Part] = [(len(prompt), len(ids), row.weight)]
         alone: list[Encoded] = []
         for span in row.earlier:
             before = self.batch([row.prompt[: span.start]])[0]
             answer_ids = self._continued(row.prompt[: span.start], before, row.prompt[span.start : span.end])
             start, end = len(before), len(before) + len(answer_ids)
             if prompt[:end] == before + answer_ids:
-                labels[start:end] = answer_ids
+                parts.append((start, end, span.weight))
             else:
-                alone.append(Encoded(before + answer_ids, [IGNORED] * start + answer_ids, before, span.reference))
-        return [*alone, Encoded(ids, labels, prompt, row.reference)]
+                alone.append(_of_parts(before + answer_ids, [(start, end, span.weight)], before, span.reference))
+        return [*alone, _of_parts(ids, parts, prompt, row.reference)]
 
     def _continued(self, prompt: str, prompt_ids: list[int], answer: str) -> list[int]:
         """Return the tokens that a model writes after `prompt_ids` to have written `answer`.
@@ -319,21 +336,18 @@ class RowTokens:
             ),
         )
 
-    def _without(self, row: RowText, ids: list[int], prompt: int) -> list[int]:
-        """Return the labels of a row of which everything is learnt but some parts; `prompt` is its number of prompt
-        tokens.
+    def _by_weights(self, row: RowText, tokens: int, prompt: int) -> list[Part]:
+        """Return the parts of a row of which everything is learnt, some of it by weights; `prompt` is its number of
+        prompt tokens.
         """
-        labels = list(ids)
+        parts: list[Part] = [(0, tokens, 1.0)]
         offsets = self.tokenizer(row.prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        for span in row.untrained:
-            for index, (low, high) in enumerate(offsets):
-                if low < span.end and high > span.start:
-                    labels[index] = IGNORED
+        for span in row.weighted:
+            within = [at for at, (low, high) in enumerate(offsets) if low < span.end and high > span.start]
+            parts += [(at, at + 1, span.weight) for at in within]
             if span.end > len(row.prompt):
-                labels[prompt:] = [IGNORED] * (len(ids) - prompt)
-        if all(label == IGNORED for label in labels[1:]):
-            raise DataError("no token of the row is learnt: every turn has `train: false`")
-        return labels
+                parts.append((prompt, tokens, span.weight))
+        return parts
 
     def _check_bos(self, ids: Sequence[int]) -> None:
         bos = self.tokenizer.bos_token_id
@@ -369,6 +383,23 @@ class RowTokens:
         if str(self.tokenizer.convert_ids_to_tokens(self.batch(["a"])[0][0])) != "a":
             return False
         return all(self.batch([mark + text])[0] == [stop, *self.batch([text])[0]] for text in PROBES)
+
+
+Part = tuple[int, int, float]
+"""Tokens that are learnt: the first, the one after the last, and their weight; 0 takes out what was learnt."""
+
+
+def _of_parts(ids: list[int], parts: Sequence[Part], prompt: list[int], reference: str) -> Encoded:
+    """Return a row of which `parts` are learnt; of those that overlap the last counts. Raise `DataError` for none."""
+    labels = [IGNORED] * len(ids)
+    weights = None if all(weight in (0, 1) for *_, weight in parts) else [1.0] * len(ids)
+    for start, end, weight in parts:
+        labels[start:end] = ids[start:end] if weight else [IGNORED] * (end - start)
+        if weights is not None:
+            weights[start:end] = [weight] * (end - start)
+    if all(label == IGNORED for label in labels[1:]):
+        raise DataError("no token of the row is learnt: every turn has `train: false`")
+    return Encoded(ids, labels, prompt, reference, weights)
 
 
 def _pieces(row: RowText) -> Iterator[str]:
@@ -491,7 +522,7 @@ def cut_tokens(row: Encoded, limit: int, *, answers: bool = True) -> tuple[Encod
     least = limit // 2 if answers else 1
     start = first - max(min(first, least), min(first, limit - (len(row.labels) - first)))
     end = start + limit
-    shortened = Encoded(row.input_ids[start:end], row.labels[start:end], row.prompt_ids[start:], row.reference)
+    shortened = replace(row.part(start, end), prompt_ids=row.prompt_ids[start:])
     return shortened, any(label != IGNORED for label in row.labels[end:])
 
 
@@ -512,9 +543,9 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
     """
     pieces = []
     for start in range(0, len(row.input_ids) - 1, limit - 1):
-        ids, labels = row.input_ids[start : start + limit], row.labels[start : start + limit]
-        if any(label != IGNORED for label in labels[1:]):
-            pieces.append(Encoded(ids, [IGNORED, *labels[1:]], [], ""))
+        piece = row.part(start, start + limit)
+        if any(label != IGNORED for label in piece.labels[1:]):
+            pieces.append(replace(piece, labels=[IGNORED, *piece.labels[1:]], prompt_ids=[], reference=""))
     return pieces
 
 

@@ -19,8 +19,8 @@ from sft_play.data.readers import DECODER, LEAVE_OUT, Filled
 from sft_play.errors import DataError
 
 Message = dict[str, Any]
-"""`role` and `content`; optionally `train` (`False`: this turn is not learnt), `tool_calls`, `tool_call_id`, `name`,
-`reasoning_content`."""
+"""`role` and `content`; optionally `train` (`False`: this turn is not learnt; between 0 and 1: its tokens weigh so much),
+`tool_calls`, `tool_call_id`, `name`, `reasoning_content`."""
 
 ROLES = ("system", "user", "assistant", "tool")
 CALLS = "calls"
@@ -50,7 +50,9 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which data sets keep what was thought before an answer."""
 READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})
 MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "loss_mask")
-"""Names under which tools say of a turn whether it is learnt: true or 1, false or 0."""
+"""Names under which tools say of a turn whether it is learnt: true or 1, false or 0; `weight` is anything between too."""
+WEIGHT = "weight"
+"""How much the learnt tokens of a row, or of a turn, count."""
 LIKE_A_MASK = re.compile(
     r"(?:^|_)(?:train\w*|loss|mask(?:ed)?|learn\w*|supervise[ds]?|weights?|labels?|ignored?|skip|exclude[ds]?)(?:$|_)"
 )
@@ -136,7 +138,7 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     if others:
         refuse_media(others, name)
     turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.{words}")}
-    if (train := _is_learnt(others, name, role)) is not None:
+    if (train := _learnt_share(others, name, role)) is not None:
         turn["train"] = train
     if calls:
         turn["tool_calls"] = calls
@@ -231,37 +233,61 @@ def marks_what_is_not_learnt(key: str) -> bool:
     return key not in MASKS and MARKS_WHAT_IS_NOT_LEARNT.search(key.lower()) is not None
 
 
-def _is_learnt(others: Mapping[str, Any], name: str, role: str) -> bool | None:
+def weight_of(value: Any, name: str) -> float:
+    """Return a weight, from 0 to 1; tables may hold it as text. Raise `DataError`."""
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not 0 <= weight <= 1:
+        shown = f"`{str(value)[:SHOWN]}`" if isinstance(value, (str, int, float)) else kind_of(value)
+        column, *key = re.sub(r"\[\d+\]", "", name).split(".")
+        new, old = (".".join(parts) for parts in ([column, "note"] if key else ["note"], key or [column]))
+        raise DataError(
+            f"`{name}` is {shown}; expected a number from 0 to 1",
+            hint=(
+                "0 is not learnt, 1 counts in full; divide larger weights by the largest, since only ratios count;"
+                f" `columns: {{{new}: {old}}}` gives it a name that is not read"
+            ),
+        )
+    return weight
+
+
+def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | float | None:
     """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise
     `DataError`.
     """
     column = name.partition("[")[0]
-    flags: dict[str, bool] = {}
+    flags: dict[str, bool | float] = {}
     for key, value in others.items():
-        if key in MASKS:
+        if key == WEIGHT:
+            weight = weight_of(value, f"{name}.{key}")
+            flags[key] = weight if 0 < weight < 1 else bool(weight)
+        elif key in MASKS:
             if not isinstance(value, (bool, int, float)):
                 raise DataError(f"`{name}.{key}` is {kind_of(value)}; expected true or false")
             if value not in (0, 1):
-                hint = "0 leaves the turn out of training, 1 trains it; nothing between"
+                hint = "0 leaves the turn out of training, 1 trains it; what is between is a `weight`"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
             flags[key] = bool(value)
         elif looks_like_a_mask(key):
-            learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.train: {key}}}`; "
+            read = "train" if isinstance(value, bool) else WEIGHT
+            learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`; "
             hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
             if marks_what_is_not_learnt(key):
                 learnt = "where it marks what is not learnt, write `train: false` into those turns; "
             raise DataError(
                 f"`{name}.{key}` seems to say what of the turn is learnt, and is not read",
-                hint=f"{learnt}else {hint}" if isinstance(value, (bool, int)) else hint,
+                hint=f"{learnt}else {hint}" if isinstance(value, (bool, int, float)) else hint,
             )
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
             raise DataError(f"`{name}.{key}` seems to be calls of tools, and is not read", hint=hint)
-    if role != "assistant" and flags.get("weight"):
-        del flags["weight"]  # what OpenAI's files have where nothing is said; only answers are weighed there
-    if len(set(flags.values())) > 1:
+    if role != "assistant" and flags.get(WEIGHT) is True:
+        del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
+    if len(set(map(bool, flags.values()))) > 1:
         raise DataError(f"`{name}` says of itself that it is learnt and that it is not: {names_of(flags)}")
-    return next(iter(flags.values()), None)
+    return flags.get(WEIGHT, next(iter(flags.values()), None))
 
 
 def content_of(content: Any, name: str) -> str:

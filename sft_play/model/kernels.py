@@ -164,6 +164,8 @@ class Labels:
 
     targets: Tensor
     """Next tokens [B, P] or [K], `IGNORED` where there is none."""
+    weights: Tensor | None
+    """Of the targets, of the same shape; `None`: all 1."""
     objective: Objective
     total: Tensor | None = None
     """Summed loss (nats, an fp32 scalar without a graph) after the head ran; `None` if no head is chunked."""
@@ -175,9 +177,9 @@ _LABELS: ContextVar[Labels | None] = ContextVar("labels", default=None)
 
 
 @contextlib.contextmanager
-def labels_for_head(targets: Tensor, objective: Objective) -> Iterator[Labels]:
+def labels_for_head(targets: Tensor, weights: Tensor | None, objective: Objective) -> Iterator[Labels]:
     """Let a chunked head that runs in the body compute the loss of these targets instead of logits."""
-    labels = Labels(targets=targets, objective=objective)
+    labels = Labels(targets=targets, weights=weights, objective=objective)
     token = _LABELS.set(labels)
     try:
         yield labels
@@ -255,6 +257,7 @@ class _ChunkedLoss(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         hidden_KH, targets_K = hidden.reshape(-1, hidden.shape[-1]), labels.targets.reshape(-1)
+        weights_K = None if labels.weights is None else labels.weights.reshape(-1)
         needs_grad = any(ctx.needs_input_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
@@ -266,7 +269,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 part_CH = hidden_KH[part].detach().requires_grad_(grad_KH is not None)
                 logits_CV = head(part_CH)
             losses, slope_CV = _losses_and_slope(
-                logits_CV, targets_K[part], labels.objective, change, unscaled if needs_grad else None
+                logits_CV,
+                targets_K[part],
+                None if weights_K is None else weights_K[part],
+                labels.objective,
+                change,
+                unscaled if needs_grad else None,
             )
             total += losses
             if slope_CV is None:
@@ -313,7 +321,12 @@ class _Total(torch.autograd.Function):
 
 
 def _losses_and_slope(
-    logits_CV: Tensor, targets_C: Tensor, objective: Objective, change: _Change, unscaled: float | None
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    weights_C: Tensor | None,
+    objective: Objective,
+    change: _Change,
+    unscaled: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the chunk's summed loss, and its gradient for the head's logits times `unscaled`, unless that is `None`.
 
@@ -323,7 +336,7 @@ def _losses_and_slope(
         changed, slope = change.apply(logits_CV.detach().float())
         logs = functional.log_softmax(changed, dim=-1)
         del changed
-        total, grad = objective.total_and_slope(logs, targets_C, slope=unscaled is not None)
+        total, grad = objective.total_and_slope(logs, targets_C, weights_C, slope=unscaled is not None)
         if grad is None or unscaled is None:
             return total, None
         grad = grad if unscaled == 1.0 else grad.mul_(unscaled)

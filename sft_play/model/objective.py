@@ -30,17 +30,25 @@ class Objective:
     factor: Factor | None = None
     smoothing: float = 0.0
     """Share of each target that is spread evenly over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567)."""
+    weighted: bool = False
+    """Whether tokens count by the weights of their rows; else all alike."""
 
-    def total(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    def total(self, logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None) -> Tensor:
         """Return the sum over all targets but `IGNORED`, with its graph (fp32, a scalar)."""
-        if self == PLAIN:
-            return functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
-        total: Tensor = _SumOverRanks.apply(logits_NV, targets_N, self)
+        if self.factor is None and not self.smoothing:
+            losses_N = functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none")
+            # Added up in one way with and without weights: weights of 0.5 halve the sum to the bit.
+            return (losses_N if weights_N is None else losses_N * weights_N).sum()
+        total: Tensor = _SumOverRanks.apply(logits_NV, targets_N, weights_N, self)
         return total
 
-    def total_and_slope(self, logs_NV: Tensor, targets_N: Tensor, *, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def total_and_slope(
+        self, logs_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None, *, slope: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the sum of log-probabilities without a graph, and its gradient [N, V] for the logits in their place."""
         index, scale = targets_N.clamp(min=0)[:, None], targets_N != IGNORED
+        if weights_N is not None:
+            scale = scale * weights_N
         picked = logs_NV.gather(-1, index)[:, 0]
         if self.factor is not None:
             scale = scale * self.factor(picked)
@@ -59,20 +67,22 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum; its gradient takes the place of the log-probabilities, so that it needs no more than cross-entropy does."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, objective: Objective) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None, objective: Objective
+    ) -> Tensor:
         logs_NV = torch.log_softmax(logits_NV, dim=-1)
-        total, ctx.slope = objective.total_and_slope(logs_NV, targets_N, slope=ctx.needs_input_grad[0])
+        total, ctx.slope = objective.total_and_slope(logs_NV, targets_N, weights_N, slope=ctx.needs_input_grad[0])
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.slope * gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.slope * gradient, None, None, None
 
 
 PLAIN = Objective()
-"""What evaluations measure, whatever is minimised."""
+"""What evaluations measure, whatever is minimised: of every token alike."""
 
 
 def objective_of(train: TrainConfig) -> Objective:
     """Return what a configuration minimises."""
-    return Objective(factor=FACTORS[train.loss], smoothing=train.label_smoothing_factor)
+    return Objective(factor=FACTORS[train.loss], smoothing=train.label_smoothing_factor, weighted=True)

@@ -10,7 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 from transformers import TrainingArguments
 
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.batches import Batch, Collator, GlobalBatchSampler
 from sft_play.model.kernels import labels_for_head, total_of
 from sft_play.model.objective import PLAIN, Objective
@@ -20,7 +20,7 @@ from sft_play.training.balance import turns_of
 from sft_play.training.loading import begin_loading, shorten_sockets
 from sft_play.training.ranks import Ranks, TrainContext
 
-NOT_FOR_THE_MODEL = ("targets", "rows", "lengths", "tokens")
+NOT_FOR_THE_MODEL = ("targets", WEIGHTS, "rows", "lengths", "tokens")
 
 
 def token_loss_sum(model: Any, batch: dict[str, Any], objective: Objective = PLAIN) -> Tensor:
@@ -31,18 +31,31 @@ def token_loss_sum(model: Any, batch: dict[str, Any], objective: Objective = PLA
     computes the sum itself, chunk by chunk.
     """
     inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
-    targets = batch["targets"]
-    with labels_for_head(targets, objective) as labels:
+    targets, weights = batch["targets"], batch.get(WEIGHTS) if objective.weighted else None
+    with labels_for_head(targets, weights, objective) as labels:
         logits = model(**inputs, use_cache=False).logits
     if labels.total is not None:
         return total_of(labels, logits)
-    return objective.total(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
+    flat = (logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
+    return objective.total(*flat, None if weights is None else weights.reshape(-1))
 
 
 def label_tokens(batch: dict[str, Any]) -> Tensor:
     """Return how many targets of a batch count (an integer scalar)."""
     count: Tensor = (batch["targets"] != IGNORED).sum()
     return count
+
+
+def label_weight(batch: dict[str, Any]) -> Tensor:
+    """Return the sum of the weights of a batch's targets, their number where they have none (64-bit, a scalar)."""
+    weights: Tensor | None = batch.get(WEIGHTS)
+    counted: Tensor = batch["targets"] != IGNORED
+    return (counted.double() if weights is None else counted * weights.double()).sum()
+
+
+def sums_of(total: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Return [summed loss, weight of the label tokens, label tokens] of a batch (64-bit)."""
+    return torch.stack([total.detach().double(), label_weight(batch), label_tokens(batch).double()])
 
 
 IDLE = "idle"
@@ -95,20 +108,20 @@ def train_loader(
 
 
 def step_totals(ranks: Ranks, batches: list[Batch], *, together: bool) -> Tensor:
-    """Return the label tokens of an optimizer step over all ranks, 1 at least, and marks the micro-batches that are
-    left out.
+    """Return the weight of an optimizer step's label tokens over all ranks (1 where there are none), and mark the
+    micro-batches that are left out.
 
     Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one,
-    but the last, in which gradients meet. One small collective operation: [label tokens, rows of micro-step 0, rows of
+    but the last, in which gradients meet. One small collective operation: [weight, rows of micro-step 0, rows of
     micro-step 1, ...]; a single process waits for nothing.
     """
-    counts = [label_tokens(batch) for batch in batches if batch["rows"]]
-    labels = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.long, device=ranks.device)
+    weights = [label_weight(batch) for batch in batches if batch["rows"]]
+    weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.double, device=ranks.device)
     rows = [len(batch["rows"]) for batch in batches]
     if ranks.world > 1:
-        totals = ranks.total(torch.cat([labels[None].to(ranks.device), torch.tensor(rows).to(ranks.device)]))
-        labels, found = totals[0] // ranks.copies, totals[1:].tolist()
+        totals = ranks.total(torch.cat([weight[None].to(ranks.device), torch.tensor(rows).to(ranks.device)]))
+        weight, found = totals[0] / ranks.copies, totals[1:].tolist()
         rows = found if together else rows[:-1] + found[-1:]
     for batch, count in zip(batches, rows, strict=True):
         batch[IDLE] = count == 0
-    return labels.clamp(min=1)
+    return torch.where(weight > 0, weight, 1.0).float()

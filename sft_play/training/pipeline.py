@@ -21,7 +21,7 @@ from sft_play.data.batches import Batch
 from sft_play.model.objective import PLAIN, Objective
 from sft_play.model.parallel import Stage
 from sft_play.plan.plan import Plan
-from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
+from sft_play.training.loss import NOT_FOR_THE_MODEL, sums_of, token_loss_sum
 from sft_play.training.ranks import Ranks, group_of, outline, replicas_of
 
 CACHES = ("past_key_values", "cache_params")
@@ -75,12 +75,12 @@ class Pipeline:
     ) -> Tensor:
         """Compute the gradients of `scale` times the summed loss of a step's micro-batches.
 
-        Return [summed loss, label tokens] on every stage. `at` is called with each batch before its pass, `enter` with
+        Return `sums_of` them on every stage. `at` is called with each batch before its pass, `enter` with
         each phase. Collective over the group.
         """
         self.enter = enter
         pending: deque[tuple[Tensor | None, Tensor]] = deque()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
         warm = min(self.behind, len(batches))
         for number, batch in enumerate(batches):
             at(batch)
@@ -95,12 +95,12 @@ class Pipeline:
         return self._share_sums(sums)
 
     def measure(self, batch: Batch) -> Tensor:
-        """Return [summed loss, label tokens] of a batch on every stage, without gradients. Collective in the group."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        """Return `sums_of` a batch on every stage, without gradients. Collective in the group."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad():
             self._forward(batch, sums)
         self._settle()
-        return self._share_sums(sums)
+        return self._share_sums(sums)[[0, 2]]
 
     def _forward(self, batch: Batch, sums: Tensor, objective: Objective = PLAIN) -> tuple[Tensor | None, Tensor]:
         self.enter("communication")
@@ -111,7 +111,7 @@ class Pipeline:
         with self.autocast():
             if self.stage.ends:
                 output = token_loss_sum(self.stage.model, self.stage.inputs_of(batch, hidden), objective)
-                sums += torch.stack([output.detach().double(), label_tokens(batch).double()])
+                sums += sums_of(output, batch)
                 return hidden, output
             inputs = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL}
             output, _ = self.stage.run_layers(inputs, hidden)

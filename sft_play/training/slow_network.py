@@ -32,7 +32,7 @@ from transformers import Trainer, TrainerCallback
 
 from sft_play.data.batches import Batch
 from sft_play.plan.memory import AVERAGED_AT_A_TIME
-from sft_play.training.loss import IDLE, label_tokens
+from sft_play.training.loss import IDLE, label_weight
 from sft_play.training.ranks import TrainContext
 
 FP16_SCALE = 1024.0
@@ -111,13 +111,13 @@ class LocalSteps(TrainerCallback):
         self.narrow = narrow_of(launch.compression, scaled=False)
         self.window = 0
         """Optimizer steps since the last average."""
-        self.tokens = 0
-        """This rank's label tokens in them."""
-        self.own_tokens = 1
-        """This rank's label tokens in the current step, at least 1."""
+        self.tokens = 0.0
+        """This rank's label tokens in them, each by its weight."""
+        self.own_tokens = 1.0
+        """This rank's label tokens in the current step by weight, 1 if there are none."""
         self.norms: list[float] = []
         """Each rank's gradient norm of the last step."""
-        self._step_tokens, self._part = 0, torch.ones(())
+        self._step_tokens, self._part = 0.0, torch.ones(())
         trainer.model_wrapped.require_backward_grad_sync = False
         # No buffers either: `train.ddp_broadcast_buffers` sends them in the first forward pass, which a rank without
         # rows does not run.
@@ -135,8 +135,8 @@ class LocalSteps(TrainerCallback):
 
     def begin_step(self, batches: Sequence[Batch], total: Tensor) -> None:
         """Prepare a step with `total` label tokens over all ranks, and mark this rank's empty micro-batches."""
-        self._step_tokens = sum(int(label_tokens(batch)) for batch in batches if batch["rows"])
-        self.own_tokens = max(1, self._step_tokens)
+        self._step_tokens = sum(float(label_weight(batch)) for batch in batches if batch["rows"])
+        self.own_tokens = self._step_tokens or 1.0
         self._part = self.own_tokens * self.context.ranks.world / total
         for batch in batches:
             batch[IDLE] = not batch["rows"]
@@ -157,7 +157,7 @@ class LocalSteps(TrainerCallback):
 
     def skip_update(self) -> None:
         """Do not count the tokens of this step, whose update is skipped."""
-        self._step_tokens = 0
+        self._step_tokens = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.window += 1
@@ -170,7 +170,7 @@ class LocalSteps(TrainerCallback):
         """Put the average into the model if training ended early, as in the last checkpoint and `model/`."""
         if self.window:
             self._put_average()
-            self.window = self.tokens = 0
+            self.window, self.tokens = 0, 0.0
 
     def copies(self) -> dict[str, Tensor]:
         """Return copies of the trained parameters on the CPU (in `averaged`, the average), none if all ranks agree."""
@@ -191,7 +191,7 @@ class LocalSteps(TrainerCallback):
             velocity.mul_(self.momentum).add_(gradient)
             anchor.sub_(gradient.add(velocity, alpha=self.momentum), alpha=self.rate)
             self.parameters[index].copy_(anchor)
-        self.window = self.tokens = 0
+        self.window, self.tokens = 0, 0.0
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -229,9 +229,9 @@ class LocalSteps(TrainerCallback):
             for index, part in zip(group, flat.split([len(tensor) for tensor in parts]), strict=True):
                 yield index, part.view(self.parameters[index].shape)
 
-    def counts(self) -> list[int]:
-        """Return each rank's tokens since the last average. Collective."""
-        return [int(count) for (count,) in self.context.ranks.table([self.tokens])]
+    def counts(self) -> list[float]:
+        """Return each rank's tokens, by their weights, since the last average. Collective."""
+        return [count for (count,) in self.context.ranks.table([self.tokens])]
 
 
 def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:

@@ -23,11 +23,12 @@ from torch import Tensor, distributed
 from transformers import Trainer
 
 from sft_play.config.optimizers import BY_METRIC
+from sft_play.data import WEIGHTS
 from sft_play.data.batches import Batch, GlobalBatchSampler
 from sft_play.model.objective import objective_of
 from sft_play.model.parallel import Slicer
 from sft_play.training.balance import Balancer, together
-from sft_play.training.loss import IDLE, label_tokens, step_totals, token_loss_sum, train_loader
+from sft_play.training.loss import IDLE, step_totals, sums_of, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.noise import NEFTUNE, RowNoise
 from sft_play.training.pipeline import Pipeline
@@ -89,6 +90,7 @@ class RankRow(NamedTuple):
     """A rank's work since the last row of metrics: sums, then seconds per step of each of `PHASES`, then readings."""
 
     loss: float
+    label_weight: float
     label_tokens: float
     tokens: float
     rows: float
@@ -144,8 +146,8 @@ class SftTrainer(Trainer):
         """Micro-batches of a step that a pipeline has not started yet."""
         self._readings, self._lap, self._begun, self._logged_step = Readings(), Lap(self.watch), time.perf_counter(), 0
         self._saved_step: int | None = None
-        self._window = torch.zeros(4, dtype=torch.float64, device=context.ranks.device)
-        """Sums since the last row of metrics: loss, label tokens, tokens, rows."""
+        self._window = torch.zeros(5, dtype=torch.float64, device=context.ranks.device)
+        """Sums since the last row of metrics: loss, weight of label tokens, label tokens, tokens, rows."""
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -186,7 +188,7 @@ class SftTrainer(Trainer):
         return super().get_batch_samples(*arguments, **named)
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor:
-        """Return the label tokens of the complete global batch, over all ranks."""
+        """Return the weight of the label tokens of the complete global batch, over all ranks."""
         self.watch.enter("communication")
         activity, step = self.context.activity, self.state.global_step + 1
         activity.enter("training", step=step)
@@ -198,6 +200,11 @@ class SftTrainer(Trainer):
         if self.local is not None:
             self.local.begin_step(batch_samples, total)
         return total
+
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """Move a batch to the device; weights stay in fp32, which the base class would narrow under DeepSpeed."""
+        prepared: Batch = super()._prepare_inputs(inputs)
+        return prepared | {name: value.to(self.args.device) for name, value in inputs.items() if name == WEIGHTS}
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Skip an empty micro-step (`step_totals`) without a pass, so that gradient accumulation never sees it."""
@@ -234,7 +241,8 @@ class SftTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
-        """Return `world_size / copies * sum / N`, so that the average over ranks is the exact mean over N label tokens.
+        """Return `world_size / copies * sum / N`, so that the average over ranks is the exact mean over label tokens of
+        weight N.
 
         With `launch.local_steps` return the mean over this rank's own label tokens, since it steps alone.
         """
@@ -244,7 +252,7 @@ class SftTrainer(Trainer):
             self.noise.begin(inputs, self.state.global_step)
         total = token_loss_sum(model, inputs, self.objective)
         self.watch.passed(total)
-        sums = [total.detach().double(), label_tokens(inputs).double()]
+        sums = sums_of(total, inputs)
         # Filled on the device: a copy from the host would wait for it.
         counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
         self._window += torch.stack([*sums, *counts])
@@ -345,7 +353,7 @@ class SftTrainer(Trainer):
             ]
             tokens, ranks = sum(row.tokens for row in table) / self.context.ranks.copies, self.context.plan.ranks
             extra: dict[str, Any] = {
-                "rank_loss": [row.loss / max(row.label_tokens, 1) for row in table],
+                "rank_loss": [row.loss / (row.label_weight or 1) for row in table],
                 "rank_tokens": [int(row.label_tokens) for row in table],
                 "rank_rows": [int(row.rows) for row in table],
                 "tokens_per_second": tokens / seconds,

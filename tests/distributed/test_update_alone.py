@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.plan.shape import FLATTENED_MODEL_TYPES
 from tests.families import build_family, long_rope
-from tests.training_runs import Trial, column, make_run, must_train, resume_from, same_curves
+from tests.training_runs import Trial, column, make_run, must_train, resume_from, same_curves, same_to_the_bit
 
 PACK = (("pack_tokens", 64),)
 SPLITS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,11 @@ SPLITS: dict[str, dict[str, Any]] = {
     "padded": {"ranks": ((4, 2),), "layout": "padded"},
     "two ranks": {"strategy": "ddp", "ranks": ((2, 2), (2, 2))},
 }
+WEIGHTS = (0.3, None, 1.0, 0.05, 0.7)
+"""Of the rows of the case that has this name."""
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "weights": ("llama", ()),
+    "weights and dft": ("llama", ("train.loss: dft",)),
     "neftune": ("llama", ("train.neftune_noise_alpha: 15",)),
     "longrope": ("phi3", ()),
     "dft": ("llama", ("train.loss: dft",)),
@@ -33,7 +37,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "experts": ("qwen3_moe", ()),
     "states": ("mamba2", ()),
 }
-QUICK = ("neftune",)
+QUICK = ("neftune", "weights")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,7 @@ def test_every_split_gives_the_same_losses(case: str, tmp_path: Path) -> None:
     def trial(split: str) -> Trial:
         own = SPLITS[split] | ({} if in_lines else {"layout": "padded"})
         own["plan"] = (*fields, *own.get("plan", ()))
+        own["weights"] = WEIGHTS if "weights" in case else ()
         return Trial(steps=4, settings=("train.save_steps: 2", *settings), learning_rate=1e-2, **own)
 
     splits = [name for name in SPLITS if in_lines or name != "packed"]
@@ -60,3 +65,16 @@ def test_every_split_gives_the_same_losses(case: str, tmp_path: Path) -> None:
     if case == "neftune":
         quiet = must_train(make_run(tmp_path / "quiet", base, Trial(steps=4, learning_rate=1e-2)))
         assert column(quiet, "loss")[0] != pytest.approx(column(runs["one row"], "loss")[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("split", ["packed", "two ranks"])
+def test_equal_weights_train_as_none_to_the_bit(split: str, tmp_path: Path) -> None:
+    base = build_family(tmp_path / "base", "llama")
+    weights: dict[str, tuple[float | None, ...]] = {"none": (), "half": (0.5,), "some": WEIGHTS}
+    none, half, some = (
+        must_train(make_run(tmp_path / name, base, Trial(steps=4, weights=each, **SPLITS[split])))
+        for name, each in weights.items()
+    )
+    same_to_the_bit(half, none)
+    assert column(some, "loss")[0] != pytest.approx(column(none, "loss")[0], rel=1e-5)
+    assert column(some, "rank_tokens") == column(none, "rank_tokens"), "tokens are counted, whatever their weight"

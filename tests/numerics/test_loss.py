@@ -12,7 +12,7 @@ from sft_play.config.schema import TrainConfig
 from sft_play.data.batches import Collator
 from sft_play.model.kernels import chunk_head
 from sft_play.model.objective import objective_of
-from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, token_loss_sum
+from sft_play.training.loss import NOT_FOR_THE_MODEL, label_tokens, label_weight, token_loss_sum
 from tests.families import tiny_model
 
 ROWS = [
@@ -86,6 +86,59 @@ def test_losses_and_gradients_are_those_of_their_authors(
     assert mine == pytest.approx(theirs, rel=1e-6)
     assert float((gradient - expected).norm() / expected.norm()) < 1e-6
     assert abs(mine - float(token_loss_sum(tiny_model("llama"), batch))) > 0.01, "it is another loss"
+
+
+def with_weights(*weights: float | None) -> list[dict[str, Any]]:
+    return [
+        row if weight is None else {**row, "weights": [weight * (label != -100) for label in row["labels"]]}
+        for row, weight in zip(ROWS, weights, strict=True)
+    ]
+
+
+def trained_on(rows: list[dict[str, Any]], layout: str, chunk: int, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns loss and gradient of a step."""
+    model, batch = tiny_model("llama").train(), Collator(layout, pad_token_id=3)(rows)
+    if chunk:
+        chunk_head(model, chunk)
+    loss = token_loss_sum(model, batch, objective_of(TrainConfig(**keys))) / label_weight(batch).float()
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
+def test_weights_weigh_as_in_plain_torch(layout: str, chunk: int) -> None:
+    """By hand: each row alone, its mean of transformers' own loss, over the sum of all weights."""
+    weights = (0.3, None, 0.05, 0.7)
+    loss, gradient = trained_on(with_weights(*weights), layout, chunk)
+    model, total, whole = tiny_model("llama").train(), torch.zeros(()), 0.0
+    for row, weight in zip(ROWS, (0.3, 1.0, 0.05, 0.7), strict=True):
+        labels = torch.tensor([row["labels"]])
+        tokens = int((labels[:, 1:] != -100).sum())
+        mean = model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss
+        total, whole = total + weight * tokens * mean, whole + weight * tokens
+    (total / whole).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert float(loss) == pytest.approx(float(total.detach()) / whole, rel=1e-6)
+    assert float((gradient - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"loss": "dft"}, {"label_smoothing_factor": 0.1}], ids=["nll", "dft", "smoothing"]
+)
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("layout", ["flattened", "padded"])
+def test_equal_weights_are_none_to_the_bit(layout: str, chunk: int, keys: dict[str, Any]) -> None:
+    none = trained_on(ROWS, layout, chunk, **keys)
+    for weight in (1.0, 0.5, 0.25):
+        for mine, theirs in zip(trained_on(with_weights(*[weight] * 4), layout, chunk, **keys), none, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_evaluations_count_every_token_alike(model: Any) -> None:
+    weighted, plain = (Collator("flattened", pad_token_id=3)(rows) for rows in (with_weights(0.3, 1, 0.1, 1), ROWS))
+    assert torch.equal(token_loss_sum(model, weighted), token_loss_sum(model, plain))
+    assert "weights" not in plain
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -83,6 +84,45 @@ def test_marks_that_contradict_each_other_are_refused_and_a_users_weight_says_no
     assert "learnt and that it is not" in refused({"messages": [USER, {**ANSWER, "train": True, "loss": 0}]}).message
     assert read({"messages": [{**USER, "weight": 1}, ANSWER]}).messages == [USER, ANSWER]
     assert read({"messages": [{**USER, "weight": 0}, ANSWER]}).messages == [{**USER, "train": False}, ANSWER]
+
+
+# ---- Weights
+
+
+def test_weights_of_rows_and_turns_are_read_in_every_format(tmp_path: Path) -> None:
+    messages = [USER, {**ANSWER, "weight": 0.3}, USER, {**ANSWER, "train": True, "weight": "0.5"}]
+    example = read({"messages": messages, "weight": 0.25})
+    assert [turn.get("train") for turn in example.messages or []] == [None, 0.3, None, 0.5] and example.weight == 0.25
+    for row in (PAIR, {"text": "t"}, {"input_ids": [5, 6]}, {"prompt": "q", "completion": [ANSWER]}):
+        assert [read({**row, "weight": weight}).weight for weight in (0.3, "0.3", 0, 1, True, None)] == [
+            *(0.3, 0.3, 0.0, 1.0, 1.0, 1.0)
+        ]
+        assert read({**row, "weight": 0.3}).key == read(row).key, "it keeps its side of a split"
+    tokens = read({"input_ids": [5, 6, 7, 8], "weight": [0, 0.5, 1, 1], "attention_mask": [1, 1, 1, 0]})
+    assert (tokens.labels, tokens.weights, tokens.weight) == ([-100, 6, 7], [0.0, 0.5, 1.0], 1.0)
+    table = tmp_path / "rows.csv"
+    table.write_text("question,answer,weight\nq,a,0.3\nq,a,\n")
+    source = DataSource(path=str(table))
+    assert [understand(placed, 0, None).weight for placed in read_source(source)] == [0.3, 1.0]
+
+
+@pytest.mark.parametrize("value", [1.5, "high", -0.1, math.nan, math.inf, 10**400, [0.5], {}])
+def test_other_weights_are_refused_with_their_place(value: Any) -> None:
+    shown = "" if isinstance(value, (list, dict)) else f"`{str(value)[:50]}"
+    for row, name, new in (
+        ({**PAIR, "weight": value}, "weight", "note: weight"),
+        ({"messages": [USER, {**ANSWER, "weight": value}]}, "messages[1].weight", "messages.note: weight"),
+        ({"input_ids": [5, 6], "weight": [1, value]}, "weight[1]", "note: weight"),
+    ):
+        error = refused(row)
+        assert error.message.startswith(f"`{name}` is {shown}") and "expected a number from 0 to 1" in error.message
+        assert error.place and f"`columns: {{{new}}}`" in (error.hint or "")
+
+
+def test_weights_under_other_names_lead_to_weight() -> None:
+    hint = refused({"messages": [USER, {**ANSWER, "loss_scale": 0.5}]}).hint or ""
+    assert "`columns: {messages.weight: loss_scale}`" in hint
+    assert "`columns: {weight: loss_weights}`" in (refused({"input_ids": [5, 6], "loss_weights": [0.5, 1]}).hint or "")
 
 
 # ---- Tools and calls
@@ -233,7 +273,7 @@ def test_a_falsy_list_is_refused_too(column: str, value: Any) -> None:
         ({"reward_score": 0.5}, "reward_score >= 0.5"),
         ({"rating": "3"}, "number(rating) >= 3"),
         ({"kto_tag": True}, "kto_tag"),
-        ({"weight": 0}, "weight >= 0"),
+        ({"sample_weight": 0}, "sample_weight >= 0"),
         ({"train": False}, "train"),
     ],
 )

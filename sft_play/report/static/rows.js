@@ -20,7 +20,7 @@ function pieces(sample, words) {
       at = Math.min(to, end);
     }
     parts.push(one.text.slice(at - start)); start = end;
-    return el("span", { class: (one.trained ? "trained " : "") + (one.special ? "special" : "") }, parts.flatMap((part) => typeof part === "string" && one.trained ? part.replaceAll("\n", "↵\n") : part));
+    return el("span", { class: (one.trained ? "trained " : "") + (one.special ? "special" : ""), title: one.trained ? `weight ${one.weight}` : "read only" }, parts.flatMap((part) => typeof part === "string" && one.trained ? part.replaceAll("\n", "↵\n") : part));
   });
 }
 function histogram(title, bins, extra) {

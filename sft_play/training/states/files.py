@@ -354,4 +354,4 @@ def restore_local_steps(
             state_files.fill(target.view(-1), name, state, 0, target.numel())
     if facts.own is not None:
         local.window = int(facts.own["window"])
-        local.tokens = int(facts.own["tokens"][context.ranks.rank]) if sources.alike else 0
+        local.tokens = float(facts.own["tokens"][context.ranks.rank]) if sources.alike else 0.0
