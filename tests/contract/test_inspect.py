@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,3 +131,39 @@ def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) 
     done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
     assert "kept of [/pairs] :smile:: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
     assert "no row was skipped" not in done.out
+
+
+def test_weights_are_shown_and_are_part_of_the_data(in_process: Program, tiny: Path, tmp_path: Path) -> None:
+    def inspect(name: str, weights: list[float | None], *words: str) -> Any:
+        turns: list[dict[str, Any]] = []
+        for answer, weight in zip(("One.", "Two."), weights, strict=False):
+            turns.append({"role": "user", "content": "Who?"})
+            turns.append({"role": "assistant", "content": answer} | ({} if weight is None else {"weight": weight}))
+        row = {"messages": turns} | ({"weight": weights[2]} if len(weights) > 2 else {})
+        path, config = tmp_path / name / "rows.jsonl", tmp_path / f"{name}.yaml"
+        path.parent.mkdir()
+        path.write_text(json.dumps(row) + "\n")
+        config.write_text(f"model: {{name: {tiny}, max_seq_len: 96}}\ndata: {{train_path: {path}}}\n")
+        return in_process("inspect", f"CONFIG={config}", *words)
+
+    shown = inspect("terminal", [0.3, None])
+    assert "«[0.3] One.<|im_end|>»" in shown.out and "«Two.<|im_end|>»" in shown.out
+    assert "[0.3] weight of what follows" in shown.out and "rows with weights other than 1: 1" in shown.err
+    record = inspect("weighted", [0.3, None, 0.5], "JSON=1").json
+    pieces = [piece for piece in record["samples"][0]["pieces"] if piece["trained"] and not piece["special"]]
+    assert [(piece["text"], piece["weight"]) for piece in pieces] == [("One.", 0.15), ("Two.", 0.5)]
+    assert record["manifest"]["weighted_rows"] == 1
+    of = {
+        name: inspect(name, weights, "JSON=1").json["manifest"]["split"]["fingerprint"]
+        for name, weights in {
+            "none": [None, None],
+            "one": [1, 1, 1],
+            "masked": [0, None],
+            "some": [0.3, None],
+            "other": [0.4, None],
+        }.items()
+    }
+    assert of["none"] == of["one"] and len({*of.values()}) == 4, "a run that continues compares them"
+    bad = inspect("bad", [1.5])
+    assert bad.code and "rows.jsonl:1: `messages[1].weight` is `1.5`; expected a number from 0 to 1" in bad.err
+    assert "weight of what follows" not in inspect("plain", [None]).out
