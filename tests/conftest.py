@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -260,8 +260,8 @@ def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def ragged_rows(path: Path, count: int, seed: int = 0) -> Path:
-    """Writes `count` prompt/completion rows of very different lengths as jsonl."""
+def ragged_rows(path: Path, count: int, seed: int = 0, weights: Sequence[float] = ()) -> Path:
+    """Writes `count` prompt/completion rows of very different lengths as jsonl, with `weights` in turn."""
     from pydoc_data.topics import topics
 
     chance = random.Random(seed)
@@ -272,5 +272,7 @@ def ragged_rows(path: Path, count: int, seed: int = 0) -> Path:
         return " ".join(words[start : start + chance.randint(low, high)])
 
     rows = [{"prompt": piece(2, 20), "completion": piece(1, 15)} for _ in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    weighed = [{"weight": weights[at % len(weights)]} if weights else {} for at in range(count)]
+    lines = [json.dumps(row | weight) + "\n" for row, weight in zip(rows, weighed, strict=True)]
+    path.write_text("".join(lines), encoding="utf-8")
     return path

@@ -52,7 +52,8 @@ PAIRS = [(mode, way) for mode in ("lora", "full") for way in WAYS] + [("qlora", 
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     model = build_tiny_llama(folder / "model", num_hidden_layers=4)
-    train, held_out = ragged_rows(folder / "train.jsonl", 21), ragged_rows(folder / "val.jsonl", 7, seed=1)
+    train = ragged_rows(folder / "train.jsonl", 21, weights=(0.3, 1, 0.05, 0.7))
+    held_out = ragged_rows(folder / "val.jsonl", 7, seed=1)
     path = folder / "parts.yaml"
     path.write_text(
         f"model: {{name: {model}, max_seq_len: 256}}\ntuning: {{lora: {{r: 4, alpha: 8}}}}\ndata: {{train_path:"
