@@ -172,12 +172,12 @@ class Encoder:
         return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
 
 
-def _weighted(outcome: Outcome, weight: float) -> Outcome:
+def _weighted(outcome: EncodedExample, weight: float) -> EncodedExample:
     """Return what became of an example whose row has a weight; with 0 it is left out."""
     if weight == 1 or not outcome.rows:
         return outcome
     if weight == 0:
-        return Outcome(dropped=WEIGHTLESS)
+        return EncodedExample(dropped=WEIGHTLESS)
     rows = [
         replace(row, weights=[weight * part for part in row.weights or [1.0] * len(row.labels)]) for row in outcome.rows
     ]
