@@ -59,7 +59,7 @@ def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPa
     ("backend", "mode", "quantization", "strategy", "words"),
     [
         ("bnb", "qlora", "int8", "zero3", "`CB`"),
-        ("unsloth", "lora", "nf4", "fsdp2", "`ddp` with a whole copy"),
+        ("unsloth", "lora", "nf4", "fsdp2", "`ddp` with a copy on each"),
         ("unsloth", "qlora", "int8", "single", "quantises to nf4"),
     ],
 )

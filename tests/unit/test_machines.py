@@ -195,7 +195,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
     with socket.create_server(("127.0.0.1", nodes.port)):
-        assert "no launcher of SFT-Play" in ended()
+        assert "not a launcher of SFT-Play" in ended()
     monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.1)
     node = Node(rank=1, count=2, master_address="no-such-host.invalid", master_port=1)
     with pytest.raises(UserError, match=r"`MASTER_ADDR` is `no-such-host\.invalid`, which cannot be resolved"):
