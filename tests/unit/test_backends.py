@@ -38,21 +38,21 @@ def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
 def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
     where: str, tuning: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, reasons = importlib.util.find_spec, list[str]()
+    found, reasons = importlib.util.find_spec, dict[str, str]()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
     assert choose_kernels(request(where, **tuning), reasons) == "off"
-    assert (said in "".join(reasons)) is (where != "cpu"), "nobody asked about kernels on a CPU"
+    assert (said in "".join(reasons.values())) is (where != "cpu"), "nobody asked about kernels on a CPU"
     with pytest.raises(HardwareError) as caught:
-        choose_kernels(request(where, "liger", **tuning), [])
+        choose_kernels(request(where, "liger", **tuning), {})
     assert said in caught.value.message
     assert ("pip install" in str(caught.value.hint)) is ("installed" in said)
 
 
 def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    reasons = list[str]()
-    assert choose_kernels(request("H100"), reasons) == "liger" and "kernels liger" in reasons[0]
-    assert choose_kernels(request("H100", "off"), []) == "off"
+    reasons = dict[str, str]()
+    assert choose_kernels(request("H100"), reasons) == "liger" and "kernels liger" in reasons["kernels"]
+    assert choose_kernels(request("H100", "off"), {}) == "off"
 
 
 @pytest.mark.parametrize(
