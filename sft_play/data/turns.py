@@ -19,8 +19,8 @@ from sft_play.data.readers import DECODER, LEAVE_OUT, Filled
 from sft_play.errors import DataError
 
 Message = dict[str, Any]
-"""`role` and `content`; optionally `train` (`False`: this turn is not learnt; between 0 and 1: its tokens weigh so much),
-`tool_calls`, `tool_call_id`, `name`, `reasoning_content`."""
+"""`role` and `content`; optionally `train` (`False`: this turn is not learnt; between 0 and 1: how much its tokens
+count), `tool_calls`, `tool_call_id`, `name`, `reasoning_content`."""
 
 ROLES = ("system", "user", "assistant", "tool")
 CALLS = "calls"
@@ -50,7 +50,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which data sets keep what was thought before an answer."""
 READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})
 MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "loss_mask")
-"""Names under which tools say of a turn whether it is learnt: true or 1, false or 0; `weight` is anything between too."""
+"""Names under which tools say of a turn whether it is learnt: true or 1, false or 0; `weight` may be between."""
 WEIGHT = "weight"
 """How much the learnt tokens of a row, or of a turn, count."""
 LIKE_A_MASK = re.compile(
