@@ -51,7 +51,6 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     assert Path(result["model"]).is_dir()
     before_steps = done.err.partition("step 1/2")[0].splitlines()
     assert len(before_steps) <= 15 and "because" not in done.err, done.err
-    assert "PET_NNODES, RANK" in done.err  # taken out, and said
     run = launcher.runs / "one"
     for line in ("accelerate launch --config_file", "NCCL_DEBUG=WARN  (yours)"):
         assert line not in done.err and line in (run / "logs" / "launcher.log").read_text()

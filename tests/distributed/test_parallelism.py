@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sft_play.files import read_json
+from sft_play.plan.hardware import fast_bf16
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from tests.conftest import call_program, environment, metrics, must_run, ragged_rows
@@ -188,6 +189,7 @@ def test_a_row_of_32768_tokens_on_four_ranks(tmp_path: Path, cache: Path) -> Non
     assert all(max(row["rank_tokens"]) - min(row["rank_tokens"]) <= 4 for row in metrics(sliced))
 
 
+@pytest.mark.skipif(not fast_bf16(), reason="this CPU has no bfloat16 instructions")
 def test_stages_compute_in_bf16_with_adapters_in_fp32(
     config: Path, cache: Path, session_runs: Path, tmp_path: Path
 ) -> None:
