@@ -69,7 +69,7 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     assert edited.code == 2 and "rates.yaml:4: `tuning.lora.r` is 8 for the run `demo-rates-01`" in edited.err, (
         edited.err
     )
-    assert "begun with 2" in edited.err and "sweep of" not in edited.out
+    assert "started with 2" in edited.err and "sweep of" not in edited.out
 
 
 @pytest.mark.parametrize(
