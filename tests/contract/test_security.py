@@ -239,7 +239,7 @@ def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
     path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
     for name in (tmp_path, "x/y"):
         path.write_text(f"model: {{name: {name}, revision: {'a' * 40}}}\ndata: {{train_path: rows.jsonl}}\n")
-        with pytest.raises(UserError, match="the environment would say so for every model") as caught:
+        with pytest.raises(UserError, match="an environment variable would allow it for every model") as caught:
             load_config(path, environ=variable)
         assert caught.value.place == "environment SFT_MODEL_TRUST_REMOTE_CODE=true"
         assert "MODEL_TRUST_REMOTE_CODE=true with the command" in str(caught.value.hint)
