@@ -182,7 +182,7 @@ def _with_layout(request: Request, setup: Setup, batch: Batch, reasons: dict[str
         padding = _padding(request, Division(setup=setup, batch=batch), batch)
         if not request.fits(flattened, batch.micro_batches) and request.fits(padded, batch.micro_batches):
             why = f"the mask of {rows * setup.row_tokens} flattened tokens would not fit"
-        elif padding < WORTH:
+        elif request.train_split and padding < WORTH:
             why = f"{padding:.0%} of padding costs less than a mask over rows in one line"
     reasons["layout"] = f"rows padded: {why}" if why else "rows flattened: no time and memory for padding"
     return padded if why else flattened

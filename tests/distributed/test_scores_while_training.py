@@ -116,7 +116,7 @@ def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, w
         command, f"CONFIG={place.config}", f"RUN_NAME={name}", "TRAIN_LEARNING_RATE=0", *words, timeout=500
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    share = library_metric(place.folder, "share", SHARE)  # a run's own words are no consent to run its code
+    share = f"evaluate:{place.folder / 'share'}"  # a run's own words are no consent to run its code
     base = place.scores("RUN=one", "CHECKPOINT=base", f"EVAL_METRICS=[rougeL,bleu,chrf,f1,{share}]")
     folder = place.folder_of(name, 4)
     scores = json.loads((folder / "scores.json").read_text())
