@@ -337,11 +337,6 @@ def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> st
             f"`tuning.lora.init: {shape.init}` cannot be combined with `{strategy}`: it decomposes complete weights,"
             " which no rank holds there. Use `ddp`, `zero2` or `fsdp2`"
         )
-    if shape.plus_ratio is not None and strategy.startswith("zero"):
-        return (
-            f"`tuning.lora.plus_ratio` cannot be combined with `{strategy}`: its two learning rates did not reach"
-            " DeepSpeed's optimizer when this was measured. Use `ddp` or `fsdp2`"
-        )
     if shape.modules_to_save and strategy == "pipeline":
         return "`tuning.lora.modules_to_save` cannot be combined with `pipeline`: a stage has no other stage's modules"
     rows = embeddings_of(shape, new_tokens) if tuning.mode != "full" else "none"

@@ -312,10 +312,11 @@ class SftTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
-        """As transformers makes it; with LoRA+ the B matrices learn faster."""
+        """Create transformers' optimizer; with LoRA+ the B matrices learn faster."""
+        exists = self.optimizer is not None  # transformers asks again under DeepSpeed, and returns the same one
         optimizer = super().create_optimizer(*arguments, **named)
         ratio = self.context.config.tuning.lora.plus_ratio
-        if ratio is not None and self.context.config.tuning.mode != "full":
+        if ratio is not None and self.context.config.tuning.mode != "full" and not exists:
             split_for_lora_plus(optimizer, self.model, ratio)
         return optimizer
 

@@ -212,12 +212,13 @@ SHAPED = {
     "embedding": ["TUNING_LORA_MODULES_TO_SAVE=[embed_tokens]"],
     "plus": ["TUNING_LORA_PLUS_RATIO=4"],
 }
-SPREAD = [("dora", "fsdp2"), ("pissa", "fsdp2"), ("embedding", "zero3")]
+SPREAD = [("dora", "fsdp2"), ("pissa", "fsdp2"), ("embedding", "zero3"), ("plus", "zero2")]
 SPREAD_TOO = [
     ("dora", "zero3"),
     ("dora", "zero2"),
     ("pissa", "zero2"),
     ("embedding", "fsdp2"),
+    ("plus", "zero3"),
     ("plus", "fsdp2"),
     ("pissa", "tensor"),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
+from sft_play.config.schema import Config, ModelConfig, TrainConfig, TuningConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.model.lora import find_targets
 from sft_play.plan.architecture import shape_of
@@ -67,11 +67,6 @@ def test_conflicts_name_the_reason_and_the_way_out(
     backend: Any, mode: Any, quantization: Any, strategy: str, words: str
 ) -> None:
     assert words in (conflict_for(TuningConfig(backend=backend, mode=mode, quantization=quantization), strategy) or "")
-
-
-def test_lora_plus_is_refused_under_zero() -> None:
-    lora = TuningConfig(lora=LoraSettings(plus_ratio=16))
-    assert "`tuning.lora.plus_ratio`" in (conflict_for(lora, "zero2") or "") and conflict_for(lora, "fsdp2") is None
 
 
 # Target modules that a model does not have.
