@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 
 def tell(text: str) -> None:
-    """Print on stderr, where it does not disturb `JSON=1`."""
-    print(text, file=sys.stderr, flush=True)
+    """Print on stderr, where it does not disturb `JSON=1`, in one write, so that lines of several threads do not mix."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str]:

@@ -33,7 +33,6 @@ from sft_play.cluster.ssh import (
     last_word,
     login,
     on_all,
-    print_line,
     relay,
     require_done,
     require_master_here,
@@ -45,7 +44,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
 from sft_play.runs.prepared import Prepared
-from sft_play.text import bar, plural
+from sft_play.text import bar, plural, tell
 
 SECONDS = 6 * 3600.0
 """Time limit of one transfer, which may be a large model over a slow network."""
@@ -129,7 +128,7 @@ def deliver(
 
             rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, on_output=show_bytes)
     if aside and replaced:
-        print_line(f"host `{host.name}`: {_listed(replaced)} replaced; the old files are in `{there}/{aside}`")
+        tell(f"host `{host.name}`: {_listed(replaced)} replaced; the old files are in `{there}/{aside}`")
 
 
 def mark(host: Host, marker: str, names: Iterable[str]) -> None:
@@ -210,7 +209,7 @@ def code_files() -> list[str]:
     paths = {name: place / name for name in _git_files("--cached") if not _is_secret(name)}
     new = _git_files("--others", "--exclude-standard")
     if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
-        print_line(f"note: git does not track yet, and so does not send: {_listed(behind)}; git add sends them")
+        tell(f"note: git does not track yet, and so does not send: {_listed(behind)}; git add sends them")
     return [n for n, path in paths.items() if not path.is_relative_to(runs) and (path.is_file() or path.is_symlink())]
 
 
@@ -282,12 +281,12 @@ def install_all(call: Call) -> int:
         error = result if isinstance(result, UserError) else None
         detail, hint = (error.message, error.hint) if error else (result, None)
         rows.append({"host": name, "ok": error is None, "detail": detail, "hint": hint})
-        print_line(f"{'failed' if error else 'ready'}  {name}: {detail}" + (f"\n        hint: {hint}" if hint else ""))
+        tell(f"{'failed' if error else 'ready'}  {name}: {detail}" + (f"\n        hint: {hint}" if hint else ""))
     if call.json:
         print(json.dumps(rows))
     if names := ", ".join(f"`{row['host']}`" for row in rows if not row["ok"]):
         hint = "fix the error above and repeat the command: finished work is kept"
-        print_line(f"\nerror: {names} cannot be used yet\n\nhint: {hint}")
+        tell(f"\nerror: {names} cannot be used yet\n\nhint: {hint}")
     return HardwareError.exit_code if names else 0
 
 
@@ -318,7 +317,7 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
     if is_here(host):
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
-    print_line(f"{host.name} | {len(files)} files of the project are there")
+    tell(f"{host.name} | {len(files)} files of the project are there")
     again = "then type the same command again"
     words = ["sh", "-c", IN_FOLDER, "sh", host.folder, "sh", "-c", MAKE, "sh", venv_of(host), own.python]
     argv = arguments(host, words, tty=True)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from sft_play.cluster.inventory import Host, Inventory
 from sft_play.errors import HardwareError, UserError, mask
 from sft_play.launch.environment import is_of_this_machine
-from sft_play.text import Finding
+from sft_play.text import Finding, tell
 
 Result = TypeVar("Result")
 SECONDS = 30.0
@@ -205,17 +205,12 @@ def relay(host: Host, process: subprocess.Popen[bytes]) -> str:
         line = CONTROL.sub("", raw.decode("utf-8", "replace")).rstrip()
         if line:
             last = last if last.lower().startswith("error: ") else line
-            print_line(f"{host.name} | {line}")
+            tell(f"{host.name} | {line}")
     return re.sub("^error: ", "", last, flags=re.IGNORECASE)
 
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r(?=.)|[\x00-\x08\x0b-\x1f\x7f]")
 """Control sequences that programs write to a terminal."""
-
-
-def print_line(text: str) -> None:
-    """Print a line on stderr in one write, so that lines of several threads do not mix."""
-    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 # ---- The connection

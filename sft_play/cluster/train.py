@@ -38,7 +38,6 @@ from sft_play.cluster.ssh import (
     failed,
     is_here,
     on_all,
-    print_line,
     program,
     relay,
     require_master_here,
@@ -72,7 +71,7 @@ from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import PANEL
-from sft_play.text import plural
+from sft_play.text import plural, tell
 
 TICK_SECONDS, POLL_SECONDS = 0.2, 5.0
 GRACE_SECONDS = 10.0
@@ -119,10 +118,10 @@ def main(call: Call) -> int:
     with end_by_signals():
         port = choose_port(call)  # a taken port is reported before anything is prepared
         hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
-        print_line(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
+        tell(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
         if away:
             files = bring.code_files()
-            print_line(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
+            tell(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
             require_all(on_all(away, lambda host: bring.send_code(host, files)))
         facts = ready(task)
         prepared = prepare(task)
@@ -150,7 +149,7 @@ def read_task(call: Call) -> Task:
         check_overrides(call)
         loaded = call.load_config()
         if not (started := has_started(folder) and folder.plan.is_file()) and not loaded.config.launch.auto_resume:
-            print_line(f"`{folder.name}` had not started; it starts now")
+            tell(f"`{folder.name}` had not started; it starts now")
             loaded = override_config(loaded, [Override(key="launch.auto_resume", text="true", origin=f"RUN={name}")])
         return Task(call=call, inventory=inventory, loaded=loaded, run=folder, started=started)
     loaded = call.load_config()
@@ -181,7 +180,7 @@ def choose_port(call: Call) -> int:
         return typed
     port = next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
     if port != PORT:
-        print_line(f"port {PORT} is taken; taking {port}")
+        tell(f"port {PORT} is taken; taking {port}")
     return port
 
 
@@ -395,7 +394,7 @@ class Control:
         text = (
             "stopping all hosts: the workers finish their step, save a checkpoint and exit; Ctrl-C once more kills them"
         )
-        print_line(f"\n{'killing the workers on all hosts' if self.passed else text}")
+        tell(f"\n{'killing the workers on all hosts' if self.passed else text}")
         self.passed = len(self.stop.signals)
         self.launchers[0].process.send_signal(self.stop.signals[-1])
         for launcher in self.launchers[1:]:
@@ -427,10 +426,10 @@ class Control:
         elif problem or code < 0:
             problem = problem or f"host `{task.inventory.master.name}`: its launcher was killed by signal {-code}"
             code = LOST if code < 0 else HardwareError.exit_code
-            print_line(f"\nerror: {problem}")
+            tell(f"\nerror: {problem}")
             self.output = [json.dumps({"run": str(task.run.path), "code": code, "error": problem}) + "\n"]
         if code in (LOST, 130, 143) and task.run.plan.is_file():
-            print_line(f"hint: resume it with: {command(task.inventory, task.run)}")
+            tell(f"hint: resume it with: {command(task.inventory, task.run)}")
         print(*self.output if task.call.json else (), sep="", end="")
         return code
 
@@ -475,7 +474,7 @@ def status(call: Call) -> int:
     else:
         show(answers)
         for error in errors.values():
-            print_line(f"\n{error.render()}")
+            tell(f"\n{error.render()}")
     return HardwareError.exit_code if errors else 0
 
 
@@ -507,7 +506,7 @@ def stop(call: Call) -> int:
     else:
         show({name: answer for name, answer in answers.items() if answer is own or getattr(answer, "code", 1) == 0})
     if own.code == 0:
-        print_line(f"hint: resume it with: {command(inventory, folder)}")
+        tell(f"hint: resume it with: {command(inventory, folder)}")
     return own.code
 
 

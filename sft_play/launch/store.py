@@ -16,7 +16,6 @@ import os
 import queue
 import resource
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -27,6 +26,7 @@ from typing import Any
 from sft_play.errors import HardwareError, RetryableError, UserError, first_line, printable
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, Node, holder_of, port_is_free, proof, proves
 from sft_play.launch.process import raise_what_was_heard
+from sft_play.text import tell
 
 PROTOCOL = 5
 PERIOD_SECONDS, POLL_SECONDS = 1.0, 0.2
@@ -277,7 +277,7 @@ def _check(store: Store, node: Node, name: str, run: str) -> dict[str, Any]:
 
 def print_line(text: str) -> None:
     """Print a line that may contain text from other machines."""
-    print(printable(text[:500]), file=sys.stderr, flush=True)
+    tell(printable(text[:500]))
 
 
 def pause(seconds: float) -> None:

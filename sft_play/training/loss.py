@@ -49,8 +49,9 @@ def label_tokens(batch: dict[str, Any]) -> Tensor:
 def label_weight(batch: dict[str, Any]) -> Tensor:
     """Return the sum of the weights of a batch's targets, their number where they have none (64-bit, a scalar)."""
     weights: Tensor | None = batch.get(WEIGHTS)
-    counted: Tensor = batch["targets"] != IGNORED
-    return (counted.double() if weights is None else counted * weights.double()).sum()
+    if weights is None:
+        return label_tokens(batch).double()
+    return ((batch["targets"] != IGNORED) * weights.double()).sum()
 
 
 def sums_of(total: Tensor, batch: dict[str, Any]) -> Tensor:
