@@ -214,7 +214,7 @@ def refuse_fewer_steps(config: Config, plan: Plan, checkpoint: Path) -> None:
     asked, completed = steps_asked(config, plan), step_of(checkpoint)
     if 0 < asked < completed:
         raise UserError(
-            f"the configuration asks for {asked} steps in all, but `{checkpoint.name}` has made {completed}",
+            f"the configuration asks for {plural(asked, 'step')} in all, but `{checkpoint.name}` has made {completed}",
             hint="omit `train.max_steps` and `train.epochs`, or ask for more",
         )
 

@@ -83,7 +83,7 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     assert complete.code == 0 and (run / "report.html").is_file() and not (run / ".report.html.abcd1234").exists()
     before = changed_at(run)
 
-    launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=1").refused(2, "1 steps in all are asked for")
+    launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=1").refused(2, "the configuration asks for 1 step in all")
     other = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=4", "TUNING_BACKEND=unsloth")
     other.refused(5, "`backend` was `bnb` and is `unsloth`")
     launcher("resume", "RUN=one", "TRAIN_LEARNING_RATE=1").refused(2, "`train.learning_rate` cannot change")
