@@ -7,7 +7,6 @@ without the packages of the configuration. `docs/doctor.md` lists the findings.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -32,7 +31,7 @@ import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import cpu_only, ram_bytes
-from sft_play.runs.folder import accelerate_default, cache_folder, extensions_folder, is_offline, runs_folder
+from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
 from sft_play.runs.origin import has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
 
@@ -82,7 +81,6 @@ def report(model: str | None = None, *, as_json: bool) -> int:
         packages,
         shadowed_libraries,
         compilers,
-        build_locks,
         gpus,
         hidden,
         folders,
@@ -238,24 +236,6 @@ def compilers() -> Iterator[Finding]:
             text="`ninja` is missing; DeepSpeed needs it to compile its extension",
             remedy="make install, or pip install ninja",
         )
-
-
-def build_locks() -> Iterator[Finding]:
-    """Report locks of torch's extension builder that no process has open, for which loading DeepSpeed's extension would
-    wait.
-    """
-    for path in extensions_folder().rglob("lock"):  # rarely any, so open files are rarely listed
-        if not _is_open(path.resolve()):
-            text = f"`{path}` is of a build that no process here continues: train-deepspeed would wait for it"
-            yield Finding("stale-build-lock", "warning", text=text, remedy=f"rm {path}")
-
-
-def _is_open(path: Path) -> bool:
-    for opened in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if opened.readlink() == path:
-                return True
-    return False
 
 
 # GPUs and the driver.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 
 def tell(text: str) -> None:
-    """Print on stderr, where it does not disturb `JSON=1`, in one write, so that lines of several threads do not mix."""
+    """Print on stderr, where it does not disturb `JSON=1`, in one write, so that threads do not mix their lines."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 

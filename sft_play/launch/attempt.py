@@ -21,7 +21,15 @@ from sft_play.files import read_json, write_json, write_text
 from sft_play.launch import recovery
 from sft_play.launch.agreement import agree, meet
 from sft_play.launch.deepspeed import resolve, settings_of
-from sft_play.launch.environment import DROPPED, Node, WorkerEnvironment, dump_variables, indices_of, ranks_of
+from sft_play.launch.environment import (
+    DROPPED,
+    Node,
+    WorkerEnvironment,
+    dump_variables,
+    indices_of,
+    ranks_of,
+    remove_stale_build_locks,
+)
 from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH
@@ -185,6 +193,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     notices = write_launch_files(job, plan, run)
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
     environment = job.environment(plan, own)
+    remove_stale_build_locks()
     arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
     launched = show_launch(arguments, environment)

@@ -17,6 +17,7 @@ import re
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +25,11 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import HardwareError, UserError, mask
+from sft_play.files import text_sha256
 from sft_play.launch.process import signals_to_hear
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.ranks import visible_names
-from sft_play.runs.folder import extensions_folder
 
 VARIABLE = "MASTER_KEY"
 LEAST = 16
@@ -204,6 +205,30 @@ def ranks_of(plan: Plan, node: Node) -> range:
     return range(first, first + plan.ranks_by_node[node.rank])
 
 
+def extensions_folder() -> Path:
+    """Return where torch keeps the extensions that it compiles: each environment on each machine has its own, or a
+    build elsewhere would replace what the ranks here are about to load.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "torch_extensions" / f"sft_play-{text_sha256(f'{sys.prefix} on {socket.gethostname()}')[:12]}"
+
+
+def remove_stale_build_locks() -> None:
+    """Remove the locks that killed builds left in `extensions_folder`: loading an extension would wait for them for
+    ever. A build that is going on holds its lock open.
+    """
+    for lock in extensions_folder().rglob("lock"):
+        if not any(_leads_to(opened, lock.resolve()) for opened in Path("/proc").glob("[0-9]*/fd/*")):
+            lock.unlink(missing_ok=True)
+
+
+def _leads_to(link: Path, path: Path) -> bool:
+    try:
+        return link.readlink() == path
+    except OSError:  # of a process that ended, or of another user
+        return False
+
+
 def worker_environment(
     plan: Plan,
     node: Node,
@@ -225,7 +250,7 @@ def worker_environment(
     notes = []
     if plan.device == "cpu":
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    if plan.strategy.startswith("zero"):
+    if plan.strategy.startswith("zero") and "TORCH_EXTENSIONS_DIR" not in ambient:
         chosen["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
     if plan.device == "cpu" and plan.strategy in {"single", "ddp"}:
         # Without it each process of a `MULTI_GPU` launch would be rank 0 of 1. With it accelerate would silently ignore

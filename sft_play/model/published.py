@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -154,16 +155,15 @@ def model_class(settings: Any) -> Any:
 def refuse_other_weights(folder: Path) -> None:
     """Raise `CheckpointError` as `note_base` would, from the headers of a base's files, before anything is loaded.
 
-    A base that is quantised, has its own code, or cannot be built on the meta device is checked when it is loaded.
+    A base that is quantised, has its own code, is unreadable or cannot be built on the meta device is checked when it
+    is loaded.
     """
-    files = tensor_files(folder)
-    if (
-        not files
-        or quantisation_of(folder)
-        or read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING
-    ):
+    if quantisation_of(folder) or read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING:
         return
-    with contextlib.suppress(ImportError, OSError, ValueError, RuntimeError, KeyError):
+    with contextlib.suppress(
+        ImportError, OSError, ValueError, RuntimeError, KeyError, SafetensorError, UnpicklingError
+    ):
+        files = tensor_files(folder)
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         with torch.device("meta"):
             outline = model_class(config).from_config(config, attn_implementation="eager")

@@ -8,14 +8,13 @@ import contextlib
 import os
 import pwd
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import json_rows, open_plain, read_json_lines, read_object, text_sha256
+from sft_play.files import json_rows, open_plain, read_json_lines, read_object
 from sft_play.text import as_typed
 
 OWN = "SFT_PLAY_OWN_FOLDER"
@@ -57,15 +56,6 @@ def hub_folder() -> Path:
 def cache_folder() -> Path:
     """Return the cache folder: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
-
-
-def extensions_folder() -> Path:
-    """Return where torch keeps the extensions that it compiles: each environment has its own, or the build of one clone
-    would replace what the ranks of another are about to load.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    environment = text_sha256(sys.prefix)[:12]
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions" / f"sft_play-{environment}")
 
 
 def require_home() -> None:

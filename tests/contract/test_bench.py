@@ -39,7 +39,7 @@ def test_its_steps_are_shown_beside_the_plan_and_teach_it(program: Program, tiny
     assert [rank["micro_batch"] for rank in after["ranks"]] == [rank["micro_batch"] for rank in before["ranks"]]
     assert "a guess: " in call("plan", "TUNING_MODE=full").out
     text = call("bench", "NUM_GPUS=2").out
-    assert "tokens/s, forecast " in text and "GiB, forecast " in text and "go by this run from now on" in text
+    assert "tokens/s, forecast " in text and "GiB, forecast " in text and "use this run from now on" in text
 
 
 @pytest.mark.parametrize(

@@ -236,15 +236,6 @@ def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doc
     assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
 
 
-def test_a_lock_that_a_killed_build_left(doctor: Doctor) -> None:
-    lock = doctor.folder / "extensions" / "py311_cpu" / "op" / "lock"
-    lock.parent.mkdir(parents=True)
-    doctor.environment["TORCH_EXTENSIONS_DIR"] = str(doctor.folder / "extensions")
-    with lock.open("w"):  # as torch's builder holds it
-        assert "stale-build-lock" not in doctor.findings()
-    assert doctor.findings()["stale-build-lock"]["remedy"] == f"rm {lock}"
-
-
 @pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
 def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
     (doctor.folder / "runs").mkdir()

@@ -22,7 +22,6 @@ from tests.programs import need
 from tests.waiting import until
 
 BESIDE_THE_POINT = {
-    "stale-build-lock",
     "disk-low",
     "shared-memory",
     "memory-low",

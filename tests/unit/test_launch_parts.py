@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from sft_play.errors import UserError
 from sft_play.launch.attempt import show_launch, worker_arguments
-from sft_play.launch.environment import Node, worker_environment
+from sft_play.launch.environment import Node, extensions_folder, remove_stale_build_locks, worker_environment
 from sft_play.launch.run_folder import lock_run, record_event, reserve_folder
 from sft_play.launch.runs import holders
 from sft_play.runs.folder import RunFolder
@@ -91,17 +92,28 @@ def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
 def test_each_environment_builds_the_extensions_of_deepspeed_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The build of one clone would replace the library that a rank of another is about to load."""
 
-    def folder() -> str:
-        return worker_environment(make_plan(strategy="zero2"), Node(), {}, cpu_threads=2).variables[
-            "TORCH_EXTENSIONS_DIR"
-        ]
+    def folder(ambient: Mapping[str, str] = {}) -> str:
+        plan = make_plan(strategy="zero2")
+        return worker_environment(plan, Node(), ambient, cpu_threads=2).variables["TORCH_EXTENSIONS_DIR"]
 
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     ours = folder()
-    monkeypatch.setattr("sys.prefix", "/another/clone/.venv")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("sys.prefix", "/another/clone/.venv")
+        assert folder() != ours
+    monkeypatch.setattr("socket.gethostname", lambda: "another-machine")
     assert folder() != ours
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/mine")
-    assert folder() == "/mine"
+    assert folder({"TORCH_EXTENSIONS_DIR": "/mine"}) == "/mine"
+
+
+def test_a_lock_that_a_killed_build_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lock = extensions_folder() / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):  # as torch's builder holds it
+        remove_stale_build_locks()
+        assert lock.exists()
+    remove_stale_build_locks()
+    assert not lock.exists()
 
 
 def test_a_disk_without_locks_refuses_no_run(
