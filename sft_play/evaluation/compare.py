@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sft_play.config.call import Call
 
 ROWS = 5
+LOSSES = ("loss", "perplexity")
 BYTES = " (bytes)"
 SPECIAL = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|\[/?INST\]|<(?:bos|eos|(?:start|end)_of_turn)>")
 """Tokens that separate turns in chat templates; they are removed from prompts that are shown."""
@@ -57,7 +58,12 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
     rows, notes = common_rows(sides)
     metrics = [name for name in sides[0].metrics if all(name in side.metrics for side in sides)]
     metric = _metric(metric_name, metrics)
-    if not metrics:
+    unscored = [side for side in sides if not side.scores]
+    notes += [
+        f"`{side.name}` has no scores for step {side.weights.step}; score it: {how_to_score(side.run, side.weights)}"
+        for side in unscored
+    ]
+    if not metrics and not unscored:
         notes.append(
             "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= scores answers"
         )
@@ -67,7 +73,7 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         "folders": [str(side.folder) for side in sides],
         "settings": changed_settings(sides),
         "facts": _side_by_side([side.facts() for side in sides]),
-        "losses": {key: [side.scores[key] for side in sides] for key in ("loss", "perplexity")},
+        "losses": _side_by_side([{key: side.scores[key] for key in LOSSES if side.scores} for side in sides]),
         "scores": {name: [side.metrics[name] for side in sides] for name in metrics},
         "labels": _labels(sides),
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
@@ -221,6 +227,7 @@ class Side:
     folder: Path
     """Holds its scores."""
     scores: Mapping[str, Any]
+    """Empty if it was not scored yet."""
     answers: Mapping[int, Mapping[str, Any]]
     """Row -> a line of `predictions.jsonl`."""
     settings: Mapping[str, Any]
@@ -230,6 +237,10 @@ class Side:
     @property
     def metrics(self) -> Mapping[str, Any]:
         return metrics_of(self.scores)
+
+    def scored_with(self, key: str) -> Any:
+        """Return a setting of the evaluation."""
+        return self.scores.get("settings", {}).get(key)
 
     def score(self, row: int, metric: str) -> Any:
         """Return the score of one answer, `None` for a metric without per-answer scores."""
@@ -294,7 +305,10 @@ def _side(name: str, data: str | None) -> Side:
 
 
 def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return the folder and scores of these weights on the run's own rows, or on `data` (a path or a folder name)."""
+    """Return the folder and scores of these weights on the run's own rows, or on `data` (a path or a folder name).
+
+    The scores are empty if the weights were never scored on anything.
+    """
     own = run.evaluation(weights.step)
     folders = [own, *sorted(run.path.glob(f"eval/{own.name}-*"), key=lambda folder: -folder.stat().st_mtime)]
     evaluations = {folder: scores for folder in folders if (scores := read_scores(folder)) is not None}
@@ -311,14 +325,20 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
                 hint=f"make eval RUN={run.typed}",
             )
         return folder, scores
-    how = f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
+    if data is None and not evaluations:
+        return own, {}
     others = sorted(str(scores["settings"].get("data")) for folder, scores in evaluations.items() if folder != own)
     raise CheckpointError(
         f"`{name}` has no scores{f' on `{data}`' if data else ''} for step {weights.step}",
         place=str(run.path / "eval"),
-        hint=f"score it: {how}{f' DATA={data}' if data else ''}"
+        hint=f"score it: {how_to_score(run, weights)}{f' DATA={data}' if data else ''}"
         + (f"; or compare on the data that it was scored on: DATA={others[0]}" if others and not data else ""),
     )
+
+
+def how_to_score(run: RunFolder, weights: Weights) -> str:
+    """Return the command that scores these weights on the run's own rows."""
+    return f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
 
 
 def _settings(run: RunFolder) -> dict[str, Any]:
@@ -368,18 +388,18 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             hint="score both on one file: make eval RUN=... DATA=file.jsonl for each, make compare ... DATA=file.jsonl",
         )
     for side in sides:
-        if skipped := len(side.answers) - len(paired):
+        if (skipped := len(side.answers) - len(paired)) and all(side.scores for side in sides):
             notes.append(
                 f"{skipped} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
             )
         if side.scores.get("complete") is False:
             notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
-    if len({side.scores["settings"].get("rows_sha256") for side in sides} - {None}) > 1 and not template:
+    if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append(
             "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"
         )
     for key in ("max_new_tokens", "num_beams"):
-        values = [side.scores["settings"].get(key) for side in sides if side.answers]
+        values = [side.scored_with(key) for side in sides if side.answers]
         if len({value for value in values if value is not None}) > 1:
             notes.append(f"the answers were generated with different settings: {key} {', '.join(map(str, values))}")
     return paired, notes

@@ -64,13 +64,14 @@ Only = Mapping[str, tuple[tuple[Any, ...], str]]
 """Key of a section -> its only allowed values, and the reason for refusing others."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 WITHOUT_COMPILER: tuple[Any, ...] = ("NO", "no", False, None)
+YES_OR_NO = "expected true or false"
 ONLY: Only = {
     "compute_environment": (("LOCAL_MACHINE",), "only `LOCAL_MACHINE` is supported"),
-    "use_cpu": ((True, False, None), ""),
+    "use_cpu": ((True, False, None), YES_OR_NO),
     "debug": (NOTHING, "`debug` is not supported; the rank logs say what failed"),
     "main_training_function": (("main", None), "the program that runs is `sft_play.train`"),
     "rdzv_backend": (("static", None), "only the static rendezvous is used: ranks keep to their machines"),
-    "same_network": ((True, *NOTHING), ""),
+    "same_network": ((True, False, None), YES_OR_NO),
     "gpu_ids": (("all", None), "set CUDA_VISIBLE_DEVICES instead of `gpu_ids`"),
     "enable_cpu_affinity": (NOTHING, "CPU affinity is not supported"),
     "downcast_bf16": (("no", *NOTHING), "it is for TPUs"),
@@ -99,7 +100,7 @@ DEEPSPEED_KEYS: Mapping[str, str] = {
 }
 DEEPSPEED_ONLY: Only = {
     "deepspeed_multinode_launcher": (("standard",), "every node starts its own processes: expected `standard`"),
-    "zero3_init_flag": ((True, False, None), ""),  # the worker decides where weights are placed at first
+    "zero3_init_flag": ((True, False, None), YES_OR_NO),  # the worker decides where weights are placed at first
 }
 FSDP_READ = frozenset(key.partition(".")[2] for key in TAKEN if key.startswith("fsdp_config."))
 FSDP_ONLY: Only = {

@@ -124,6 +124,17 @@ def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
     assert beside["differences"]["rougeL"][1]["n"] == 6
 
 
+def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
+    shutil.copytree(place.folder / "runs" / "one", place.folder / "runs" / "unscored", symlinks=True)
+    shutil.rmtree(place.folder / "runs" / "unscored" / "eval")
+    result = place.call("compare", "RUNS=one unscored", "JSON=1").json
+    assert result["losses"]["loss"][0] > 0 and result["losses"]["loss"][1] is None
+    assert result["facts"]["steps"] == [2, 2] and not result["scores"] and not result["rows"]
+    printed = place.call("compare", "RUNS=one unscored")
+    assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored" in printed.err
+    place.call("compare", "RUNS=one unscored", f"DATA={place.folder / 'other.jsonl'}").refused(5, "has no scores on")
+
+
 def test_runs_side_by_side(place: Place) -> None:
     found = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1").json
     assert found["settings"] == {}
