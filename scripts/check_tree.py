@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """`make check`: print size and problems of words of each room; fail for an import circle, a module of over 450 lines of
-code, or a problem of words in a room of `CLEAN`.
+code, or a problem of words outside `NOT_YET_CLEAN`.
 
 Lazy and typing-only imports count. Tokens are Python's own and code lines those with one, without comments and
 docstrings. `WORDS=1` also lists the problems of words in the other rooms.
@@ -24,10 +24,8 @@ MOST_LINES = 450
 NO_TOKENS = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 )
-CLEAN = frozenset(
-    {"sft_play", *(f"sft_play/{room}" for room in ("cluster", "config", "data", "runs", "schedulers", "trace"))}
-)
-"""Rooms without problems of words; a problem in them fails the check. The aim is all of `sft_play` and `tests`."""
+NOT_YET_CLEAN = frozenset({"tests"})
+"""Rooms whose problems of words are only counted; in all others a problem fails the check."""
 KINDS = ("fillers", "phrases", "columns", "skips", "classes")
 FOLDERS = ("sft_play", "tests", "scripts", "benchmarks", "examples")
 MOST_COLUMNS = 120
@@ -175,6 +173,8 @@ def _skips(path: Path, text: str, tree: ast.Module) -> Iterator[Problem]:
 
 def _is_table(statement: ast.stmt) -> bool:
     value = getattr(statement, "value", None)
+    if isinstance(value, ast.BinOp):  # a set without another
+        value = value.right
     parts = value.args if isinstance(value, ast.Call) else [value]
     return len(parts) == 1 and isinstance(parts[0], ast.Dict | ast.List | ast.Set | ast.Tuple)
 
@@ -213,7 +213,7 @@ def main() -> int:
     for room, files in sorted(rooms.items()):
         size = f"{room:26}{len(files):8}{sum(len(tokens(path)) for path in files):9,}"
         print(size, *(f"{counts[room, kind] or '-':>8}" for kind in KINDS))
-    required = [problem for problem in words if room_of(problem.path) in CLEAN or os.environ.get("WORDS")]
+    required = [problem for problem in words if room_of(problem.path) not in NOT_YET_CLEAN or os.environ.get("WORDS")]
     errors = [*problems(), *map(str, required)]
     for error in errors:
         print(f"error: {error}", file=sys.stderr)

@@ -32,7 +32,7 @@ from sft_play.text import as_typed, bar, plural, tell
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.config.schema import Config
-    from sft_play.data.answers import Said
+    from sft_play.data.answers import AnswerParts
     from sft_play.evaluation.generation import Answer, AnswerSettings
 
 Messages = list[dict[str, Any]]
@@ -152,11 +152,11 @@ def _answer_prompt(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
     question = Question("`PROMPT`", [{"role": "user", "content": prompt}])
     answer = answer_all(*ready, _prompts(ready, [question]))[0]
     if call.json:
-        parts = {"prompt": prompt, **_parts(answer.said), "tokens": answer.tokens, "stopped": answer.stopped}
+        parts = {"prompt": prompt, **_parts(answer.parts), "tokens": answer.tokens, "stopped": answer.stopped}
         print(json.dumps({**facts, **parts}, ensure_ascii=False))
     else:
-        _tell_thought(answer.said)
-        print(answer.said.shown)
+        _tell_thought(answer.parts)
+        print(answer.parts.shown)
         _tell_cut([answer], ready)
     return 0
 
@@ -169,7 +169,7 @@ def _answer_file(call: Call, ready: Ready, rows: Sequence[Question], output: Pat
     with bar("answers", "rows") as show:
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
-    output_rows = [_output_row(ready, row, next(coming).said if row.messages else None) for row in rows]
+    output_rows = [_output_row(ready, row, next(coming).parts if row.messages else None) for row in rows]
     try:
         write_text(output, WRITERS[output.suffix.lower()](output_rows))
     except OSError as error:
@@ -195,18 +195,18 @@ def _tell_cut(answers: Sequence[Answer], ready: Ready) -> int:
     return cut
 
 
-def _parts(answer: Said) -> dict[str, Any]:
+def _parts(answer: AnswerParts) -> dict[str, Any]:
     """Return the JSON fields of an answer and of the thought before it."""
     return {"answer": answer.shown, **({"thought": answer.thought} if answer.thought else {})}
 
 
-def _tell_thought(answer: Said) -> None:
+def _tell_thought(answer: AnswerParts) -> None:
     """Print an answer's thought on stderr, apart from the answer."""
     if answer.thought:
         tell(f"thought: {answer.thought}")
 
 
-def _output_row(ready: Ready, row: Question, answer: Said | None) -> dict[str, Any]:
+def _output_row(ready: Ready, row: Question, answer: AnswerParts | None) -> dict[str, Any]:
     """Return a row of `OUTPUT`: the other columns of `INPUT` (prefixed with `input.` if the name is ours), question and
     answer.
 
@@ -326,7 +326,7 @@ class Conversation:
             tell(error.render())
             return
         if self.as_json or self.settings.num_beams > 1:  # beam search chooses the text only at the end
-            answer = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].said
+            answer = answer_all(self.model, self.tokenizer, self.settings, [prompt])[0].parts
             print(
                 json.dumps({"prompt": question, **_parts(answer)}, ensure_ascii=False)
                 if self.as_json
@@ -338,7 +338,7 @@ class Conversation:
         thought = {"reasoning_content": answer.thought} if answer.thought else {}
         self.messages.append({"role": "assistant", "content": answer.shown, **thought})
 
-    def _stream(self, prompt: Sequence[int]) -> Said:
+    def _stream(self, prompt: Sequence[int]) -> AnswerParts:
         """Print the answer while it is generated, without its thought, and return it."""
         import torch
 
@@ -352,8 +352,8 @@ class Conversation:
             self.model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=generation, streamer=streamer
             )
-        _tell_thought(streamer.said)
-        return streamer.said
+        _tell_thought(streamer.parts)
+        return streamer.parts
 
     def _fitting_prompt(self) -> list[int]:
         """Return the conversation's tokens, dropping its oldest exchanges until it fits with an answer."""

@@ -28,7 +28,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _NAME = re.compile(r"\s*([\w.:-]+)")
 
 
-class Said(NamedTuple):
+class AnswerParts(NamedTuple):
     """The parts of an answer."""
 
     text: str
@@ -78,7 +78,7 @@ class Marks:
     special: re.Pattern[str] | None
     """The tokenizer's special tokens."""
 
-    def cut(self, raw: str, plain: str | None = None, *, generated: bool = True) -> Said:
+    def cut(self, raw: str, plain: str | None = None, *, generated: bool = True) -> AnswerParts:
         """Return the parts of an answer without its end of turn. `plain`: without special tokens, for an answer that
         has no marks.
 
@@ -102,15 +102,15 @@ class Marks:
             thought, text = text, ""
         text = text.strip().removesuffix(self.trail).strip() if self.trail else text.strip()
         if text == raw.strip():
-            return Said((raw if plain is None else plain).strip())
-        return Said(self._clean(text), self._clean(self._inner(thought)), calls)
+            return AnswerParts((raw if plain is None else plain).strip())
+        return AnswerParts(self._clean(text), self._clean(self._inner(thought)), calls)
 
     def awaits(self, raw: str) -> bool:
         """Whether an answer that is being made has only begun to write a mark."""
         begun = (self.lead, self.opening, self.form.opening if self.form else "")
         return any(mark.startswith(raw.strip()) for mark in begun)
 
-    def called(self, answer: Said) -> Said:
+    def called(self, answer: AnswerParts) -> AnswerParts:
         """Return an answer to a question that is answered by calls, where nothing but their form tells that it is
         one.
         """
@@ -178,13 +178,13 @@ def marks_of(tokenizer: Any) -> Marks:
     )
 
 
-def parts_of(tokenizer: Any, tokens: Sequence[int]) -> Said:
+def parts_of(tokenizer: Any, tokens: Sequence[int]) -> AnswerParts:
     """Return the parts of an answer in tokens, without the one that ends the turn."""
     raw, plain = (tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True))
     return marks_of(tokenizer).cut(raw, plain)
 
 
-def compare_parts(tokenizer: Any, row: Mapping[str, Any], answer: Said) -> tuple[Said, Said]:
+def compare_parts(tokenizer: Any, row: Mapping[str, Any], answer: AnswerParts) -> tuple[AnswerParts, AnswerParts]:
     """Return the parts of a prepared row's own answer and of the one that was made, cut by the same marks.
 
     The row's tokens tell its calls; its words are those of the data.

@@ -97,7 +97,7 @@ def main(call: Call) -> int:
         hint = "DATA=file.jsonl scores other rows; `data.validation` (a fraction or sources) holds rows out of training"
         raise DataError(f"{named} has no validation rows to score", hint=hint)
     if run is None:
-        assert rows.model is not None, "only a run has rows of its own"
+        assert rows.model is not None, "only a run has validation rows"
         run = plain_run(loaded, rows.model)
         weights = find_weights(run, BASE)
     assert weights is not None, "a run has weights, and a plain model is its own base"

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from sft_play.data.answers import Said, marks_of, parts_of
+from sft_play.data.answers import AnswerParts, marks_of, parts_of
 from sft_play.data.chat import check_written, has_tools
 from sft_play.data.turns import Message
 from sft_play.errors import DataError
@@ -40,11 +40,11 @@ class Answer:
     """Whether the model ended its turn itself."""
     thought: str = ""
     calls: tuple[str, ...] = ()
-    """As in `data.answers.Said`."""
+    """As in `data.answers.AnswerParts`."""
 
     @property
-    def said(self) -> Said:
-        return Said(self.text, self.thought, self.calls)
+    def parts(self) -> AnswerParts:
+        return AnswerParts(self.text, self.thought, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +193,7 @@ class Stream:
     """Print an answer while it is generated, without the thought before it; `said` holds its parts."""
 
     def __init__(self, tokenizer: Any, stops: set[int]) -> None:
-        self.said = Said("")
+        self.parts = AnswerParts("")
         self._tokenizer, self._stops, self._marks = tokenizer, stops, marks_of(tokenizer)
         self._tokens: list[int] | None = None
         """`None` until the prompt has arrived."""
@@ -205,17 +205,17 @@ class Stream:
             self._tokens = []
             return
         self._tokens += [token for token in value.flatten().tolist() if token not in self._stops]
-        self.said = parts_of(self._tokenizer, self._tokens)
+        self.parts = parts_of(self._tokenizer, self._tokens)
         if not self._marks.awaits(self._tokenizer.decode(self._tokens)):
             # The replacement character is a letter whose other bytes are still to come.
-            self._show(self.said.text.removesuffix("\ufffd"))
+            self._show(self.parts.text.removesuffix("\ufffd"))
 
     def end(self) -> None:
         """Print the rest at the end of `generate`."""
-        if not self.said.shown.startswith(self._shown):  # the text shown so far turned out not to be the answer
+        if not self.parts.shown.startswith(self._shown):  # the text shown so far turned out not to be the answer
             print()
             self._shown = ""
-        self._show(self.said.shown)
+        self._show(self.parts.shown)
         print(flush=True)
 
     def _show(self, text: str) -> None:
@@ -251,7 +251,7 @@ def cut_when(enough: Enough | None) -> StoppingCriteriaList:
 
 
 @dataclass(slots=True)
-class Batch:
+class AnswerBatch:
     """The prompts that are being answered, left-padded; T grows with their answers."""
 
     ids: Tensor
@@ -297,7 +297,7 @@ def generate_refilling(
     stops = torch.tensor(generation.eos_token_id, device=device)
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = list(range(len(prompts)))
-    batch: Batch | None = None
+    batch: AnswerBatch | None = None
     while (waiting or batch is not None) and not (enough and enough()):
         room = at_once - (len(batch.places) if batch else 0)
         if waiting and room and (batch is None or refillable(batch.cache)):
@@ -319,7 +319,7 @@ def pad_left(
     limit: int,
     pad_token: int,
     device: Any,
-) -> Batch:
+) -> AnswerBatch:
     """Return a batch of the `chosen` prompts, each with at most `limit` new tokens."""
     longest = max(len(prompts[place]) for place in chosen)
     ids = torch.full((len(chosen), longest), pad_token, dtype=torch.long)
@@ -328,10 +328,10 @@ def pad_left(
         ids[row, longest - len(prompts[place]) :] = torch.tensor(list(prompts[place]), dtype=torch.long)
         mask[row, longest - len(prompts[place]) :] = 1
     tokens_left = torch.full((len(chosen),), limit, device=device)
-    return Batch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), tokens_left=tokens_left)
+    return AnswerBatch(ids=ids.to(device), mask=mask.to(device), places=list(chosen), tokens_left=tokens_left)
 
 
-def admit(model: Any, batch: Batch | None, new: Batch) -> Batch:
+def admit(model: Any, batch: AnswerBatch | None, new: AnswerBatch) -> AnswerBatch:
     """Return `batch` with `new` added, after computing the keys and values of the new prompts up to the last token."""
     if batch is None:
         return new
@@ -352,7 +352,7 @@ def admit(model: Any, batch: Batch | None, new: Batch) -> Batch:
     batch, new = _widen(batch, width), _widen(new, width)
     for layer, added in zip(batch.cache.layers, new.cache.layers, strict=True):
         layer.keys, layer.values = torch.cat([layer.keys, added.keys]), torch.cat([layer.values, added.values])
-    return Batch(
+    return AnswerBatch(
         ids=torch.cat([batch.ids, new.ids]),
         mask=torch.cat([batch.mask, new.mask]),
         places=batch.places + new.places,
@@ -361,7 +361,7 @@ def admit(model: Any, batch: Batch | None, new: Batch) -> Batch:
     )
 
 
-def _widen(batch: Batch, width: int) -> Batch:
+def _widen(batch: AnswerBatch, width: int) -> AnswerBatch:
     """Return the batch, cache included, padded or cut on the left to `width` columns."""
     padding = width - batch.ids.shape[1]
     if padding:
@@ -373,14 +373,14 @@ def _widen(batch: Batch, width: int) -> Batch:
 
 def advance(
     model: Any,
-    batch: Batch,
+    batch: AnswerBatch,
     generation: GenerationConfig,
     stops: Tensor,
     criteria: StoppingCriteriaList,
     *,
     answers: list[list[int]] | None = None,
     processors: LogitsProcessorList | None = None,
-) -> Batch | None:
+) -> AnswerBatch | None:
     """Generate until `criteria` interrupt, and add the tokens to `answers`; return the rows that continue, if any."""
     generation.max_new_tokens = int(batch.tokens_left.max())
     generation.return_dict_in_generate = True
@@ -399,7 +399,7 @@ def advance(
     keep = (~torch.isin(new, stops).any(dim=1) & (batch.tokens_left > new.shape[1])).nonzero()[:, 0]
     if not len(keep):
         return None
-    rest = Batch(
+    rest = AnswerBatch(
         ids=output.sequences[keep],
         mask=torch.cat([batch.mask, torch.ones_like(new)], dim=1)[keep],
         places=[batch.places[row] for row in keep.tolist()],

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sft_play.config.metrics import short_name
 from sft_play.config.schema import Config
-from sft_play.data.answers import Said, compare_parts
+from sft_play.data.answers import AnswerParts, compare_parts
 from sft_play.data.batches import Batch, Collator
 from sft_play.data.store import Rows
 from sft_play.evaluation.generation import Answer, AnswerSettings, answer_batch, refills, settings_for, use_our_settings
@@ -343,7 +343,7 @@ def score_by_generation(
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "a row was answered twice"
     assert budget.seconds is not None or len(everywhere) == len(rows), "a row was not answered"
-    pairs = ranks.attempt(lambda: [compare_parts(tokenizer, rows[index], answer.said) for index, answer in everywhere])
+    pairs = ranks.attempt(lambda: [compare_parts(tokenizer, rows[index], answer.parts) for index, answer in everywhere])
     scored = _score(metrics, pairs, ranks)
     predictions = tuple(
         Prediction(
@@ -370,7 +370,7 @@ def score_by_generation(
     )
 
 
-def _score(metrics: Sequence[str], pairs: Sequence[tuple[Said, Said]], ranks: Ranks) -> Scored:
+def _score(metrics: Sequence[str], pairs: Sequence[tuple[AnswerParts, AnswerParts]], ranks: Ranks) -> Scored:
     """Return the scores, computed once on rank 0, since library metrics may be slow or not repeatable. Collective."""
     scored = ranks.broadcast(ranks.attempt(lambda: asdict(score_parts(metrics, pairs)) if ranks.first else {}))
     intervals = {name: Interval(**interval) for name, interval in scored["intervals"].items()}

@@ -26,7 +26,7 @@ from sft_play.files import typed_path
 from sft_play.runs.folder import LEAST_ROWS, may_run
 
 if TYPE_CHECKING:
-    from sft_play.data.answers import Said
+    from sft_play.data.answers import AnswerParts
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 DEFAULT_METRICS = ROUGE
@@ -393,7 +393,7 @@ def score_answers(
     return Scored(each=tuple(each), intervals=intervals, warnings=tuple(warnings))
 
 
-def score_parts(names: Sequence[str], pairs: Sequence[tuple[Said, Said]]) -> Scored:
+def score_parts(names: Sequence[str], pairs: Sequence[tuple[AnswerParts, AnswerParts]]) -> Scored:
     """Score (reference, answer) pairs by their words and by their tool calls, each as a line of JSON."""
     shown = [(reference.shown, answer.shown, reference.calls != answer.calls) for reference, answer in pairs]
     references, answers, other = zip(*shown, strict=True)

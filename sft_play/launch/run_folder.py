@@ -267,7 +267,7 @@ def remove_left(run: RunFolder, ranks: range) -> None:
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the events of the user's launches, oldest first. Raise `CheckpointError` where there is none."""
+    """Return the events of the user's launches, oldest first. Raise `CheckpointError` if there are none."""
     defaults: dict[str, Any] = {"num_gpus": None, "deepspeed": None, "fsdp": {}}
     events = [
         event | {"launch": defaults | event["launch"]}

@@ -228,7 +228,7 @@ def _who(rank: int) -> str:
 
 
 def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
-    """Return the outcome by a rank's record of its own end, or of the rank that made it leave."""
+    """Return the outcome from a rank's record of its end, or of the rank that made it leave."""
     rank, error, cause, log = record["rank"], _error(record), record.get("cause"), run.rank_log(record["rank"])
     if "blames" in record:
         what = error.removeprefix("error: ")
@@ -286,7 +286,7 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="not_joined")
     if PATTERNS["port"].search(agent_log):
         text = "error: the port on which the workers meet was taken by another process after it had been found free"
-        hint = "type the same command again; a MASTER_PORT of your own may need to be another"
+        hint = "type the same command again; if you set MASTER_PORT, try another"
         return Outcome(code=LOST, message=f"{text}\n\nhint: {hint}", cause="port")
     words = "\n".join(deque(agent_log.splitlines(), maxlen=15))
     text = (

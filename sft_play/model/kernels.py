@@ -91,7 +91,7 @@ def _row_by_row(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return [1, T, H, D]; only rows longer than the window get a mask, of their own size."""
+    """Return [1, T, H, D]; only rows longer than the window get a mask, each of its size."""
     outputs = []
     scale = states[0].shape[-1] ** -0.5 if scaling is None else scaling
     first = 0 if sinks is None else 1
@@ -163,7 +163,7 @@ class Labels:
     """A chunked head's targets, and its results."""
 
     targets: Tensor
-    """Next tokens [B, P] or [K], `IGNORED` where there is none."""
+    """Next tokens [B, P] or [K], `IGNORED` in other places."""
     weights: Tensor | None
     """Of the targets, of the same shape; `None`: all 1."""
     objective: Objective

@@ -18,8 +18,8 @@ FACTORS: Mapping[str, Factor | None] = {
     "nll": None,
     "dft": torch.exp,  # Wu et al. 2025, arXiv 2508.05629
 }
-"""Word of `train.loss` -> what a token's cross-entropy is multiplied by, as a constant: of the log-probability [N] of the
-targets; none is 1.
+"""Word of `train.loss` -> the constant factor of a token's cross-entropy, from the log-probability [N] of its target;
+other losses have the factor 1.
 """
 
 
@@ -45,7 +45,7 @@ class Objective:
     def total_and_slope(
         self, logs_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None, *, slope: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of log-probabilities without a graph, and its gradient [N, V] for the logits in their place."""
+        """Return the sum of log-probabilities without a graph, and its gradient [N, V] with respect to the logits."""
         index, scale = targets_N.clamp(min=0)[:, None], targets_N != IGNORED
         if weights_N is not None:
             scale = scale * weights_N
@@ -64,7 +64,7 @@ class Objective:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum; its gradient takes the place of the log-probabilities, so that it needs no more than cross-entropy does."""
+    """The sum; its gradient replaces the log-probabilities, so that it needs as much memory as cross-entropy."""
 
     @staticmethod
     def forward(

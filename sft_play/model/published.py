@@ -42,7 +42,7 @@ from sft_play.plan.shape import TEXT_WITHIN
 
 ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRAINED, CARRIED = "model-trained.safetensors", "model-carried.safetensors"
-"""With carried tensors, the name of the former `ALONE` and of their own file; an index lists both."""
+"""With carried tensors, the file of the trained and that of the carried ones; an index lists both."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

@@ -122,7 +122,7 @@ def _pour(rows: int, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class StepBatch:
     """The batch of an optimizer step."""
 
     slots: tuple[Slots, ...]
@@ -148,7 +148,7 @@ class Batch:
         return steps if len(set(steps)) > 1 else ()
 
 
-def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> Batch:
+def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> StepBatch:
     """Return the batch for ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
 
     `most` is the largest micro-batch; only a typed one may exceed it. The global batch depends on the number of ranks
@@ -166,7 +166,9 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
                 hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
             )
         reason = raised or f"global batch {arithmetic}, as configured"
-        return Batch(slots=((micro_batch, accumulation),) * world, global_batch=rows, reasons={"global batch": reason})
+        return StepBatch(
+            slots=((micro_batch, accumulation),) * world, global_batch=rows, reasons={"global batch": reason}
+        )
     if typed and micro_batch != "auto" and micro_batch > rows_each(rows, world):
         at_once = micro_batch * world
         raise UserError(
@@ -211,7 +213,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         reasons["idle"] = (
             f"{world - rows} of {units} have nothing to do: a step has {rows} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
         )
-    return Batch(slots=tuple((micro, steps) for micro in micros), global_batch=rows, reasons=reasons)
+    return StepBatch(slots=tuple((micro, steps) for micro in micros), global_batch=rows, reasons=reasons)
 
 
 def rows_each(rows: int, world: int) -> int:
@@ -240,7 +242,7 @@ def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -
     )
 
 
-def halve_batch(batch: Batch, halvings: int, unit: str = "device") -> Batch:
+def halve_batch(batch: StepBatch, halvings: int, unit: str = "device") -> StepBatch:
     """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times (B10).
 
     The global batch and the rows of each step stay the same; even a typed micro-batch is halved. No rank goes below one

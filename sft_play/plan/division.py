@@ -13,8 +13,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import UserError
 from sft_play.plan import choices
 from sft_play.plan.batch import (
-    Batch,
     Cost,
+    StepBatch,
     choose_batch,
     equal_shares,
     even_micro_batches,
@@ -48,7 +48,7 @@ class Division:
     """How rows become micro-batches."""
 
     setup: Setup
-    batch: Batch
+    batch: StepBatch
     packs: Packs | None = None
     """`None` without packing."""
 
@@ -161,13 +161,13 @@ def rows_data(request: Request, division: Division) -> Data:
     return Data(row_tokens=each, longest=max(each, packs.longest), label_share=labels / tokens, inside=packs.row_tokens)
 
 
-def _padding(request: Request, division: Division, batch: Batch) -> float:
+def _padding(request: Request, division: Division, batch: StepBatch) -> float:
     """Return the share of tokens that padding would take."""
     data = rows_data(request, division)
     return 1 - data.row_tokens / data.padded_tokens(max(batch.micro_batches))
 
 
-def _with_layout(request: Request, setup: Setup, batch: Batch, reasons: dict[str, str]) -> Setup:
+def _with_layout(request: Request, setup: Setup, batch: StepBatch, reasons: dict[str, str]) -> Setup:
     """Return the setup with the layout of its rows.
 
     Rows are flattened where that is exact and fits, unless it needs a mask over all rows and saves little padding.
@@ -208,7 +208,7 @@ def _packed(config: Config, setup: Setup, packs: Packs | None) -> Setup:
     return replace(setup, pack_tokens=limit, layout="flattened", row_tokens=longest, label_share=share)
 
 
-def choose_packing(request: Request, setup: Setup, plain: Batch, reasons: dict[str, str]) -> Division:
+def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: dict[str, str]) -> Division:
     """Return how rows become micro-batches, with the reasons. Raise `UserError`.
 
     `setup` is packed already where `train.packing` is `on`.

@@ -85,7 +85,7 @@ class Hardware:
     driver_cuda: str | None = None
     """The newest CUDA that the driver supports, such as `13.0`."""
     unused: str = ""
-    """Why a GPU of this machine is not used; empty where there is none."""
+    """Why a GPU of this machine is not used; empty if all are."""
 
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")

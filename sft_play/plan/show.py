@@ -233,7 +233,7 @@ def show_speed(plan: Plan) -> list[str]:
 
 
 def _communication(plan: Plan) -> list[str]:
-    """Return a line about communication in a step; empty where there is none."""
+    """Return a line about communication in a step; empty if ranks do not communicate."""
     seconds, share = plan.communication_seconds, plan.communication_share
     if seconds is None or share == 0:
         return []

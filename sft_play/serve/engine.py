@@ -20,8 +20,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from sft_play.errors import UserError
 from sft_play.evaluation.generation import (
+    AnswerBatch,
     AnswerSettings,
-    Batch,
     admit,
     advance,
     context_length,
@@ -57,7 +57,7 @@ class Sampling:
     stops: tuple[str, ...] = ()
     """Texts that end the answer and are no part of it."""
     logprobs: int | None = None
-    """How many likeliest tokens are told beside each one; `None` for no log-probabilities."""
+    """Number of likeliest tokens that are reported with each token; `None` for no log-probabilities."""
     grammar: str | None = None
     """What the answer keeps to."""
 
@@ -154,9 +154,9 @@ class Answering:
         how = self.sampling
         sorted_V, order_V = (scores_V.float().cpu() / how.temperature).sort(descending=True)
         share_V = sorted_V.softmax(-1)
-        kept = int(((share_V.cumsum(-1) - share_V) < how.top_p).sum())
-        kept = min(kept, how.top_k) if how.top_k else kept
-        return int(order_V[torch.multinomial(share_V[:kept], 1, generator=self._random)])
+        candidates = int(((share_V.cumsum(-1) - share_V) < how.top_p).sum())
+        candidates = min(candidates, how.top_k) if how.top_k else candidates
+        return int(order_V[torch.multinomial(share_V[:candidates], 1, generator=self._random)])
 
 
 def _chosen(raw_V: Tensor, token: int, likeliest: int) -> Chosen:
@@ -221,7 +221,7 @@ class Engine:
         return LLMatcher(self._schema_tokenizer(), answering.sampling.grammar)
 
     def _run(self) -> None:
-        batch: Batch | None = None
+        batch: AnswerBatch | None = None
         with torch.no_grad():
             while not self._stopped:
                 try:
@@ -236,7 +236,7 @@ class Engine:
                         answering.fail(why)
                     self._live.clear()
 
-    def _step(self, batch: Batch | None) -> Batch | None:
+    def _step(self, batch: AnswerBatch | None) -> AnswerBatch | None:
         """Let waiting requests in and generate until the batch is to be changed."""
         generation = generation_settings(self.tokenizer, AnswerSettings(), room=1)
         device = self.model.device
@@ -263,7 +263,7 @@ class Engine:
         self._refills = self._refills if batch is None else refillable(batch.cache)
         return batch
 
-    def _taken(self, batch: Batch | None) -> dict[int, Answering]:
+    def _taken(self, batch: AnswerBatch | None) -> dict[int, Answering]:
         """Return requests that have room now, under new numbers; wait for one where there is nothing to do."""
         taken: dict[int, Answering] = {}
         room = self._at_once if batch is None else self.room_in(batch)
@@ -278,7 +278,7 @@ class Engine:
                 answering.begin(self._matcher(answering))
         return taken
 
-    def room_in(self, batch: Batch) -> int:
+    def room_in(self, batch: AnswerBatch) -> int:
         """Return how many requests may join the batch when it is interrupted."""
         return self._at_once - len(batch.places) if self._refills else 0
 
@@ -306,7 +306,7 @@ class _Choice(LogitsProcessor):  # type: ignore[misc]
 class _Interrupt(StoppingCriteria):  # type: ignore[misc]
     """Ends `generate` where an answer has ended, or where a request waits that may join."""
 
-    def __init__(self, engine: Engine, batch: Batch, rows: Sequence[Answering]) -> None:
+    def __init__(self, engine: Engine, batch: AnswerBatch, rows: Sequence[Answering]) -> None:
         self.engine, self.batch, self.rows = engine, batch, rows
         self.has_room = engine.room_in(batch) > 0
 

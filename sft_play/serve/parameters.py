@@ -47,9 +47,9 @@ def only(*values: Any) -> Check:
     """Take what changes nothing here, and refuse what would."""
 
     def check(value: Any) -> Any:
-        if not any(type(value) is type(one) and value == one for one in values):
+        if not any(type(value) is type(allowed) and value == allowed for allowed in values):
             raise ValueError(
-                " or ".join(f"`{one}`".replace("True", "true").replace("False", "false") for one in values)
+                " or ".join(f"`{allowed}`".replace("True", "true").replace("False", "false") for allowed in values)
             )
         return value
 
@@ -139,8 +139,8 @@ LONGEST_TEMPLATE_VALUE = 64
 def _template_variables(value: Any) -> dict[str, Any]:
     """Take short values of known names: a request that brings a template would run it, for ever and in C."""
     short = isinstance(value, dict) and all(
-        one is None or (isinstance(one, bool | int | float | str) and len(str(one)) <= LONGEST_TEMPLATE_VALUE)
-        for one in value.values()
+        item is None or (isinstance(item, bool | int | float | str) and len(str(item)) <= LONGEST_TEMPLATE_VALUE)
+        for item in value.values()
     )
     if not short or value.keys() - TEMPLATE_VARIABLES:
         raise ValueError(f"{', '.join(sorted(TEMPLATE_VARIABLES))}, each a short text, number or true")
@@ -222,16 +222,16 @@ def read_parameters(path: str, body: Any) -> dict[str, Any]:
     """Return the parameters of a request that are not null. Raise `Refused` for the first that is not taken."""
     if not isinstance(body, dict):
         raise Refused("the request's body is not a JSON object")
-    checks, found = ENDPOINTS[path], {}
+    checks, parameters = ENDPOINTS[path], {}
     for name, value in body.items():
         if name not in checks:
             raise Refused(f"`{name}` is not a parameter of `{path}` here", param=name, code="unknown_parameter")
         if value is not None:
             try:
-                found[name] = checks[name](value)
+                parameters[name] = checks[name](value)
             except ValueError as error:
                 raise Refused(f"`{name}` is `{_short(value)}`; expected {error}", param=name) from None
-    return found
+    return parameters
 
 
 def require(parameters: Mapping[str, Any], name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Requests read into answers to be made, and answers written as OpenAI's API has them: at once, or piece by piece."""
+"""Read requests of OpenAI's API, and write their answers as it does: at once, or piece by piece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.answers import OPEN, Said, marks_of, parts_of
+from sft_play.data.answers import OPEN, AnswerParts, marks_of, parts_of
 from sft_play.data.turns import chat_turns, tools_of
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
@@ -18,12 +18,12 @@ from sft_play.serve.engine import Answering, Engine, Sampling
 from sft_play.serve.parameters import Refused, read_parameters, require
 
 DEFAULT_TOKENS = 1024
-"""Of an answer where the request does not say."""
+"""Maximum tokens of an answer whose request sets none."""
 Event = Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
-class Job:
+class Completion:
     """A request: its answers, and how they are written."""
 
     id: str
@@ -34,7 +34,7 @@ class Job:
     stream: bool
     usage: bool
     """Whether a stream ends with the numbers of tokens."""
-    parse: Callable[[Sequence[int]], Said]
+    parse: Callable[[Sequence[int]], AnswerParts]
     called: bool
     """Whether calls are calls of functions that the request offers."""
     tokenizer: Any
@@ -42,8 +42,8 @@ class Job:
     prompts: list[list[int]] = field(default_factory=list)
 
 
-def read_job(engine: Engine, path: str, body: Any, name: str, notify: Callable[[], None]) -> Job:
-    """Return what a request asks for. Raise `Refused`."""
+def read_completion(engine: Engine, path: str, body: Any, name: str, notify: Callable[[], None]) -> Completion:
+    """Return what a request asks for, and raise `Refused` for what cannot be answered."""
     asked = read_parameters(path, body)
     model = require(asked, "model")
     if model != name:
@@ -62,13 +62,13 @@ def read_job(engine: Engine, path: str, body: Any, name: str, notify: Callable[[
     chat = path != "/v1/completions"
     called = chat and bool(asked.get("tools")) and asked.get("tool_choice") != "none"
 
-    def parse(tokens: Sequence[int]) -> Said:
+    def parse(tokens: Sequence[int]) -> AnswerParts:
         if not chat:
-            return Said(tokenizer.decode(tokens, skip_special_tokens=True))
-        said = parts_of(tokenizer, tokens)
-        return marks_of(tokenizer).called(said) if called else said
+            return AnswerParts(tokenizer.decode(tokens, skip_special_tokens=True))
+        parts = parts_of(tokenizer, tokens)
+        return marks_of(tokenizer).called(parts) if called else parts
 
-    job = Job(
+    completion = Completion(
         id=uuid.uuid4().hex,
         created=int(time.time()),
         model=model,
@@ -84,8 +84,8 @@ def read_job(engine: Engine, path: str, body: Any, name: str, notify: Callable[[
         for number in range(asked.get("n", 1)):
             sampling = _sampling(engine, asked, len(prompt), number)
             text_of = lambda tokens: parse(tokens).text  # noqa: E731
-            job.answerings.append(Answering(prompt, sampling, text_of=text_of, notify=notify))
-    return job
+            completion.answerings.append(Answering(prompt, sampling, text_of=text_of, notify=notify))
+    return completion
 
 
 def _sampling(engine: Engine, asked: Mapping[str, Any], prompt: int, number: int) -> Sampling:
@@ -119,13 +119,13 @@ def _sampling(engine: Engine, asked: Mapping[str, Any], prompt: int, number: int
 
 
 def _plain_prompts(engine: Engine, asked: Mapping[str, Any]) -> list[list[int]]:
-    given = require(asked, "prompt")
-    several = [given] if isinstance(given, str) or (isinstance(given, list) and _are_tokens(given)) else given
+    value = require(asked, "prompt")
+    several = [value] if isinstance(value, str) or _are_tokens(value) else value
     vocabulary = len(engine.tokenizer)
     prompts = [
-        engine.tokenizer(one)["input_ids"] if isinstance(one, str) else one
-        for one in (several if isinstance(several, list) else [])
-        if isinstance(one, str) or (_are_tokens(one) and max(one) < vocabulary)
+        engine.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        for prompt in (several if isinstance(several, list) else [])
+        if isinstance(prompt, str) or (_are_tokens(prompt) and max(prompt) < vocabulary)
     ]
     if not prompts or len(prompts) != len(several) or not all(prompts):
         raise Refused("`prompt` is not a text, tokens of the model, or a list of them", param="prompt")
@@ -133,25 +133,25 @@ def _plain_prompts(engine: Engine, asked: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _chat_prompt(engine: Engine, path: str, asked: Mapping[str, Any]) -> list[int]:
     column = "input" if path == "/v1/responses" else "messages"
-    found, tools = require(asked, column), asked.get("tools")
+    messages, tools = require(asked, column), asked.get("tools")
     if column == "input":
-        found, tools = _messages_of(found, asked.get("instructions")), _functions_of(tools)
+        messages, tools = _messages_of(messages, asked.get("instructions")), _functions_of(tools)
     variables = dict(asked.get("chat_template_kwargs", {}))
     if effort := asked.get("reasoning_effort", asked.get("reasoning")):
         if "reasoning_effort" not in str(engine.tokenizer.chat_template):
             raise Refused("this model's chat template does not read `reasoning_effort`", param="reasoning_effort")
         variables["reasoning_effort"] = effort
-    if not found:
+    if not messages:
         raise Refused(f"`{column}` is empty", param=column)
     if asked.get("tool_choice") == "none":
         tools = None
     try:
-        turns = chat_turns(found, column)
+        turns = chat_turns(messages, column)
         if turns[-1]["role"] == "assistant":
             raise Refused("the last message is the assistant's; answers are not continued here", param=column)
         described = tools_of({"tools": tools}) if tools else None
@@ -171,15 +171,15 @@ def _chat_prompt(engine: Engine, path: str, asked: Mapping[str, Any]) -> list[in
     return prompt
 
 
-def _messages_of(found: Any, instructions: str | None) -> Any:
+def _messages_of(value: Any, instructions: str | None) -> Any:
     """Return the messages of `input`: a text, or a list of messages, calls and their results."""
     first = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(found, str):
-        return [*first, {"role": "user", "content": found}]
-    if not isinstance(found, list) or not found:
+    if isinstance(value, str):
+        return [*first, {"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
         raise Refused("`input` is not a text or a list of messages", param="input")
     messages: list[Any] = []
-    for item in found:
+    for item in value:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -203,28 +203,31 @@ def _functions_of(tools: Any) -> Any:
     ]
 
 
-# What is written.
+# Writing answers.
 
 
-def _said(job: Job, answering: Answering) -> tuple[Said, list[dict[str, Any]]]:
+def _parts_of_answer(completion: Completion, answering: Answering) -> tuple[AnswerParts, list[dict[str, Any]]]:
     """Return an answer without the text that stopped it, and its calls; calls that cannot be read are text."""
-    said = job.parse(answering.tokens)
-    cut = min((at for stop in answering.sampling.stops if (at := said.text.find(stop)) >= 0), default=None)
-    said = said if cut is None else said._replace(text=said.text[:cut])
+    parts = completion.parse(answering.tokens)
+    cut = min((at for stop in answering.sampling.stops if (at := parts.text.find(stop)) >= 0), default=None)
+    parts = parts if cut is None else parts._replace(text=parts.text[:cut])
     calls = []
-    for index, text in enumerate(said.calls if job.called else ()):
+    for index, text in enumerate(parts.calls if completion.called else ()):
         try:
             call = json.loads(text)
             calls.append({"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)})
         except (ValueError, TypeError, KeyError):
-            return Said(said.shown, said.thought), []
-        calls[-1]["id"] = f"call_{job.id[:16]}{index}"
-    return (said._replace(calls=()) if calls else Said(said.shown, said.thought)), calls
+            return AnswerParts(parts.shown, parts.thought), []
+        calls[-1]["id"] = f"call_{completion.id[:16]}{index}"
+    return (parts._replace(calls=()) if calls else AnswerParts(parts.shown, parts.thought)), calls
 
 
-def _usage(job: Job) -> dict[str, int]:
-    prompt, made = sum(map(len, job.prompts)), sum(len(answering.tokens) for answering in job.answerings)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+def _usage(completion: Completion) -> dict[str, int]:
+    prompt, answers = (
+        sum(map(len, completion.prompts)),
+        sum(len(answering.tokens) for answering in completion.answerings),
+    )
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
 def _finish(answering: Answering, calls: Sequence[Any]) -> str:
@@ -243,73 +246,79 @@ def _tool_calls(calls: Sequence[Mapping[str, Any]], *, numbered: bool = False) -
     ]
 
 
-def _logprobs(job: Job, answering: Answering, start: int = 0) -> dict[str, Any] | None:
+def _logprobs(completion: Completion, answering: Answering, start: int = 0) -> dict[str, Any] | None:
     """Return the log-probabilities of an answer's tokens from `start` on, in the form of the request's path."""
     if answering.sampling.logprobs is None:
         return None
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = job.tokenizer.decode([token])
+        text = completion.tokenizer.decode([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    found = answering.chosen[start:]
-    if job.path == "/v1/completions":
-        texts = [job.tokenizer.decode([one.token]) for one in found]
-        before = len(job.tokenizer.decode(answering.tokens[:start]))
+    tokens = answering.chosen[start:]
+    if completion.path == "/v1/completions":
+        texts = [completion.tokenizer.decode([chosen.token]) for chosen in tokens]
+        before = len(completion.tokenizer.decode(answering.tokens[:start]))
         return {
             "tokens": texts,
-            "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [{job.tokenizer.decode([t]): p for t, p in one.likeliest} for one in found],
+            "token_logprobs": [chosen.logprob for chosen in tokens],
+            "top_logprobs": [{completion.tokenizer.decode([t]): p for t, p in chosen.likeliest} for chosen in tokens],
             "text_offset": [before + sum(map(len, texts[:index])) for index in range(len(texts))],
         }
     return {
         "content": [
-            entry(one.token, one.logprob) | {"top_logprobs": [entry(*likely) for likely in one.likeliest]}
-            for one in found
+            entry(chosen.token, chosen.logprob) | {"top_logprobs": [entry(*likely) for likely in chosen.likeliest]}
+            for chosen in tokens
         ],
         "refusal": None,
     }
 
 
-def reply(job: Job) -> dict[str, Any]:
-    """Return the whole answer to a request whose answers are all made."""
-    if job.path == "/v1/responses":
-        return _response(job, "completed", _items(job, *_said(job, job.answerings[0])))
+def reply(completion: Completion) -> dict[str, Any]:
+    """Return the reply to a request whose answers are complete."""
+    if completion.path == "/v1/responses":
+        return _response(
+            completion, "completed", _items(completion, *_parts_of_answer(completion, completion.answerings[0]))
+        )
     choices = []
-    for index, answering in enumerate(job.answerings):
-        said, calls = _said(job, answering)
-        choice = {"index": index, "finish_reason": _finish(answering, calls), "logprobs": _logprobs(job, answering)}
-        if job.path == "/v1/completions":
-            choices.append(choice | {"text": said.text})
+    for index, answering in enumerate(completion.answerings):
+        parts, calls = _parts_of_answer(completion, answering)
+        choice = {
+            "index": index,
+            "finish_reason": _finish(answering, calls),
+            "logprobs": _logprobs(completion, answering),
+        }
+        if completion.path == "/v1/completions":
+            choices.append(choice | {"text": parts.text})
             continue
-        message: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not calls else None}
+        message: dict[str, Any] = {"role": "assistant", "content": parts.text if parts.text or not calls else None}
         message |= {"tool_calls": _tool_calls(calls)} if calls else {}
-        message |= {"reasoning_content": said.thought} if said.thought else {}
+        message |= {"reasoning_content": parts.thought} if parts.thought else {}
         choices.append(choice | {"message": message})
-    return _head(job, chunk=False) | {"choices": choices, "usage": _usage(job)}
+    return _head(completion, chunk=False) | {"choices": choices, "usage": _usage(completion)}
 
 
-def _head(job: Job, *, chunk: bool) -> dict[str, Any]:
-    chat = job.path == "/v1/chat/completions"
+def _head(completion: Completion, *, chunk: bool) -> dict[str, Any]:
+    chat = completion.path == "/v1/chat/completions"
     kind = "text_completion" if not chat else "chat.completion.chunk" if chunk else "chat.completion"
     return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{job.id}",
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{completion.id}",
         "object": kind,
-        "created": job.created,
-        "model": job.model,
+        "created": completion.created,
+        "model": completion.model,
     }
 
 
-def _response(job: Job, status: str, output: Sequence[Event]) -> dict[str, Any]:
-    answering = job.answerings[0]
+def _response(completion: Completion, status: str, output: Sequence[Event]) -> dict[str, Any]:
+    answering = completion.answerings[0]
     cut = status == "completed" and answering.finish == "length"
-    usage = _usage(job)
+    usage = _usage(completion)
     return {
-        "id": f"resp_{job.id}",
+        "id": f"resp_{completion.id}",
         "object": "response",
-        "created_at": job.created,
+        "created_at": completion.created,
         "status": "incomplete" if cut else status,
-        "model": job.model,
+        "model": completion.model,
         "output": list(output),
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -331,14 +340,14 @@ def _response(job: Job, status: str, output: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _items(job: Job, said: Said, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _items(completion: Completion, parts: AnswerParts, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the items of `output`: a thought, the message, calls."""
     items: list[dict[str, Any]] = []
-    if said.thought:
-        content = [{"type": "reasoning_text", "text": said.thought}]
-        items.append({"id": f"rs_{job.id}", "type": "reasoning", "summary": [], "content": content})
-    if said.text or not calls:
-        items.append(_message(job, "completed", [_part(said.text)]))
+    if parts.thought:
+        content = [{"type": "reasoning_text", "text": parts.thought}]
+        items.append({"id": f"rs_{completion.id}", "type": "reasoning", "summary": [], "content": content})
+    if parts.text or not calls:
+        items.append(_message(completion, "completed", [_part(parts.text)]))
     for call in calls:
         items.append(
             {
@@ -353,8 +362,8 @@ def _items(job: Job, said: Said, calls: Sequence[Mapping[str, Any]]) -> list[dic
     return items
 
 
-def _message(job: Job, status: str, content: list[Any]) -> dict[str, Any]:
-    return {"id": f"msg_{job.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+def _message(completion: Completion, status: str, content: list[Any]) -> dict[str, Any]:
+    return {"id": f"msg_{completion.id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -362,70 +371,70 @@ def _part(text: str) -> dict[str, Any]:
 
 
 class Pieces:
-    """What of a growing answer can be sent: text that can no longer turn out to be a mark or a stop."""
+    """The parts of a growing answer that can be sent: text that cannot become a mark or a stop any more."""
 
-    def __init__(self, job: Job, answering: Answering) -> None:
-        self.job, self.answering = job, answering
+    def __init__(self, completion: Completion, answering: Answering) -> None:
+        self.completion, self.answering = completion, answering
         self.text = self.thought = ""
-        """What was sent."""
-        self._seen = self._told = 0
+        """Sent so far."""
+        self._seen = self._sent = 0
 
     def next(self) -> tuple[str, str, int]:
-        """Return the new text, the new thought, and from which token on the log-probabilities were not sent yet."""
-        answering, job, start = self.answering, self.job, self._told
+        """Return the new text, the new thought, and the first token whose log-probabilities were not sent yet."""
+        answering, completion, start = self.answering, self.completion, self._sent
         if not answering.done and len(answering.tokens) == self._seen:
             return "", "", start
         tokens = list(answering.tokens)
         self._seen = len(tokens)
         if answering.done:
-            said = _said(job, answering)[0]
+            parts = _parts_of_answer(completion, answering)[0]
         elif self._holds(tokens):
             return "", "", start
         else:
-            said = job.parse(tokens)
-            said = said._replace(text=_certain(said.text, (*answering.sampling.stops, *self._opening())))
-        text, self.text = _rest(said.text, self.text)
-        thought, self.thought = _rest(said.thought.removesuffix("\ufffd"), self.thought)
+            parts = completion.parse(tokens)
+            parts = parts._replace(text=_certain(parts.text, (*answering.sampling.stops, *self._opening())))
+        text, self.text = _rest(parts.text, self.text)
+        thought, self.thought = _rest(parts.thought.removesuffix("\ufffd"), self.thought)
         if text or answering.done:
-            self._told = len(answering.chosen)
+            self._sent = len(answering.chosen)
         return text, thought, start
 
     def _holds(self, tokens: Sequence[int]) -> bool:
-        """Whether nothing can be sent: a mark has only begun, or a call is told from text by its end alone."""
-        if self.job.path == "/v1/completions":
+        """Return whether nothing can be sent: a mark is incomplete, or only its end distinguishes a call from text."""
+        if self.completion.path == "/v1/completions":
             return False
-        marks = marks_of(self.job.tokenizer)
-        return marks.awaits(self.job.tokenizer.decode(tokens)) or bool(
-            self.job.called and marks.form and not marks.form.opening
+        marks = marks_of(self.completion.tokenizer)
+        return marks.awaits(self.completion.tokenizer.decode(tokens)) or bool(
+            self.completion.called and marks.form and not marks.form.opening
         )
 
     def _opening(self) -> tuple[str, ...]:
-        form = marks_of(self.job.tokenizer).form if self.job.called else None
+        form = marks_of(self.completion.tokenizer).form if self.completion.called else None
         return (form.opening,) if form and form.opening else ()
 
 
 def _certain(text: str, stops: Sequence[str]) -> str:
-    """Return a text without what may be the beginning of a stop, or of a letter whose other bytes are to come."""
+    """Return a text without the possible beginning of a stop or of a character whose other bytes follow."""
     text = text.removesuffix("\ufffd")
-    held = max(
+    begun = max(
         (n for stop in stops for n in range(1, len(stop) + 1) if text.endswith(stop[:n])),
         default=0,
     )
-    found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
-    return text[: min(found, len(text) - held)]
+    complete = min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
+    return text[: min(complete, len(text) - begun)]
 
 
 def _rest(text: str, sent: str) -> tuple[str, str]:
     return (text[len(sent) :], text) if text.startswith(sent) else ("", sent)
 
 
-def chunks(job: Job, pieces: Sequence[Pieces], begun: bool) -> Iterator[Event]:
-    """Yield what can be sent now of a stream of completions; `begun`: not for the first time."""
-    chat = job.path == "/v1/chat/completions"
+def chunks(completion: Completion, pieces: Sequence[Pieces], begun: bool) -> Iterator[Event]:
+    """Yield what can be sent now of a stream of completions; `begun` after the first call."""
+    chat = completion.path == "/v1/chat/completions"
 
     def chunk(index: int, content: dict[str, Any], **others: Any) -> Event:
         choice = {"index": index, "finish_reason": None, "logprobs": None, **others}
-        return _head(job, chunk=True) | {"choices": [choice | ({"delta": content} if chat else content)]}
+        return _head(completion, chunk=True) | {"choices": [choice | ({"delta": content} if chat else content)]}
 
     for index, piece in enumerate(pieces):
         if chat and not begun:
@@ -435,31 +444,31 @@ def chunks(job: Job, pieces: Sequence[Pieces], begun: bool) -> Iterator[Event]:
             yield chunk(index, {"reasoning_content": thought})
         if text:
             content = {"content": text} if chat else {"text": text}
-            yield chunk(index, content, logprobs=_logprobs(job, piece.answering, start))
+            yield chunk(index, content, logprobs=_logprobs(completion, piece.answering, start))
 
 
-def last_chunks(job: Job, index: int) -> Iterator[Event]:
-    """Yield the end of one answer in a stream of completions."""
-    chat = job.path == "/v1/chat/completions"
-    answering = job.answerings[index]
-    _, calls = _said(job, answering)
+def last_chunks(completion: Completion, index: int) -> Iterator[Event]:
+    """Yield the end of an answer in a stream of completions."""
+    chat = completion.path == "/v1/chat/completions"
+    answering = completion.answerings[index]
+    _, calls = _parts_of_answer(completion, answering)
     choice: dict[str, Any] = {"index": index, "logprobs": None}
     if calls and chat:
         delta = {"tool_calls": _tool_calls(calls, numbered=True)}
-        yield _head(job, chunk=True) | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
+        yield _head(completion, chunk=True) | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
     empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-    yield _head(job, chunk=True) | {"choices": [choice | empty | {"finish_reason": _finish(answering, calls)}]}
+    yield _head(completion, chunk=True) | {"choices": [choice | empty | {"finish_reason": _finish(answering, calls)}]}
 
 
-def usage_chunk(job: Job) -> Event:
-    return _head(job, chunk=True) | {"choices": [], "usage": _usage(job)}
+def usage_chunk(completion: Completion) -> Event:
+    return _head(completion, chunk=True) | {"choices": [], "usage": _usage(completion)}
 
 
 class ResponseEvents:
-    """The events of a streamed response, numbered."""
+    """The numbered events of a streamed response."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.piece = job, Pieces(job, job.answerings[0])
+    def __init__(self, completion: Completion) -> None:
+        self.completion, self.piece = completion, Pieces(completion, completion.answerings[0])
         self._number, self._opened = -1, False
 
     def _event(self, kind: str, **parts: Any) -> Event:
@@ -467,7 +476,7 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number, **parts}
 
     def begin(self) -> Iterator[Event]:
-        started = _response(self.job, "in_progress", [])
+        started = _response(self.completion, "in_progress", [])
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
 
@@ -476,17 +485,17 @@ class ResponseEvents:
         text, _, _ = self.piece.next()
         if not text:
             return
-        place = {"item_id": f"msg_{self.job.id}", "output_index": 0, "content_index": 0}
+        place = {"item_id": f"msg_{self.completion.id}", "output_index": 0, "content_index": 0}
         if not self._opened:
             self._opened = True
-            opened = _message(self.job, "in_progress", [])
+            opened = _message(self.completion, "in_progress", [])
             yield self._event("response.output_item.added", output_index=0, item=opened)
             yield self._event("response.content_part.added", part=_part(""), **place)
         yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
 
     def end(self) -> Iterator[Event]:
-        """Yield the items as they are at the end: the message first, which was streamed."""
-        items = _items(self.job, *_said(self.job, self.job.answerings[0]))
+        """Yield the final items, the message first, since it was streamed."""
+        items = _items(self.completion, *_parts_of_answer(self.completion, self.completion.answerings[0]))
         items.sort(key=lambda item: item["type"] != "message")
         for index, item in enumerate(items):
             if item["type"] == "message" and self._opened:
@@ -505,6 +514,6 @@ class ResponseEvents:
                     arguments=item["arguments"],
                 )
             yield self._event("response.output_item.done", output_index=index, item=item)
-        cut = self.job.answerings[0].finish == "length"
+        cut = self.completion.answerings[0].finish == "length"
         kind = "response.incomplete" if cut else "response.completed"
-        yield self._event(kind, response=_response(self.job, "completed", items))
+        yield self._event(kind, response=_response(self.completion, "completed", items))

@@ -37,7 +37,7 @@ from sft_play.text import tell
 if TYPE_CHECKING:
     from sft_play.config.call import Call
     from sft_play.serve.engine import Engine
-    from sft_play.serve.replies import Job
+    from sft_play.serve.replies import Completion
 
 DEFAULT_PORT = 8000
 SECONDS_TO_END = 5
@@ -73,9 +73,9 @@ def main(call: Call) -> int:
             (model, tokenizer), at_once = use.load_for_use(run, weights), Plan.load(run.plan).eval_batch_size
         else:
             name = name_for_clients(Path(plain or "").resolve().name)
-            config, found = use.find_plain(call, plain or "")
+            config, folder = use.find_plain(call, plain or "")
             tell(f"loading {name} ...")
-            (model, tokenizer), at_once = use.load_plain(config, found), AT_ONCE
+            (model, tokenizer), at_once = use.load_plain(config, folder), AT_ONCE
     template_sha256(tokenizer)  # in a request nothing would end a template that never does
     from sft_play.serve.engine import Engine
 
@@ -218,7 +218,7 @@ def _error(refused: Any) -> Response:
 
 async def _answer(engine: Engine, name: str, request: Request, body: Any) -> Response:
     from sft_play.serve.parameters import Refused
-    from sft_play.serve.replies import read_job, reply
+    from sft_play.serve.replies import read_completion, reply
 
     loop, grown = asyncio.get_running_loop(), asyncio.Event()
 
@@ -226,13 +226,13 @@ async def _answer(engine: Engine, name: str, request: Request, body: Any) -> Res
         with contextlib.suppress(RuntimeError):  # the server has ended
             loop.call_soon_threadsafe(grown.set)
 
-    job = read_job(engine, request.url.path, body, name, notify)
-    for answering in job.answerings:
+    completion = read_completion(engine, request.url.path, body, name, notify)
+    for answering in completion.answerings:
         engine.submit(answering)
-    if job.stream:
-        return StreamingResponse(_stream(job, grown), media_type="text/event-stream")
+    if completion.stream:
+        return StreamingResponse(_stream(completion, grown), media_type="text/event-stream")
     try:
-        while not all(answering.done for answering in job.answerings):
+        while not all(answering.done for answering in completion.answerings):
             grown.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(grown.wait(), SECONDS_BETWEEN_LOOKS)
@@ -240,24 +240,24 @@ async def _answer(engine: Engine, name: str, request: Request, body: Any) -> Res
             if await request.is_disconnected():
                 break
     finally:
-        _cancel(job)
-    if error := next((answering.error for answering in job.answerings if answering.error), None):
+        _cancel(completion)
+    if error := next((answering.error for answering in completion.answerings if answering.error), None):
         raise Refused(error, status=503)
-    return JSONResponse(reply(job))
+    return JSONResponse(reply(completion))
 
 
-def _cancel(job: Job) -> None:
-    for answering in job.answerings:
+def _cancel(completion: Completion) -> None:
+    for answering in completion.answerings:
         answering.cancelled = answering.cancelled or not answering.done
 
 
-async def _stream(job: Job, grown: asyncio.Event) -> AsyncIterator[str]:
+async def _stream(completion: Completion, grown: asyncio.Event) -> AsyncIterator[str]:
     """Yield server-sent events until all answers of a request are made."""
     from sft_play.serve.parameters import Refused
     from sft_play.serve.replies import Pieces, ResponseEvents, chunks, last_chunks, usage_chunk
 
-    events = ResponseEvents(job) if job.path == "/v1/responses" else None
-    pieces = [Pieces(job, answering) for answering in job.answerings]
+    events = ResponseEvents(completion) if completion.path == "/v1/responses" else None
+    pieces = [Pieces(completion, answering) for answering in completion.answerings]
     begun, ended = False, [False] * len(pieces)
     try:
         for event in events.begin() if events else ():
@@ -265,24 +265,24 @@ async def _stream(job: Job, grown: asyncio.Event) -> AsyncIterator[str]:
         while not all(ended):
             await grown.wait()
             grown.clear()
-            done = [answering.done for answering in job.answerings]
-            if error := next((answering.error for answering in job.answerings if answering.error), None):
+            done = [answering.done for answering in completion.answerings]
+            if error := next((answering.error for answering in completion.answerings if answering.error), None):
                 yield _line(Refused(error, status=503).body)
                 return
-            for event in events.grown() if events else chunks(job, pieces, begun):
+            for event in events.grown() if events else chunks(completion, pieces, begun):
                 yield _line(event, named=events is not None)
             begun = True
             for index, is_done in enumerate(done):
                 if is_done and not ended[index]:
                     ended[index] = True
-                    for event in events.end() if events else last_chunks(job, index):
+                    for event in events.end() if events else last_chunks(completion, index):
                         yield _line(event, named=events is not None)
-        if job.usage:
-            yield _line(usage_chunk(job))
+        if completion.usage:
+            yield _line(usage_chunk(completion))
         if events is None:
             yield "data: [DONE]\n\n"
     finally:
-        _cancel(job)
+        _cancel(completion)
 
 
 def _line(event: Any, *, named: bool = False) -> str:

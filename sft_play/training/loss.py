@@ -109,20 +109,20 @@ def train_loader(
 
 
 def step_totals(ranks: Ranks, batches: list[Batch], *, together: bool) -> Tensor:
-    """Return the weight of an optimizer step's label tokens over all ranks (1 where there are none), and mark the
+    """Return the weight of an optimizer step's label tokens over all ranks (1 without any), and mark the
     micro-batches that are left out.
 
-    Where ranks make every micro-step `together`, only those empty on every rank. Else all that are empty on this one,
-    but the last, in which gradients meet. One small collective operation: [weight, rows of micro-step 0, rows of
-    micro-step 1, ...]; a single process waits for nothing.
+    If ranks make every micro-step `together`, those are left out that are empty on every rank; otherwise all that are
+    empty on this one except the last, in which gradients are reduced. One small collective operation: [weight,
+    rows of micro-step 0, rows of micro-step 1, ...]; a single process needs none.
     """
     weights = [label_weight(batch) for batch in batches if batch["rows"]]
     weight = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.double, device=ranks.device)
     rows = [len(batch["rows"]) for batch in batches]
     if ranks.world > 1:
         totals = ranks.total(torch.cat([weight[None].to(ranks.device), torch.tensor(rows).to(ranks.device)]))
-        weight, found = totals[0] / ranks.copies, totals[1:].tolist()
-        rows = found if together else rows[:-1] + found[-1:]
+        weight, all_rows = totals[0] / ranks.copies, totals[1:].tolist()
+        rows = all_rows if together else rows[:-1] + all_rows[-1:]
     for batch, count in zip(batches, rows, strict=True):
         batch[IDLE] = count == 0
     return torch.where(weight > 0, weight, 1.0).float()

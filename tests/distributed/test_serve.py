@@ -146,7 +146,10 @@ def test_an_answer_keeps_to_a_json_schema(client: openai.OpenAI, chat: Any) -> N
         found = chat(response_format=form, max_tokens=300, **more).choices[0]
         review = json.loads(found.message.content)
         assert found.finish_reason == "stop" and review["label"] in ("good", "bad") and review["count"] <= 9
-    assert isinstance(json.loads(chat(response_format={"type": "json_object"}).choices[0].message.content), dict)
+    free = chat(response_format={"type": "json_object"}).choices[0]
+    # Nothing makes an untrained model close a text of any length before it has no room for more.
+    assert free.finish_reason == "length" or isinstance(json.loads(free.message.content), dict)
+    assert free.message.content.lstrip().startswith("{")
     form = {"format": {"type": "json_schema", "name": "review", "schema": SCHEMA}}
     assert json.loads(client.responses.create(model="demo", input="a", text=form).output_text).keys() == {
         "label",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.answers import Marks, Said, marks_of, parts_of
+from sft_play.data.answers import AnswerParts, Marks, marks_of, parts_of
 from tests.chat_families import CHAT_FAMILIES, TOOL, asked, call, save_family
 from tests.chat_tokenizers import load_with, rows_of
 
@@ -20,7 +20,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: load_with(save_family(folder / name, name), family.named) for name, family in CHAT_FAMILIES.items()}
 
 
-def learnt(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> Said:
+def learnt(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> AnswerParts:
     """Returns the parts of what a row learns of its last answer."""
     row = rows_of(tokenizer, messages, tools)[-1]
     return parts_of(tokenizer, row.input_ids[len(row.prompt_ids) : -1])
@@ -35,20 +35,20 @@ CALLING = [name for name, family in CHAT_FAMILIES.items() if family.tools]
     "words", ["Oslo", '{"label": "a", "score": 1}', '{"name": "Bob", "parameters": {}}', "a <b> c", "yes\n\nno"]
 )
 def test_a_plain_answer_is_its_words(name: str, words: str, tokenizers: dict[str, Any]) -> None:
-    assert learnt(tokenizers[name], asked("2+2?", content=words)) == Said(words)
+    assert learnt(tokenizers[name], asked("2+2?", content=words)) == AnswerParts(words)
 
 
 @pytest.mark.parametrize("name", THINKING)
 def test_a_thought_is_apart_from_the_words(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     messages = [*asked("2+2?", content="Four."), *asked("3+3?", content="Six.", reasoning_content="Three\nand three.")]
-    assert learnt(tokenizer, messages) == Said("Six.", "Three\nand three.")
+    assert learnt(tokenizer, messages) == AnswerParts("Six.", "Three\nand three.")
 
 
 @pytest.mark.parametrize("name", CHAT_FAMILIES)
 def test_a_thought_within_the_words_is_apart_too(name: str, tokenizers: dict[str, Any]) -> None:
     messages = asked("2+2?", content="<think>\nTwo and two.\n</think>\n\nFour.")
-    assert learnt(tokenizers[name], messages) == Said("Four.", "Two and two.")
+    assert learnt(tokenizers[name], messages) == AnswerParts("Four.", "Two and two.")
     assert marks_of(tokenizers[name]).cut(messages[1]["content"], generated=False).text == "Four."
 
 
@@ -57,37 +57,37 @@ def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any
     tokenizer = tokenizers[name]
     one = '{"name": "add", "arguments": {"a": 2, "of": "x y"}}'
     found = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y")]), [TOOL])
-    assert marks_of(tokenizer).called(found) == Said("", calls=(one,))
+    assert marks_of(tokenizer).called(found) == AnswerParts("", calls=(one,))
     if name in ("qwen3", "qwen3_5", "mistral"):
         found = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y"), call(ident="abcdefghj")]), [TOOL])
-        assert found == Said("", calls=(one, '{"name": "add", "arguments": {}}'))
+        assert found == AnswerParts("", calls=(one, '{"name": "add", "arguments": {}}'))
     if name in ("qwen3", "qwen3_5"):
         found = learnt(tokenizer, asked("2+2?", content="I add.", tool_calls=[call(a=2, of="x y")]), [TOOL])
-        assert found == Said("I add.", calls=(one,))
+        assert found == AnswerParts("I add.", calls=(one,))
     if name in ("qwen3", "qwen3_5", "gpt_oss"):
         found = learnt(tokenizer, asked("2+2?", reasoning_content="Sum.", tool_calls=[call(a=2, of="x y")]), [TOOL])
-        assert found == Said("", "Sum.", (one,))
+        assert found == AnswerParts("", "Sum.", (one,))
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "said"),
     [
-        ("qwen3", "<think>\nnot done", Said("", "not done")),
-        ("qwen3_5", "not done", Said("", "not done")),
-        ("qwen3_5", "so\n</think>\n\nOslo", Said("Oslo", "so")),
-        ("deepseek_r1", "not done", Said("", "not done")),
-        ("gpt_oss", "<|channel|>analysis<|message|>not done", Said("", "not done")),
-        ("gpt_oss", "<|channel|>final<|message|>say to=functions.add", Said("say to=functions.add")),
+        ("qwen3", "<think>\nnot done", AnswerParts("", "not done")),
+        ("qwen3_5", "not done", AnswerParts("", "not done")),
+        ("qwen3_5", "so\n</think>\n\nOslo", AnswerParts("Oslo", "so")),
+        ("deepseek_r1", "not done", AnswerParts("", "not done")),
+        ("gpt_oss", "<|channel|>analysis<|message|>not done", AnswerParts("", "not done")),
+        ("gpt_oss", "<|channel|>final<|message|>say to=functions.add", AnswerParts("say to=functions.add")),
         (
             "qwen3",
             '<tool_call>{"arguments": {"b":1.0,"a":[true]},"name":"f"}</tool_call>',
-            Said("", calls=('{"name": "f", "arguments": {"a": [true], "b": 1}}',)),
+            AnswerParts("", calls=('{"name": "f", "arguments": {"a": [true], "b": 1}}',)),
         ),
-        ("qwen3", '<tool_call>{"name": "f", }', Said("", calls=('<tool_call>{"name": "f", }',))),
-        ("qwen3", "Oslo<|im_start|>", Said("Oslo")),
+        ("qwen3", '<tool_call>{"name": "f", }', AnswerParts("", calls=('<tool_call>{"name": "f", }',))),
+        ("qwen3", "Oslo<|im_start|>", AnswerParts("Oslo")),
     ],
 )
-def test_what_a_model_may_write(name: str, raw: str, said: Said, tokenizers: dict[str, Any]) -> None:
+def test_what_a_model_may_write(name: str, raw: str, said: AnswerParts, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == said
 
@@ -95,4 +95,4 @@ def test_what_a_model_may_write(name: str, raw: str, said: Said, tokenizers: dic
 def test_a_template_that_writes_nothing_leaves_answers_as_they_are(tmp_path: Path) -> None:
     tokenizer = load_with(save_family(tmp_path / "t", "qwen3"), text="{{ raise_exception('no') }}")
     marks: Marks = marks_of(tokenizer)
-    assert marks.cut(" Oslo ") == Said("Oslo") and marks.form is None
+    assert marks.cut(" Oslo ") == AnswerParts("Oslo") and marks.form is None
