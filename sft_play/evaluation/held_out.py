@@ -284,54 +284,22 @@ def score_by_generation(
         raise ValueError("no rows to answer")
     budget = budget or Budget()
     prompts = [list(row["prompt_ids"]) for row in rows]
-    spread_by = None if budget.seconds is None else budget.seed
-    answers: list[tuple[int, Answer]] = []
-    failure: Exception | None = None
-    # With collectives or a budget the ranks meet before each batch, so none may leave alone.
-    together_only = synced or budget.seconds is not None
     started = budget.clock()
-    enough = stop.asked_here if stop else None
     if stop:
         stop.begin_evaluation()
-    with _ready_to_generate(model, synced=synced, alive=alive) as ready:
-        settings = settings_for(ready, settings, longest=max(map(len, prompts)))
-        together = (
-            share_size(len(rows), settings.batch_size)
-            if refills(ready, settings, synced=synced)
-            else settings.batch_size
-        )
-        lengths = [len(prompt) for prompt in prompts]
-        mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
-        for turn in range(rounds):
-            if stop and together_only:
-                stop.between_batches()
-            elif stop and stop.asked_here():
-                break
-            if budget.over(started, turn, ranks):
-                break
-            batch = mine[turn] if turn < len(mine) and failure is None else []
-            if not batch and not synced:
-                continue
-            # Every forward pass is a collective, so ranks that are out of batches run a dummy.
-            asked = [prompts[index] for index in batch] or [prompts[0][:1]]
-            try:
-                batch_answers = answer_batch(
-                    ready,
-                    tokenizer,
-                    asked,
-                    settings,
-                    device=ranks.device,
-                    synced=synced and ranks.world > 1,
-                    enough=enough,
-                )
-            except Exception as error:
-                if ranks.world == 1 or synced or ran_out_of_memory(error):
-                    raise
-                failure = error
-                continue
-            answers += zip(batch, batch_answers[: len(batch)], strict=True)
-            if progress:
-                progress(turn + 1, rounds)
+    answers, failure = _answers_here(
+        model,
+        tokenizer,
+        prompts,
+        settings,
+        budget=budget,
+        started=started,
+        ranks=ranks,
+        synced=synced,
+        progress=progress,
+        stop=stop,
+        alive=alive,
+    )
     if stop:
         stop.after_batches()
     if problem := ranks.first_problem(named(failure) if failure else None):
@@ -368,6 +336,65 @@ def score_by_generation(
             *_warnings(predictions, list(scored.intervals), asked=len(rows), seconds=budget.seconds),
         ),
     )
+
+
+def _answers_here(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: AnswerSettings,
+    *,
+    budget: Budget,
+    started: float,
+    ranks: Ranks,
+    synced: bool,
+    progress: Show | None,
+    stop: StopOnRequest | None,
+    alive: Callable[[], None] | None,
+) -> tuple[list[tuple[int, Answer]], Exception | None]:
+    """Return this rank's answers, each with the index of its prompt, and the failure after which it made no more."""
+    answers: list[tuple[int, Answer]] = []
+    failure: Exception | None = None
+    # With collectives or a budget the ranks meet before each batch, so none may leave alone.
+    together_only = synced or budget.seconds is not None
+    with _ready_to_generate(model, synced=synced, alive=alive) as ready:
+        lengths = [len(prompt) for prompt in prompts]
+        settings = settings_for(ready, settings, longest=max(lengths))
+        refilled = refills(ready, settings, synced=synced)
+        together = share_size(len(prompts), settings.batch_size) if refilled else settings.batch_size
+        spread_by = None if budget.seconds is None else budget.seed
+        mine, rounds = share_batches(lengths, together, *ranks.model, spread_by=spread_by)
+        for turn in range(rounds):
+            if stop and together_only:
+                stop.between_batches()
+            elif stop and stop.asked_here():
+                break
+            if budget.over(started, turn, ranks):
+                break
+            batch = mine[turn] if turn < len(mine) and failure is None else []
+            if not batch and not synced:
+                continue
+            # Every forward pass is a collective, so ranks that are out of batches run a dummy.
+            asked = [prompts[index] for index in batch] or [prompts[0][:1]]
+            try:
+                batch_answers = answer_batch(
+                    ready,
+                    tokenizer,
+                    asked,
+                    settings,
+                    device=ranks.device,
+                    synced=synced and ranks.world > 1,
+                    enough=stop.asked_here if stop else None,
+                )
+            except Exception as error:
+                if ranks.world == 1 or synced or ran_out_of_memory(error):
+                    raise
+                failure = error
+                continue
+            answers += zip(batch, batch_answers[: len(batch)], strict=True)
+            if progress:
+                progress(turn + 1, rounds)
+    return answers, failure
 
 
 def _score(metrics: Sequence[str], pairs: Sequence[tuple[AnswerParts, AnswerParts]], ranks: Ranks) -> Scored:
