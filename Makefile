@@ -33,7 +33,7 @@ override read_by_others := $$ " ' ` \ ; & | < > ( ) { } [ ] * ? ~ = : % $(hash)
 override wrong := $(strip $(if $(value VENV),,empty) $(foreach c,$(read_by_others),$(findstring $c,$(value VENV))) \
 	$(if $(filter -%,$(value VENV)),- at its beginning) $(foreach c,blank tab newline,$(if $(findstring $($c),$(value VENV)),$c)))
 $(if $(wrong),$(error `VENV` is `$(value VENV)` (refused: $(wrong)); give a path without blanks and without letters that make or a shell reads))
-# $(call quoted,NAME) is a variable's value for the shell, letter for letter. A newline would begin another line of the recipe.
+# $(call quoted,NAME) is a variable's value for the shell, verbatim. A newline would begin another line of the recipe.
 override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(error `$1` holds a newline; write it on one line),$(value $1)))'
 override bin := $(VENV)/bin
 override program := @$(bin)/python -m sft_play
@@ -53,7 +53,7 @@ $(foreach v,$(typed),$(eval unexport $(v)))
 override commands := quickstart config plan data inspect gpu-info memory-check doctor setup-accelerate train train-tb train-distributed \
 	train-distributed-tb train-deepspeed train-deepspeed-tb train-fsdp resume eval compare infer merge serve runs watch profile sweep report ui card push stop logs stamp bench tensorboard \
 	tensorboard-stop cluster-check cluster-install train-cluster cluster-status cluster-logs cluster-stop slurm kubernetes init help
-override others := install install-unsloth audit test test-oldest check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
+override others := install install-unsloth audit test test-ci test-oldest check test-all test-gpu accept-gpu bench-training bench-evaluation bench-saving bench-preparation format render
 .PHONY: $(commands) $(others)
 
 # A command refuses the variables that it does not know; without one, nobody would.
@@ -61,7 +61,7 @@ override files := $(filter %.yaml %.yml,$(MAKECMDGOALS))
 $(if $(files),$(error `$(firstword $(files))` is no target: make $(firstword $(filter-out $(files),$(MAKECMDGOALS))) CONFIG=$(firstword $(files))))
 ifneq ($(MAKECMDGOALS),)
 ifeq ($(filter-out $(others),$(MAKECMDGOALS)),)
-override unknown := $(filter-out PYTHON VENV $(if $(filter test test-all test-gpu,$(MAKECMDGOALS)),TESTS) \
+override unknown := $(filter-out PYTHON VENV $(if $(filter test test-ci test-all test-gpu,$(MAKECMDGOALS)),TESTS) \
 	$(if $(filter bench-preparation,$(MAKECMDGOALS)),ROWS) $(if $(filter accept-gpu,$(MAKECMDGOALS)),STEPS SECONDS),$(typed))
 $(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
 endif
@@ -100,15 +100,21 @@ $(VENV)/.audit: $(VENV)/.runtime
 $(VENV)/.bench: $(VENV)/.dev
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) bench
 
+override normal := not long and not gpu and not quiet
+
+# Within eight minutes on two cores; TESTS= runs all of what it names.
 test: $(VENV)/.dev
-	$(pytest) $(call quoted,TESTS) -m "not long and not gpu and not quiet"
+	$(pytest) $(call quoted,TESTS) -m "$(normal)$(if $(filter tests,$(TESTS)), and not broad)"
+
+test-ci: $(VENV)/.dev
+	$(pytest) $(call quoted,TESTS) -m "$(normal)"
 
 # With the oldest libraries that pyproject.toml promises: what reads, loads, plans, trains, saves and traces by them.
 override oldest := tests/unit $(addprefix tests/contract/test_,data_command.py inspect.py plan_command.py plan_families.py presets.py source_refusals.py \
 	unsloth.py) $(addprefix tests/numerics/test_,layouts.py loss.py model_load.py states.py trace.py varlen_training.py) \
 	$(addprefix tests/distributed/test_,resume.py training_strategies.py)
 test-oldest: $(VENV)/.oldest
-	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu and not quiet and not pinned" $(oldest)
+	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(normal) and not pinned" $(oldest)
 
 check: $(VENV)/.dev
 	@$(bin)/ruff check .
@@ -116,7 +122,7 @@ check: $(VENV)/.dev
 	@$(bin)/mypy
 	@$(bin)/lint-imports --no-logo
 	@$(bin)/python scripts/check_tree.py
-	$(pytest) tests/unit tests/contract -m "not long and not gpu and not slow and not quiet"
+	$(pytest) tests/unit tests/contract -m "$(normal) and not slow"
 
 # Fails where a package has a hole, and (`--strict`) where no advisories of it could be asked for.
 audit: $(VENV)/.audit

@@ -221,8 +221,9 @@ COMMANDS: dict[str, Command] = {
 MAKEFILE_TARGETS = {
     "install": "a virtual environment with the pinned packages; every target makes it when needed",
     "install-unsloth": "Unsloth and what it pins, in an environment next to it that `tuning.backend: unsloth` uses",
+    "test-ci": "all of the suite but the long tests, as CI runs it",
     "test-oldest": "a part of the suite with the oldest libraries that are supported",
-    "test": "the suite on a CPU; TESTS=tests/unit for a part",
+    "test": "the suite on a CPU, some minutes; TESTS=tests/unit for a part",
     "check": "the fast part of the suite, with lint, types and layers",
     "test-all": "the long tests too",
     "test-gpu": "the tests that need a GPU",

@@ -20,6 +20,8 @@ from sft_play.model import convert
 from tests.conftest import environment
 from tests.documents import ROOT
 
+pytestmark = pytest.mark.broad
+
 LONG = pytest.mark.long
 BENCHMARKS = {
     "preparation": (("rows=20",), "rows a second"),

@@ -15,6 +15,8 @@ import pytest
 
 from tests.conftest import ROOT, environment, metrics, run_program
 
+pytestmark = pytest.mark.broad
+
 EXAMPLES = {
     "02_your_jsonl": ("single", 8),
     "03_two_processes": ("ddp", 8),

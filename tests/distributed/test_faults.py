@@ -20,6 +20,8 @@ from tests.launcher import SECONDS, Launcher, can_mount
 from tests.programs import need
 from tests.tiny_models import build_tiny_llama
 
+pytestmark = pytest.mark.broad
+
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
@@ -48,9 +50,7 @@ def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
         assert launch.end()[0] == 143
 
 
-def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launcher: Launcher, tmp_path: Path) -> None:
     """Its scores would recreate the folder, and its end look like a success."""
     words = ("train", f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=4000")
     for removed, said in (

@@ -15,6 +15,8 @@ from tests.conftest import metrics
 from tests.places import Place
 from tests.tiny_models import build_tiny_llama
 
+pytestmark = pytest.mark.broad
+
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:

@@ -22,6 +22,8 @@ from tests.conftest import Program
 from tests.launcher import Launcher
 from tests.tiny_models import build_tiny_llama
 
+pytestmark = pytest.mark.broad
+
 SECRET = "hf_" + "Q7xk2Lm9" * 4
 
 

@@ -19,6 +19,8 @@ from tests.conftest import call_program, environment, metrics, must_run, ragged_
 from tests.tiny_models import build_tiny_llama
 from tests.training_runs import same_curves, weights
 
+pytestmark = pytest.mark.broad
+
 STEPS = 4
 SP2, TP2, PP = "LAUNCH_SEQUENCE_PARALLEL=2", "LAUNCH_TENSOR_PARALLEL=2", "LAUNCH_STRATEGY=pipeline"
 PACKED, CHECKPOINTS = "TRAIN_PACKING=on", "TRAIN_GRADIENT_CHECKPOINTING=true"

@@ -19,6 +19,8 @@ import pytest
 from tests.conftest import environment, metrics, ragged_rows, run_program
 from tests.launcher import Started, start
 
+pytestmark = pytest.mark.broad
+
 IN_TIME = 25.0
 """Seconds from the signal to the launcher's end that the documentation promises."""
 EXACT = {

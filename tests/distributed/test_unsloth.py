@@ -16,6 +16,8 @@ from tests.conftest import metrics
 from tests.launcher import Launcher
 from tests.programs import unavailable
 
+pytestmark = pytest.mark.broad
+
 STEPS = 12
 WORDS = ("NUM_GPUS=2", f"TRAIN_MAX_STEPS={STEPS}", "TRAIN_SAVE_STEPS=2", "TRAIN_LOGGING_STEPS=1", "TRAIN_BF16=false")
 

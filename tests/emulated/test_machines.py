@@ -26,7 +26,7 @@ train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_
 """
 # Fake tensors can neither leave the process that made them, for loaders, nor meet Triton's kernels.
 
-pytestmark = [pytest.mark.slow, pytest.mark.cold]  # its worker loads the guard before torch
+pytestmark = [pytest.mark.broad, pytest.mark.slow, pytest.mark.cold]  # its worker loads the guard before torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

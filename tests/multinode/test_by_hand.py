@@ -17,6 +17,8 @@ from tests.conftest import metrics
 from tests.lan import Lan, Typed, command_line, lan, losses
 from tests.launcher import Launcher
 
+pytestmark = pytest.mark.broad
+
 PORT = "23456"
 
 

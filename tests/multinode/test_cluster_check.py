@@ -21,6 +21,8 @@ from tests.lan import Lan, Typed, lan
 from tests.programs import need
 from tests.waiting import until
 
+pytestmark = pytest.mark.broad
+
 BESIDE_THE_POINT = {
     "disk-low",
     "shared-memory",

@@ -16,6 +16,8 @@ import pytest
 from tests.conftest import Done, environment, metrics, ragged_rows, run_program
 from tests.slurm_lab import SlurmLab, slurm_lab
 
+pytestmark = pytest.mark.broad
+
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[SlurmLab]:

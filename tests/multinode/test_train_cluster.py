@@ -25,6 +25,8 @@ from tests.home_machines import Home, home
 from tests.lan import losses
 from tests.memory_runs import heavy_config
 
+pytestmark = pytest.mark.broad
+
 
 def worlds(run: RunFolder) -> list[int]:
     """The numbers of ranks that made the steps, one after the other."""

@@ -20,6 +20,8 @@ from tests.conftest import ROOT, Program
 from tests.plans import planned
 from tests.processor_time import importing, seconds_of
 
+pytestmark = pytest.mark.broad
+
 PRESETS = {name: hardware for name, hardware in MADE_FOR.items() if name in QUOTED or name in ("run_bnb", "smoke")} | {
     "quickstart": "cpu"
 }
