@@ -104,7 +104,7 @@ override normal := not long and not gpu and not quiet
 
 # Within eight minutes on two cores; TESTS= runs all of what it names.
 test: $(VENV)/.dev
-	$(pytest) $(call quoted,TESTS) -m "$(normal)$(if $(filter tests,$(TESTS)), and not broad)"
+	$(pytest) $(call quoted,TESTS) -m "$(normal)$(if $(filter tests,$(value TESTS)), and not broad)"
 
 test-ci: $(VENV)/.dev
 	$(pytest) $(call quoted,TESTS) -m "$(normal)"

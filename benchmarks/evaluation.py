@@ -131,7 +131,7 @@ def ours(setting: Setting) -> list[str]:
     import torch
 
     from sft_play.evaluation.generation import AnswerSettings
-    from sft_play.evaluation.held_out import score_by_generation
+    from sft_play.evaluation.held_out_answers import score_by_generation
     from sft_play.training.ranks import Ranks
 
     result = score_by_generation(

@@ -221,7 +221,10 @@ LEFT_OUT = Counter[str]()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    found = [next((mark for mark in ("gpu", "quiet", "long", "broad") if item.get_closest_marker(mark)), "") for item in items]
+    found = [
+        next((mark for mark in ("gpu", "quiet", "long", "broad") if item.get_closest_marker(mark)), "")
+        for item in items
+    ]
     LEFT_OUT.update(filter(None, found))
 
 

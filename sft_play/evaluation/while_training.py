@@ -11,17 +11,8 @@ from transformers import Trainer
 
 from sft_play.data.batches import Batch
 from sft_play.errors import DataError
-from sft_play.evaluation.held_out import (
-    GenerationResult,
-    HeldOut,
-    answer_rows,
-    answerable,
-    decide,
-    held_out_loss,
-    loss_and_tokens,
-    sources_of,
-    write_evaluation,
-)
+from sft_play.evaluation.held_out import HeldOut, held_out_loss, loss_and_tokens, sources_of, write_evaluation
+from sft_play.evaluation.held_out_answers import GenerationResult, answer_rows, answerable, decide
 from sft_play.files import side_file
 from sft_play.runs.prepared import PreparedSplit
 from sft_play.text import tell

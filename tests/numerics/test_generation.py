@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.metrics import OF_ANSWERS
 from sft_play.evaluation.generation import AnswerSettings
-from sft_play.evaluation.held_out import Budget, score_by_generation
+from sft_play.evaluation.held_out_answers import Budget, score_by_generation
 from sft_play.model.tokenizer import load_tokenizer
 from tests.places import WORDS
 from tests.tiny_models import build_tiny_llama
