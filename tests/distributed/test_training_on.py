@@ -105,6 +105,31 @@ FOREIGN = {
 }
 
 
+@pytest.mark.parametrize("way", ["ddp", pytest.param("zero3", marks=pytest.mark.long), "fsdp2"])
+def test_an_adapter_of_a_quantised_base_is_trained_on_alike(place: Place, way: str) -> None:
+    quantised = ["TUNING_MODE=qlora", "TUNING_LORA_R=4"]
+    first, second = place.folder / "runs/quantised", place.folder / "runs/quantised-on"
+    if not second.exists():
+        train(place, first.name, *quantised, "TRAIN_BATCH_SIZE=4")
+        train(place, second.name, quantised[0], "TRAIN_BATCH_SIZE=4", f"MODEL_ADAPTER={first.name}")
+        assert losses(second)[0] == pytest.approx(losses(first)[-1], abs=1e-6)
+    command, words = WAYS[way]
+    run = train(place, f"quantised-{way}", quantised[0], f"MODEL_ADAPTER={first.name}", *words, command=command)
+    assert losses(run) == pytest.approx(losses(second), abs=2e-5)
+
+
+def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None:
+    whole = train(place, "whole", "TUNING_MODE=full")
+    for name, mode in (("whole-on", "full"), ("whole-adapted", "lora")):
+        run = train(place, name, "MODEL_NAME=whole", f"TUNING_MODE={mode}")
+        assert losses(run)[-1] < losses(whole)[-1]
+        assert place.scores(f"RUN={name}", "CHECKPOINT=base")["loss"] == pytest.approx(losses(whole)[-1], abs=1e-6)
+    place.call("merge", "RUN=first")
+    merged = train(place, "merged-on", f"MODEL_NAME={place.folder}/runs/first/merged", "TUNING_LORA_R=2")
+    base = place.scores(f"RUN={merged.name}", "CHECKPOINT=base")["loss"]
+    assert base == pytest.approx(losses(place.folder / "runs/first")[-1], abs=1e-5)
+
+
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
 def test_one_step_equals_pefts_own(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
     """Of an adapter with settings of others, as `PeftModel.from_pretrained(..., is_trainable=True)` trains it."""
