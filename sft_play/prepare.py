@@ -124,7 +124,7 @@ def prepare(
     chat = chat_format(config.data)
     model = with_chat(resolve(config), chat)
     if (adapter := parent_of(config)) is not None:
-        check_trained(Path(adapter.path))
+        check_trained(Path(adapter.path), ours=False)
         refuse_other_base(adapter, model)
         tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
         if config.tuning.adapter == "merge":

@@ -23,8 +23,7 @@ from sft_play.runs.adapters import ADAPTER_WEIGHTS, check_adapter
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
-from sft_play.runs.stamp import NAME as STAMP
-from sft_play.runs.stamp import Stamp
+from sft_play.runs.stamp import own_stamp
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are downloaded; `.bin` weights only if there are no safetensors."""
@@ -212,20 +211,21 @@ def quantisation_of(folder: Path) -> dict[str, Any] | None:
     return dict(quantisation) if quantisation else None
 
 
-def check_trained(folder: Path) -> None:
-    """Raise `CheckpointError` for a run's model or adapter that is damaged or unsafe.
+def check_trained(folder: Path, *, ours: bool = True) -> None:
+    """Raise `CheckpointError` for trained weights that are damaged or unsafe: a run's, or with `ours=False` an adapter
+    that may come from the hub.
 
     Refused are weight files that are truncated or not safetensors, an index that names files in other folders, and
     entries that are not plain files of this folder.
     """
-    check_adapter(folder / "adapter_config.json")
+    check_adapter(folder / "adapter_config.json", ours=ours)
     try:
         require_plain(folder)
         _indexed_files(folder)
         _check_files(weight_files(folder))
     except DataError as error:
         hint = "CHECKPOINT=last takes the last checkpoint instead"
-        raise CheckpointError(error.message, place=error.place, hint=hint) from None
+        raise CheckpointError(error.message, place=error.place, hint=hint if ours else error.hint) from None
 
 
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
@@ -235,8 +235,7 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
         "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run"
         " first"
     )
-    if (folder / STAMP).is_file():
-        stamp = Stamp.load(folder)
+    if stamp := own_stamp(folder):
         for what, then, now in (
             (f"over `{stamp.base_model}`", stamp.base_fingerprint, base.fingerprint),
             ("with another tokenizer or chat template", stamp.tokenizer_fingerprint, base.tokenizer_fingerprint),

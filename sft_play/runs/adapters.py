@@ -18,8 +18,7 @@ from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.runs.checkpoints import kind_of, weights_folder
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.prepared import ParentAdapter
-from sft_play.runs.stamp import NAME as STAMP
-from sft_play.runs.stamp import Stamp
+from sft_play.runs.stamp import Stamp, own_stamp
 from sft_play.text import as_typed
 
 CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -90,7 +89,7 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
         place = str(weights_folder(run, None)) if run else adapter
         config = replace(config, model=replace(config.model, adapter=place))
         folder = find_adapter(config, origins["model.adapter"])
-        stamp = Stamp.load(folder) if (folder / STAMP).is_file() else None
+        stamp = own_stamp(folder)
         saved = dict(read_json(folder / CONFIG))
         if not name and (base := stamp.base_model if stamp else saved.get("base_model_name_or_path")):
             config, origins["model.name"] = (
@@ -186,7 +185,7 @@ def parent_of(config: Config) -> ParentAdapter | None:
     named = own.parent.parent.name + "@" + own.name if own.parent.name == "checkpoints" else own.parent.name
     files = "\n".join(file_sha256(folder / file) for file in (CONFIG, ADAPTER_WEIGHTS))
     return ParentAdapter(
-        name=named if (folder / STAMP).is_file() and folder == own else config.model.adapter,
+        name=named if folder == own and own_stamp(folder) else config.model.adapter,
         path=str(folder.resolve()),
         fingerprint=text_sha256(files),
     )

@@ -99,6 +99,14 @@ class Stamp:
             raise CheckpointError(f"the stamp cannot be read: {error}", place=str(path)) from error
 
 
+def own_stamp(folder: Path) -> Stamp | None:
+    """Return the stamp of an adapter's folder, or `None` for an adapter from elsewhere: one without a stamp, or in the
+    hub's cache, whose files are links and whose stamp names a model on another machine.
+    """
+    path = folder / NAME
+    return Stamp.load(folder) if path.is_file() and not path.is_symlink() else None
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The verdict on a difference in one field for each purpose, and advice."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import metrics
+from tests.hub import FilesHandler, serve
 from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
 
@@ -103,6 +104,26 @@ FOREIGN = {
     },
     "expression": {"r": 2, "lora_alpha": 3, "target_modules": r".*layers\.0\.(self_attn|mlp)\.(v|up)_proj"},
 }
+
+
+def test_an_adapter_of_the_hub_is_fetched_once(place: Place, second: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {path.name: path.read_bytes() for path in (place.folder / "runs/first/model").iterdir() if path.is_file()}
+    cache = str(place.folder / "hub")
+    monkeypatch.setattr(place, "environment", place.environment | {"HF_HOME": cache, "HF_HUB_DISABLE_XET": "1"})
+    with serve(FilesHandler, kind="models", name="someone/adapter", files=files) as hub:
+        online = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        monkeypatch.setattr(place, "environment", place.environment | online)
+        run = train(place, "from-hub", "MODEL_ADAPTER=someone/adapter")
+    assert losses(run) == losses(second)
+    monkeypatch.setattr(place, "environment", place.environment | {"HF_HUB_OFFLINE": "1"})
+    assert losses(train(place, "from-cache", "MODEL_ADAPTER=someone/adapter")) == losses(second)
+    assert place.scores("RUN=from-cache")["loss"] == pytest.approx(losses(second)[-1], abs=1e-6)
+    merged = train(place, "from-cache-merged", "MODEL_ADAPTER=someone/adapter", "TUNING_ADAPTER=merge")
+    assert losses(merged)[0] == pytest.approx(losses(second)[0], abs=1e-5)
+    for run in ("from-cache", "from-cache-merged"):
+        assert place.run("merge", f"RUN={run}").returncode == 0
+    refused = place.run("train", f"CONFIG={place.config}", "MODEL_ADAPTER=someone/other", "RUN_NAME=other")
+    assert refused.returncode == 2 and "`someone/other`" in refused.stderr and "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("way", ["ddp", pytest.param("zero3", marks=pytest.mark.long), "fsdp2"])
