@@ -86,9 +86,9 @@ def schema_keys() -> Mapping[str, Key]:
 
 
 def _with_choices(name: str, annotation: Any) -> Any:
-    """Restrict `train.optim` and `train.lr_scheduler_type` to the words that the pinned transformers takes."""
+    """Restrict `train.optim` and `train.lr_scheduler_type` to words that the pinned transformers takes, and ours."""
     if name == "train.optim":
-        return _words([*table()["optim"]["choices"], "auto"])
+        return _words([*table()["optim"]["choices"], "auto", "muon"])
     if name == "train.lr_scheduler_type":
         return _words(table()["lr_scheduler_type"]["choices"])
     return annotation

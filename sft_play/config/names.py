@@ -79,7 +79,7 @@ ELSEWHERE: Mapping[str, str] = {
     "train.epochs": "num_epochs num_train_epochs epoch n_epochs",
     "train.learning_rate": "lr",
     "train.lr_scheduler_type": "scheduler lr_scheduler",
-    "train.optim": "optimizer",
+    "train.optim": "optimizer use_muon",
     "train.max_grad_norm": "grad_clip gradient_clipping",
     "train.warmup_ratio": "warmup",
     "train.weight_decay": "wd",

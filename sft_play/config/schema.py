@@ -244,7 +244,7 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """Gradient clipping; 0: off."""
     optim: str = "auto"
-    """Optimizer of transformers; `auto`: by mode and hardware."""
+    """Optimizer of transformers, or [`muon`](training.md#muon); `auto`: by mode and hardware."""
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 42
     """Initialisation, order, dropout."""
     bf16: bool | Auto = "auto"

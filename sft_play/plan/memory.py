@@ -189,6 +189,8 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         if setup.device == "cpu" and OPTIMIZERS[setup.optim].bitsandbytes and "8bit" in setup.optim
         else each
     )
+    if OPTIMIZERS[setup.optim].matrices:
+        optimizer -= shape.linear_parameters * step_width  # Muon has one moment
     if setup.zero:
         optimizer += trained * 4
     buffers = slow_network_bytes(config, setup, trained, width)
@@ -400,7 +402,14 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of the optimizer step's temporaries: on a GPU, `foreach` makes one more copy of all weights."""
+    """Return the bytes of the optimizer step's temporaries.
+
+    On a GPU, `foreach` makes one more copy of all weights. Muon has one matrix's update, in its type and in bf16, and
+    two products of its shorter side (traced).
+    """
+    if OPTIMIZERS[setup.optim].matrices:
+        sizes = [(matrix.inputs, matrix.outputs) for matrix in shape.matrices if matrix.kind == "linear"]
+        return max(2.0 * setup.weight_bytes * a * b + 4 * min(a, b) ** 2 for a, b in sizes)
     on_host = setup.device != "cuda" or (setup.zero and setup.offload_optimizer)
     if on_host or setup.optim != "adamw_torch":
         return 0.0

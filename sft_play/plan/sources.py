@@ -453,7 +453,7 @@ def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) 
     }
 
 
-TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
+TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
 TRACE_VERSION = 8
 """Increase this when the trace changes, so that cached results of the older one are not used."""
@@ -481,7 +481,7 @@ class Case:
     layout: str
     attention: str
     optim: str
-    """torch's name of an AdamW, or `none` where its states are counted by formula."""
+    """A word of `train.optim` that is traced, or `none` where its states are counted by formula."""
     fused_adapters: bool
     loss_chunk: int
     rows: int

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
+from sft_play.config.schema import ModelConfig
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.sources import Case
+from sft_play.plan.throughput import muon_flops
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe
+from sft_play.training.muon import MuonWithAdamW
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -90,6 +98,8 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
         {"fused_adapters": False, **BF16},
         {"optim": "adamw_torch"},
         {"optim": "none"},
+        {"optim": "muon", "mode": "full"},
+        {"optim": "muon", "mode": "full", "architecture": ARCHITECTURES["gpt2"], **BF16},
         {"accumulates": False},
         {"clips": False},
         {"attention": "eager", "layout": "padded"},
@@ -102,3 +112,12 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
 )
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
     traced_exactly(replace(PLAIN, **changes))
+
+
+def test_muons_products_are_counted(tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        MuonWithAdamW(torch.optim.AdamW(model.parameters()), model).step()
+    assert counter.get_total_flops() == muon_flops(shape_of(ModelConfig(name=str(tiny))))

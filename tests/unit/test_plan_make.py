@@ -63,6 +63,18 @@ def test_a_typed_optimizer_runs_or_the_plan_says_what_does() -> None:
     )
 
 
+def test_muon_has_one_moment_of_a_layers_matrices_and_needs_them_whole() -> None:
+    muon, adamw = (plan_of(mode="full", optim=word).ranks[0].memory_bytes for word in ("muon", "adamw_torch_fused"))
+    assert adamw["optimizer"] - muon["optimizer"] == 4 * SHAPE.linear_parameters
+    for changes in ({"command_strategy": "zero"}, {"command_strategy": "fsdp2"}):
+        assert "`muon`, which needs every parameter in one piece" in message(
+            UserError, "2xH100", mode="full", optim="muon", **changes
+        )
+    sliced = {"command_strategy": "auto", "tensor_parallel": 2}
+    sliced = message(UserError, "2xB200", name=LLAMA, mode="full", optim="muon", **sliced)
+    assert "`launch.tensor_parallel` shares parameters out" in sliced
+
+
 def test_a_warm_up_longer_than_the_run_is_refused_where_steps_are_known() -> None:
     data = prepared_rows(64, longest=100, each=50)
     assert "is 100, but the run has 2 steps" in message(UserError, data=data, epochs=1, warmup_steps=100)
