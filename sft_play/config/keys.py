@@ -138,7 +138,7 @@ def as_meant(key: str, node: YamlNode) -> YamlNode:
     """Translate a value that other tools take for this key: `packing: true`, `target_modules: all-linear` or
     `q_proj,v_proj`.
     """
-    if key == "train.packing" and isinstance(node.value, bool):
+    if key in ("train.packing", "train.activation_offload") and isinstance(node.value, bool):
         return YamlNode("on" if node.value else "off", line=node.line)
     if key == "tuning.lora.target_modules" and isinstance(node.value, str):
         modules = [name.strip() for name in node.value.split(",") if name.strip()]

@@ -86,6 +86,7 @@ ELSEWHERE: Mapping[str, str] = {
     "train.max_steps": "steps num_steps",
     "train.eval_strategy": "evaluation_strategy evals_per_epoch",
     "train.gradient_checkpointing": "use_gradient_checkpointing activation_checkpointing",
+    "train.activation_offload": "activation_offloading enable_activation_offloading offload_activations",
     "train.generation_max_new_tokens": "max_new_tokens eval_max_new_tokens",
     "train.generation_num_beams": "num_beams",
     "train.dataloader_num_workers": "num_workers",

@@ -253,6 +253,8 @@ class TrainConfig:
     """Compute in float16 with loss scaling."""
     gradient_checkpointing: bool | Auto = "auto"
     """Recompute activations: less memory, a third more time."""
+    activation_offload: Literal["off", "on"] = "off"
+    """Keep the inputs of recomputed layers in [the machine's memory](planning.md#activation-offload)."""
     ddp_find_unused_parameters: bool = False
     """As in torch's DDP."""
     ddp_broadcast_buffers: bool = False

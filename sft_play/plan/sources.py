@@ -478,6 +478,7 @@ class Case:
     precision: str
     autocast: bool
     gradient_checkpointing: bool
+    activation_offload: bool
     layout: str
     attention: str
     optim: str
@@ -531,6 +532,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         precision=setup.precision,
         autocast=setup.precision != "fp32" and not sharding,
         gradient_checkpointing=setup.gradient_checkpointing,
+        activation_offload=setup.activation_offload and setup.device == "cuda",
         layout=setup.layout,
         attention=setup.attn_implementation,
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",

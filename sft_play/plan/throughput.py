@@ -19,8 +19,14 @@ from sft_play.config.schema import Config
 from sft_play.plan.division import Data, Division, rows_data
 from sft_play.plan.experience import Work, most_like, same_name
 from sft_play.plan.hardware import Device, fp32_share
-from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
-from sft_play.plan.network import exchange_seconds, link_bytes_per_second, slices_seconds, stage_shares
+from sft_play.plan.memory import NF4_BYTES, layer_input_bytes, quantised_parameters, trainable_parameters
+from sft_play.plan.network import (
+    PCIE_BYTES_PER_SECOND,
+    exchange_seconds,
+    link_bytes_per_second,
+    slices_seconds,
+    stage_shares,
+)
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
@@ -165,6 +171,9 @@ def forecast(request: Request, division: Division) -> Forecast:
 
     guess = max(map(computing, request.data_devices, division.shares, own_steps))
     guess += optimizer_seconds(request, setup, devices) + exchange
+    if setup.activation_offload and setup.device == "cuda":
+        moved = 2 * shape.layers * layer_input_bytes(shape, setup, int(max(division.shares) * data.row_tokens))
+        guess += moved / setup.sequence_parallel / max(1, len(setup.stages)) / PCIE_BYTES_PER_SECOND
     tokens = division.rows * data.row_tokens
     work = Work(
         devices=tuple(sorted({same_name(device.name) for device in devices})),

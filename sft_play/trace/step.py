@@ -217,6 +217,8 @@ def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
     return out if out is first else FakeTensor(first.fake_mode, out, first.fake_device)
 
 
+HOST = "host"
+"""Part of what a GPU would not hold; it is not counted."""
 _named: list[str] = []
 
 
@@ -322,7 +324,7 @@ class StorageTracker(TorchDispatchMode):
         if name.startswith("aten._to_copy") and self.part_of(args[0]) in ("frozen", "trained", "adapters"):
             part = "casts"
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and self._blocks.get(tensor.untyped_storage()) is None:
+            if part != HOST and isinstance(tensor, Tensor) and self._blocks.get(tensor.untyped_storage()) is None:
                 wide = tensor.dim() > 0 and tensor.shape[-1] == self.logit_width
                 self.hold(tensor, "logits" if wide else part)
         self.mark(name, self._inside(name, args))

@@ -32,6 +32,7 @@ from sft_play.training.loss import IDLE, step_totals, sums_of, token_loss_sum, t
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.muon import MuonWithAdamW
 from sft_play.training.noise import NEFTUNE, RowNoise
+from sft_play.training.offload import offload_inputs
 from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.saving import Saver
@@ -468,6 +469,8 @@ class SftTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Restore a checkpoint's states once model and optimizer are wrapped; the base class would load pickles."""
+        if self.context.plan.activation_offload:
+            offload_inputs(self.model)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.local = self.saver.local = local_steps_of(self.context, self)
         if self.local is not None:

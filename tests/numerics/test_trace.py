@@ -46,8 +46,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 PLAIN = Case(
     architecture=ARCHITECTURES["llama"], device="cpu", mode="lora", quantization="none", lora={"r": 8}, new_tokens=0,
-    weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False, layout="flattened",
-    attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0, rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
+    weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False,
+    activation_offload=False, layout="flattened", attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0,
+    rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
 )  # fmt: skip
 BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True}
 AUTOCAST = {"precision": "bf16", "autocast": True}
@@ -121,3 +122,15 @@ def test_muons_products_are_counted(tiny: Path) -> None:
     with FlopCounterMode(display=False) as counter:
         MuonWithAdamW(torch.optim.AdamW(model.parameters()), model).step()
     assert counter.get_total_flops() == muon_flops(shape_of(ModelConfig(name=str(tiny))))
+
+
+def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None:
+    case = replace(PLAIN, gradient_checkpointing=True, device="cuda", mode="full")
+    moved = replace(case, activation_offload=True)
+    traced_exactly(moved)
+    kept, left = (observe(one, model_of(one))[0] for one in (case, moved))
+    inputs = 3 * 40 * SMALL["hidden_size"] * 4
+    for moment, recomputed in {"backward head": 0, "backward last": inputs}.items():
+        before, after = kept[moment].parts, left[moment].parts
+        assert before["activations"] - after["activations"] == SMALL["num_hidden_layers"] * inputs
+        assert after.get("recompute", 0) - before.get("recompute", 0) == recomputed

@@ -32,6 +32,16 @@ CASES = [
     pytest.param("run_bnb", "H200", [*FULL, "TRAIN_BATCH_SIZE=1"], id="full, autocast, checkpointing, 1 row"),
     pytest.param("run_bnb", "B200", [*FULL, "TRAIN_BATCH_SIZE=16"], id="full, autocast, checkpointing, 16 rows"),
     pytest.param("run_bnb", "B200", [*FULL, "TRAIN_BATCH_SIZE=1", "TRAIN_OPTIM=muon"], id="full, Muon"),
+    *(
+        pytest.param(
+            "run_bnb",
+            "H100",
+            [f"TUNING_MODE={mode}", "TRAIN_ACTIVATION_OFFLOAD=on", "TRAIN_BATCH_SIZE=1", "MODEL_MAX_SEQ_LEN=8192"],
+            id=f"{mode}, inputs on the host",
+        )
+        for mode in ("lora", "qlora")
+    ),
+    pytest.param("run_bnb", "B200", [*FULL, "TRAIN_ACTIVATION_OFFLOAD=on"], id="full, inputs on the host"),
     pytest.param("run_bnb", "2xH200", ["TUNING_MODE=lora", "LAUNCH_TENSOR_PARALLEL=2"], id="LoRA, slices of layers"),
     pytest.param(
         "run_bnb", "2xH200", [*FULL, "TRAIN_BATCH_SIZE=1", "LAUNCH_TENSOR_PARALLEL=2"], id="full, slices of layers"

@@ -12,7 +12,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
 from tests.documents import on_page
-from tests.plans import CPU, LLAMA, QWEN, SMALL, message, plan_of, prepared_rows
+from tests.plans import CPU, LLAMA, QWEN, SMALL, message, plan_of, prepared_rows, with_ram
 
 SHAPE = shape_of(ModelConfig(name=SMALL))
 
@@ -61,6 +61,20 @@ def test_a_typed_optimizer_runs_or_the_plan_says_what_does() -> None:
     assert "needs every parameter in one piece, and zero2" in message(
         UserError, command_strategy="zero", optim="schedule_free_sgd"
     )
+
+
+def test_inputs_of_layers_are_moved_where_the_machine_has_the_memory_for_them() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 8192, "activation_offload": "on", "batch_size": 8}
+    plan = plan_of(with_ram("H200", 256), **case)
+    assert plan.activation_offload and plan.gradient_checkpointing
+    assert "gradient checkpointing on: `train.activation_offload` needs it" in plan.reasons.values()
+    assert "16.0 GiB for 1 process" in plan.reasons["offloaded"]
+    assert plan.ranks[0].peak_bytes < plan_of("H200", **case | {"activation_offload": "off"}).ranks[0].peak_bytes
+    said = message(HardwareError, with_ram("H200", 12), **case)
+    assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in said
+    assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in said
+    assert "moves nothing here" in plan_of(activation_offload="on").notices[0]
+    assert "TRAIN_ACTIVATION_OFFLOAD=on" in message(HardwareError, "24GB", **case | {"activation_offload": "off"})
 
 
 def test_muon_has_one_moment_of_a_layers_matrices_and_needs_them_whole() -> None:
