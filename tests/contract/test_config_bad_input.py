@@ -71,6 +71,11 @@ CASES = {
         [],
         "x.yaml:4: `train.activation_offload` is `on`, which needs recomputation, but `train.gradient_checkpointing` is",
     ),
+    "DFT of smoothed targets": (
+        GOOD + "train:\n  loss: dft\n  label_smoothing_factor: 0.1\n",
+        [],
+        "x.yaml:5: `train.label_smoothing_factor` is 0.1, which goes with `train.loss: nll`, and that is `dft`",
+    ),
     "Muon for adapters": (GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"),
     "an optimizer per micro-batch": (GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"),
     "elastic pods": (GOOD + "kubernetes: {elasticPolicy: {minReplicas: 1}}\n", [], "`kubernetes.max_restarts` starts them again"),
