@@ -154,20 +154,19 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
             "backward last": base | {"workspace": returning * FIRST_RETURNING},
         }
     residual = 4 if setup.autocast else setup.width
-    # Of inputs in host memory only that of the running layer is on the GPU too.
-    moved = setup.activation_offload and setup.device == "cuda"
-    own = layer_input_bytes(shape, setup, tokens)
-    inputs = (0.0 if moved else own) + _int8_inputs(config, shape, setup) * tokens
-    running_input = own if moved else 0.0
+    kept, back = layer_input_bytes(shape, setup, tokens), 0.0
+    if setup.activation_offload and setup.device == "cuda":
+        kept, back = 0.0, kept  # that of the running layer, and in the forward pass the embedded tokens
+    inputs = kept + _int8_inputs(config, shape, setup) * tokens
     base = {"activations": inputs * shape.layers, "recompute": 0.0, "logits": 0.0, "casts": layer}
     # Autocast keeps the casts of trained weights until the forward pass ends, those of recomputed layers too.
     casts = layer * (shape.layers if config.tuning.mode == "full" else 1)
     inner = setup.width * (3 if shape.gated else 2) * shape.ffn_size * max(1, shape.experts_per_token)
     running = (inner + 2 * residual * shape.hidden_size) * tokens
     moments = {
-        "forward last": base | {"activations": base["activations"] + running_input + running, "casts": casts},
+        "forward last": base | {"activations": base["activations"] + 2 * back + running, "casts": casts},
         # The logits are freed before the first layer is recomputed; its gradients are added to its activations.
-        "backward last": base | {"recompute": saved + returning + running_input},
+        "backward last": base | {"recompute": saved + returning + back},
     }
     if logits < labels * shape.vocab_size * LOGIT_BYTES:
         # In chunks the loss is computed during the forward pass, while the last norm keeps its input.
@@ -408,12 +407,12 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes of the optimizer step's temporaries.
 
-    On a GPU, `foreach` makes one more copy of all weights. Muon has one matrix's update, in its type and in bf16, and
-    two products of its shorter side (traced).
+    On a GPU, `foreach` makes one more copy of all weights. Muon has one matrix's update in its type and twice in bf16,
+    and two products of its shorter side (traced).
     """
     if OPTIMIZERS[setup.optim].matrices:
         sizes = [(matrix.inputs, matrix.outputs) for matrix in shape.matrices if matrix.kind == "linear"]
-        return max(2.0 * setup.weight_bytes * a * b + 4 * min(a, b) ** 2 for a, b in sizes)
+        return max((setup.weight_bytes + 4.0) * a * b + 4 * min(a, b) ** 2 for a, b in sizes)
     on_host = setup.device != "cuda" or (setup.zero and setup.offload_optimizer)
     if on_host or setup.optim != "adamw_torch":
         return 0.0

@@ -134,3 +134,10 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
         before, after = kept[moment].parts, left[moment].parts
         assert before["activations"] - after["activations"] == SMALL["num_hidden_layers"] * inputs
         assert after.get("recompute", 0) - before.get("recompute", 0) == recomputed
+
+
+@pytest.mark.parametrize(("changes", "width"), [({}, 4), (BF16, 2)])
+def test_muons_temporaries_are_those_of_its_largest_matrix(changes: dict[str, Any], width: int) -> None:
+    case = replace(PLAIN, mode="full", optim="muon", clips=False, **changes)
+    update = observe(case, model_of(case))[0]["update"].parts
+    assert update["workspace"] == (width + 4) * 64 * 160 + 4 * 64**2
