@@ -302,8 +302,11 @@ def _on_the_host(
     Raise `HardwareError` when it is too small for `train.activation_offload`.
     """
     hardware, processes = request.hardware, request.ranks.local
-    need = processes * host_bytes(request.config, request.shape, setup, micro_batch)
-    if not need:
+
+    def needed(rows: int) -> int:
+        return processes * host_bytes(request.config, request.shape, setup, rows)
+
+    if not (need := needed(micro_batch)):
         if setup.activation_offload:
             warnings.append("`train.activation_offload` moves nothing here: a CPU computes in the machine's memory")
         return []
@@ -314,11 +317,11 @@ def _on_the_host(
         return []
     have = hardware.ram_bytes / GIB
     if setup.activation_offload and not request.launch.early:
+        fewer = next((rows for rows in range(micro_batch - 1, 0, -1) if needed(rows) <= hardware.ram_bytes), 0)
         raise HardwareError(
             f"`train.activation_offload` needs {need / GIB:.1f} GiB of this machine's memory for micro-batches of"
             f" {plural(micro_batch, 'row')}, and it has {have:.1f} GiB",
-            hint=(f"TRAIN_BATCH_SIZE={micro_batch // 2}, or " if micro_batch > 1 else "")
-            + "TRAIN_ACTIVATION_OFFLOAD=off",
+            hint=(f"TRAIN_BATCH_SIZE={fewer}, or " if fewer else "") + "TRAIN_ACTIVATION_OFFLOAD=off",
         )
     warnings.append(f"offloading needs {need / GIB:.1f} GiB of this machine's memory, which has {have:.1f} GiB")
     return [*remedies.remedies_for_loading(request, _decide)[:1], "a machine with more memory"]

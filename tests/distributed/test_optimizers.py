@@ -236,5 +236,5 @@ def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path
     assert column(run, "eval_loss", "eval") == pytest.approx(losses, rel=1e-5)
     found = weights(run)
     for name, value in model.named_parameters():
-        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=5e-6)
     same_to_the_bit(resume_from(run, tmp_path / "again", 4, trial), run)

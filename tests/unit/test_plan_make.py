@@ -73,6 +73,7 @@ def test_inputs_of_layers_are_moved_where_the_machine_has_the_memory_for_them() 
     said = message(HardwareError, with_ram("H200", 12), **case)
     assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in said
     assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in said
+    assert "hint: TRAIN_ACTIVATION_OFFLOAD=off" in message(HardwareError, with_ram("H200", 1), **case)
     assert "moves nothing here" in plan_of(activation_offload="on").notices[0]
     assert "TRAIN_ACTIVATION_OFFLOAD=on" in message(HardwareError, "24GB", **case | {"activation_offload": "off"})
 
