@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,14 +26,14 @@ from sft_play.config.load import read_config
 from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, UserError
-from sft_play.files import read_json, translate_disk_errors
+from sft_play.files import make_once, read_json, text_sha256, translate_disk_errors
 from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
-from sft_play.runs.adapters import parent_of
+from sft_play.runs.adapters import MADE, parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel, day_of, remember
+from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
 from sft_play.text import tell
 
 
@@ -128,13 +128,12 @@ def prepare(
         refuse_other_base(adapter, model)
         tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
         if config.tuning.adapter == "merge":
-            from sft_play.model.use import merged_base
-
-            model = with_chat(merged_base(config, model, adapter), chat)
+            base, parts = model, f"{model.fingerprint} {adapter.fingerprint}"
+            merged = _made("merged", parts, lambda use, to: use.write_merged_base(config, base, adapter, to))
+            model = with_chat(merged, chat)
     if config.data.new_tokens:
-        from sft_play.model.use import with_new_tokens
-
-        model = with_chat(with_new_tokens(config, model), chat)
+        former, parts = model, f"{model.fingerprint} {json.dumps(config.data.new_tokens)}"
+        model = with_chat(_made("tokens", parts, lambda use, to: use.write_with_new_tokens(config, former, to)), chat)
     tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
@@ -152,32 +151,25 @@ def prepare(
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     prepared = replace(unmodified, adapter=adapter)
-    if config.data.new_tokens and prepared.train:
-        _count_new_tokens(config, _tokenizer(model, trust=trust), prepared.train)
     remember(config, prepared)
     return prepared, manifests
 
 
-def _count_new_tokens(config: Config, tokenizer: Any, train: PreparedSplit) -> None:
-    """Say how often each of `data.new_tokens` is in the training rows. Raise `DataError` for one that the template
-    splits.
+def _made(what: str, parts: str, write: Callable[[Any, Path], None]) -> ResolvedModel:
+    """Return the model that `write` makes, by `sft_play.model.use`, in a cache folder on first use; only that needs
+    torch.
     """
-    from sft_play.data.store import Rows
-    from sft_play.model.tokenizer import write_chat
+    from sft_play.model.resolve import describe
 
-    counts = Rows(train.path).count_tokens()
-    for token in config.data.new_tokens:
-        number = tokenizer.convert_tokens_to_ids(token)
-        text = write_chat(tokenizer, [{"role": "user", "content": token}, {"role": "assistant", "content": token}])
-        if tokenizer(text, add_special_tokens=False)["input_ids"].count(number) < 2:
-            raise DataError(
-                f"`data.new_tokens` names `{token}`, which the chat template or the tokenizer splits",
-                hint="take one without blanks at its ends, and that no other token begins or ends with",
-            )
-        uses = counts.get(number, 0)
-        tell(
-            f"new token `{token}`: {uses:,} uses" if uses else f"warning: the new token `{token}` is in no training row"
-        )
+    def make(folder: Path) -> None:
+        from sft_play.model import use
+
+        folder.mkdir()
+        write(use, folder)
+
+    name = text_sha256(parts)
+    target = make_once(cache_folder() / "models" / f"{what}-{name[:24]}", "config.json", make)
+    return replace(describe(str(target), target, MADE, None), fingerprint=name)
 
 
 def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:

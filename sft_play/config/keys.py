@@ -86,9 +86,9 @@ def schema_keys() -> Mapping[str, Key]:
 
 
 def _with_choices(name: str, annotation: Any) -> Any:
-    """Restrict `train.optim` and `train.lr_scheduler_type` to the words that the pinned transformers takes."""
+    """Restrict `train.optim` and `train.lr_scheduler_type` to words that the pinned transformers takes, and ours."""
     if name == "train.optim":
-        return _words([*table()["optim"]["choices"], "auto"])
+        return _words([*table()["optim"]["choices"], "auto", "muon"])
     if name == "train.lr_scheduler_type":
         return _words(table()["lr_scheduler_type"]["choices"])
     return annotation
@@ -138,7 +138,7 @@ def as_meant(key: str, node: YamlNode) -> YamlNode:
     """Translate a value that other tools take for this key: `packing: true`, `target_modules: all-linear` or
     `q_proj,v_proj`.
     """
-    if key == "train.packing" and isinstance(node.value, bool):
+    if key in ("train.packing", "train.activation_offload") and isinstance(node.value, bool):
         return YamlNode("on" if node.value else "off", line=node.line)
     if key == "tuning.lora.target_modules" and isinstance(node.value, str):
         modules = [name.strip() for name in node.value.split(",") if name.strip()]

@@ -63,13 +63,15 @@ class Optimizer:
     """Whether its states are tensors and numbers; a checkpoint cannot contain other Python objects."""
     betas: bool = True
     """Whether transformers passes `train.adam_beta1`, `adam_beta2` and `adam_epsilon` to it."""
+    matrices: bool = False
+    """Whether it updates each matrix of a layer as one, which adapters have none of; ours, not transformers'."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Entries of `train.optim_args` that transformers passes on correctly."""
 
     @property
     def whole(self) -> bool:
         """Whether it needs every parameter unsharded on each rank."""
-        return bool(self.module)
+        return bool(self.module) or self.matrices
 
 
 def _each(*words: str, **facts: Any) -> dict[str, Optimizer]:
@@ -135,6 +137,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("galore_adamw", "galore_adafactor", **_GALORE),
     **_each("apollo_adamw", **_APOLLO),
     **_each("grokadamw", module="grokadamw", pip="grokadamw==0.1.2", saved=False, betas=False, arguments=_GROK),
+    **_each("muon", matrices=True),
     **_each("adamw_torch_4bit", "adamw_torch_8bit", refused=SUBCLASSES),
     **_each(
         "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
@@ -198,6 +201,12 @@ def optimizer(config: Config) -> Iterator[Conflict]:
         hint = "`adafactor` keeps the least memory; `auto` chooses by mode and hardware"
         yield Conflict(OPTIM, f", {chosen.refused}", hint)
         return
+    if chosen.matrices and config.tuning.mode != "full":
+        yield Conflict(
+            OPTIM,
+            f", which trains a layer's matrices as a whole, but `tuning.mode` is `{config.tuning.mode}`",
+            "`tuning.mode: full`, or `train.optim: auto`",
+        )
     if not chosen.saved and train.save_strategy != "no":
         yield Conflict(
             OPTIM,

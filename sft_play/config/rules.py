@@ -163,6 +163,18 @@ def loss(config: Config) -> Iterator[Conflict]:
         )
 
 
+def offload(config: Config) -> Iterator[Conflict]:
+    """Refuse to move inputs of layers that are not recomputed, or that Unsloth moves itself."""
+    key, train = "train.activation_offload", config.train
+    if train.activation_offload == "off":
+        return
+    if train.gradient_checkpointing is False:
+        hint = "leave one of the two out"
+        yield Conflict(key, ", which needs recomputation, but `train.gradient_checkpointing` is `false`", hint)
+    if config.tuning.backend == "unsloth":
+        yield Conflict(key, ", but unsloth moves the inputs of recomputed layers itself", "leave it out")
+
+
 def profile(config: Config) -> Iterator[Conflict]:
     asked = config.train.profile
     if not asked.steps and asked != ProfileSettings():
@@ -321,6 +333,7 @@ RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     names,
     precision,
     loss,
+    offload,
     profile,
     notify,
     evaluation,

@@ -244,7 +244,7 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """Gradient clipping; 0: off."""
     optim: str = "auto"
-    """Optimizer of transformers; `auto`: by mode and hardware."""
+    """Optimizer of transformers, or [`muon`](training.md#muon); `auto`: by mode and hardware."""
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 42
     """Initialisation, order, dropout."""
     bf16: bool | Auto = "auto"
@@ -253,6 +253,8 @@ class TrainConfig:
     """Compute in float16 with loss scaling."""
     gradient_checkpointing: bool | Auto = "auto"
     """Recompute activations: less memory, a third more time."""
+    activation_offload: Literal["off", "on"] = "off"
+    """Keep the inputs of recomputed layers in [the machine's memory](planning.md#activation-offload)."""
     ddp_find_unused_parameters: bool = False
     """As in torch's DDP."""
     ddp_broadcast_buffers: bool = False

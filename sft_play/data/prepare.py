@@ -38,7 +38,7 @@ from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
 from sft_play.launch.process import raise_what_was_heard
-from sft_play.model.tokenizer import DAY, base_stops, fix_day, writes_day
+from sft_play.model.tokenizer import DAY, base_stops, fix_day, write_chat, writes_day
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import HUB, Prepared, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
@@ -304,9 +304,10 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
     """
     sources, drop = parts[0].sources, config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
-    skipped = [LeftOut() for _ in sources]
+    skipped, new_tokens = [LeftOut() for _ in sources], ids_of_new_tokens(config.data.new_tokens, tokenizer)
     with ExitStack() as stack:
-        gatherers = [Gatherer(config, part, stack.enter_context(SplitWriter(part.folder))) for part in parts]
+        writers = [stack.enter_context(SplitWriter(part.folder, new_tokens)) for part in parts]
+        gatherers = [Gatherer(config, part, writer) for part, writer in zip(parts, writers, strict=True)]
         works = works_of(sources, problems, config.train.seed, skipped)
         chunks = stack.enter_context(closing(encode_all(config, tokenizer, works, fraction=parts[0].fraction)))
         show, rows = stack.enter_context(bar(f"preparing {' and '.join(part.name for part in parts)}", "rows")), 0
@@ -342,6 +343,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 contents=part.contents,
                 fingerprint=writer.fingerprint(),
                 weighted=writer.weighted,
+                uses=writer.uses,
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
@@ -352,6 +354,19 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                     "rows": sum(key in trained for key in _keys(bytes(writer.keys))),
                 }
             writer.publish(manifest)
+
+
+def ids_of_new_tokens(tokens: Sequence[str], tokenizer: Any) -> dict[str, int]:
+    """Return the id of each of `data.new_tokens`. Raise `DataError` for one that the template splits."""
+    ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in tokens}
+    for token, number in ids.items():
+        text = write_chat(tokenizer, [{"role": "user", "content": token}, {"role": "assistant", "content": token}])
+        if tokenizer(text, add_special_tokens=False)["input_ids"].count(number) < 2:
+            raise DataError(
+                f"`data.new_tokens` names `{token}`, which the chat template or the tokenizer splits",
+                hint="take one without blanks at its ends, and that no other token begins or ends with",
+            )
+    return ids
 
 
 def _keys(content: bytes) -> Iterator[bytes]:

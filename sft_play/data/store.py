@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,9 +124,10 @@ def split_manifest(
     contents: Sequence[str | None],
     fingerprint: str,
     weighted: int = 0,
+    uses: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
-    prepared row; `weighted`: rows that have weights.
+    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`.
     """
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
@@ -155,7 +157,13 @@ def split_manifest(
     }
     ordered = sorted(lengths)
     quantiles = {f"{share:.0%}": ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in QUANTILES}
-    return {"split": split, "length_quantiles": quantiles, "sources": described, "weighted_rows": weighted}
+    return {
+        "split": split,
+        "length_quantiles": quantiles,
+        "sources": described,
+        "weighted_rows": weighted,
+        "new_tokens": dict(uses),
+    }
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -228,6 +236,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     if weighted := manifest["weighted_rows"]:
         purpose = "" if name == "training" else ", which scores do not use"
         lines.append(f"  rows with weights other than 1{purpose}: {weighted:,}")
+    for token, uses in manifest["new_tokens"].items() if name == "training" else ():
+        never = f"  warning: the new token `{token}` is in no training row"
+        lines.append(f"  new token `{token}`: {uses:,} uses" if uses else never)
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
@@ -326,11 +337,12 @@ class Made(NamedTuple):
 class SplitWriter:
     """Write one split into a folder aside. A context manager: what was not published is gone when it is left."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, counted: Mapping[str, int] = MappingProxyType({})) -> None:
         """`folder` is where the split is published; its neighbours that a killed process left half-written are
-        removed.
+        removed. `counted`: tokens whose uses are counted, with their ids.
         """
-        self.folder = folder
+        self.folder, self._counted = folder, counted
+        self.uses = dict.fromkeys(counted, 0)
         self._scratch = new_folder(folder.parent, folder.name)
         self._stream = pa.OSFile(str(self._scratch / ARROW), "wb")
         self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
@@ -362,6 +374,8 @@ class SplitWriter:
             if row.weights is not None:
                 self._of_weights.update(np.int32(len(self.lengths)).tobytes() + row.weights.tobytes())
                 self.weighted += 1
+            for token, token_id in self._counted.items():
+                self.uses[token] += int((row.input_ids == token_id).sum())
             self.lengths.append(int(length))
             self.sources.append(source)
             self.trained.append(row.trained)
@@ -452,11 +466,6 @@ class Rows:
                 rows = zip(self[name], self["source"], strict=True)
                 return next((token, source) for row, source in rows for token in row or () if token >= number)
         return None
-
-    def count_tokens(self) -> dict[int, int]:
-        """Return the number of occurrences of each token in all rows."""
-        counts = pc.value_counts(pc.list_flatten(self._table.column("input_ids"))).to_pylist()
-        return {int(count["values"]): int(count["counts"]) for count in counts}
 
     def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,9 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import (
     current_umask,
     file_sha256,
-    make_once,
     read_json,
     read_object,
     sync_path,
-    text_sha256,
     write_json,
 )
 from sft_play.launch.environment import visible_cards
@@ -47,7 +44,6 @@ from sft_play.model.load import (
 from sft_play.model.resolve import (
     check_trained,
     count_numbers,
-    describe,
     quantisation_of,
     refuse_untrusted_code,
     resolve_model,
@@ -61,7 +57,7 @@ from sft_play.plan.ranks import devices_for
 from sft_play.plan.shape import VARLEN
 from sft_play.runs.adapters import MADE
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
-from sft_play.runs.folder import RunFolder, cache_folder
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel
 from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
 from sft_play.text import as_typed
@@ -349,25 +345,14 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
     return merged
 
 
-def merged_base(config: Config, base: ResolvedModel, adapter: ParentAdapter) -> ResolvedModel:
-    """Return the base with an adapter merged as by `make merge`, in a cache folder that is created on first use."""
-
-    def make(target: Path) -> None:
-        target.mkdir()
-        tokenizer = load_tokenizer(base.path, trust=config.model.trust_remote_code)
-        _merge_and_compare(config, Path(base.path), Path(adapter.path), tokenizer, target)
-
-    return _made("merged", f"{base.fingerprint} {adapter.fingerprint}", make)
+def write_merged_base(config: Config, base: ResolvedModel, adapter: ParentAdapter, target: Path) -> None:
+    """Write the base with an adapter merged as by `make merge`."""
+    tokenizer = load_tokenizer(base.path, trust=config.model.trust_remote_code)
+    _merge_and_compare(config, Path(base.path), Path(adapter.path), tokenizer, target)
 
 
-def _made(what: str, parts: str, make: Callable[[Path], None]) -> ResolvedModel:
-    name = text_sha256(parts)
-    folder = make_once(cache_folder() / "models" / f"{what}-{name[:24]}", "config.json", make)
-    return replace(describe(str(folder), folder, MADE, None), fingerprint=name)
-
-
-def with_new_tokens(config: Config, base: ResolvedModel) -> ResolvedModel:
-    """Return the base with rows for `data.new_tokens`, in a cache folder. Raise `DataError` for an existing token.
+def write_with_new_tokens(config: Config, base: ResolvedModel, target: Path) -> None:
+    """Write the base with rows for `data.new_tokens`. Raise `DataError` for an existing token.
 
     Each row starts at the mean of the pieces into which the token was split. A vocabulary padded to a multiple stays
     padded.
@@ -384,24 +369,19 @@ def with_new_tokens(config: Config, base: ResolvedModel) -> ResolvedModel:
             f"`data.new_tokens` needs plain embeddings, and the base comes quantised ({quantisation_name(existing)})",
             hint="take the unquantised model; `tuning.mode: qlora` quantises it",
         )
-
-    def make(target: Path) -> None:
-        target.mkdir()
-        dtype = stored_dtype(folder)
-        model = read_model(folder, config.model, dtype=getattr(torch, dtype))
-        pieces = {token: tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens}
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
-        rows = model.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > rows:
-            model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=math.gcd(rows, 128), mean_resizing=False)
-        ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-        tables = {id(part): part.data for end in ends for part in end.parameters()}
-        for table in tables.values():
-            for token, before in pieces.items():
-                table[tokenizer.convert_tokens_to_ids(token)] = table[before].float().mean(0).to(table.dtype)
-        _save(model, tokenizer, target, dtype)
-
-    return _made("tokens", f"{base.fingerprint} {json.dumps(tokens)}", make)
+    dtype = stored_dtype(folder)
+    model = read_model(folder, config.model, dtype=getattr(torch, dtype))
+    pieces = {token: tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens}
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=math.gcd(rows, 128), mean_resizing=False)
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    tables = {id(part): part.data for end in ends for part in end.parameters()}
+    for table in tables.values():
+        for token, before in pieces.items():
+            table[tokenizer.convert_tokens_to_ids(token)] = table[before].float().mean(0).to(table.dtype)
+    _save(model, tokenizer, target, dtype)
 
 
 def _merge_and_compare(

@@ -226,7 +226,7 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
     chosen, why = "adamw_torch_fused" if fused else "adamw_torch", "AdamW"
     if configured != "auto" and (replicas or not OPTIMIZERS[configured].bitsandbytes):
-        _check_optimizer(config, setup)
+        _check_optimizer(config, request.shape, setup)
         return configured
     if configured != "auto":
         reasons["optimizer"] = f"optimizer {chosen} instead of {configured}: its states cannot be sharded by {strategy}"
@@ -240,15 +240,23 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     return chosen
 
 
-def _check_optimizer(config: Config, setup: Setup) -> None:
-    """Raise `UserError` for a typed optimizer that this strategy does not allow."""
+def _check_optimizer(config: Config, shape: ModelShape, setup: Setup) -> None:
+    """Raise `UserError` for a typed optimizer that this strategy or this model does not allow."""
     optimizer, whole = config.train.optim, setup.strategy in ("single", "ddp") and setup.tensor_parallel == 1
     if OPTIMIZERS[optimizer].whole and not whole:
+        divider = setup.strategy if setup.tensor_parallel == 1 else "`launch.tensor_parallel`"
         raise UserError(
-            f"`{OPTIM}` is `{optimizer}`, which needs every parameter in one piece, and {setup.strategy} shares"
+            f"`{OPTIM}` is `{optimizer}`, which needs every parameter in one piece, and {divider} shares"
             " parameters out",
             place=OPTIM,
             hint="`make train` or `make train-distributed`, or `train.optim: auto`",
+        )
+    if OPTIMIZERS[optimizer].matrices and shape.expert_parameters:
+        raise UserError(
+            f"`{OPTIM}` is `{optimizer}`, which takes single matrices, and a `{shape.model_type}` model holds its experts"
+            " in stacks of them",
+            place=OPTIM,
+            hint="`train.optim: auto`",
         )
     if OPTIMIZERS[optimizer].two_faced and config.launch.local_steps > 1:
         raise UserError(

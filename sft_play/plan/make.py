@@ -21,7 +21,6 @@ from sft_play.plan.memory import (
     nf4_experts,
     rank_memory,
     trainable_parameters,
-    unsloth_host_bytes,
 )
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, Strategy, least_room
 from sft_play.plan.ranks import devices_of
@@ -202,7 +201,12 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
 def _choose_recomputation(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[Setup, tuple[int, ...]]:
     """Return the setup, with recomputation if configured or needed for the required rows, and the rows that fit."""
     asked, rows = request.config.train.gradient_checkpointing, request.required_rows
-    plain, saving = request.largest(setup), replace(setup, gradient_checkpointing=True)
+    offload = request.config.train.activation_offload == "on"
+    plain = request.largest(setup)
+    saving = replace(setup, gradient_checkpointing=True, activation_offload=offload)
+    if offload and asked == "auto":
+        reasons["recomputation"] = "gradient checkpointing on: `train.activation_offload` needs it"
+        return saving, request.largest(saving)
     if asked == "auto" and request.launch.force_checkpointing and min(plain) >= rows:
         reasons["recomputation"] = "gradient checkpointing on: memory ran out without it"
         # What recomputation saves must not go into a larger micro-batch.
@@ -293,11 +297,18 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
 def _on_the_host(
     request: Request, setup: Setup, micro_batch: int, reasons: dict[str, str], warnings: list[str]
 ) -> list[str]:
-    """Report what DeepSpeed or Unsloth keeps in host memory, and return remedies when that memory is too small."""
+    """Report what is kept in host memory, and return remedies when that memory is too small.
+
+    Raise `HardwareError` when it is too small for `train.activation_offload`.
+    """
     hardware, processes = request.hardware, request.ranks.local
-    of_unsloth = unsloth_host_bytes(request.config, request.shape, setup, micro_batch)
-    need = processes * (host_bytes(request.config, request.shape, setup) + of_unsloth)
-    if not need:
+
+    def needed(rows: int) -> int:
+        return processes * host_bytes(request.config, request.shape, setup, rows)
+
+    if not (need := needed(micro_batch)):
+        if setup.activation_offload:
+            warnings.append("`train.activation_offload` moves nothing here: a CPU computes in the machine's memory")
         return []
     reasons["offloaded"] = (
         f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}"
@@ -305,6 +316,13 @@ def _on_the_host(
     if not hardware.ram_known or need <= hardware.ram_bytes:
         return []
     have = hardware.ram_bytes / GIB
+    if setup.activation_offload and not request.launch.early:
+        fewer = next((rows for rows in range(micro_batch - 1, 0, -1) if needed(rows) <= hardware.ram_bytes), 0)
+        raise HardwareError(
+            f"`train.activation_offload` needs {need / GIB:.1f} GiB of this machine's memory for micro-batches of"
+            f" {plural(micro_batch, 'row')}, and it has {have:.1f} GiB",
+            hint=(f"TRAIN_BATCH_SIZE={fewer}, or " if fewer else "") + "TRAIN_ACTIVATION_OFFLOAD=off",
+        )
     warnings.append(f"offloading needs {need / GIB:.1f} GiB of this machine's memory, which has {have:.1f} GiB")
     return [*remedies.remedies_for_loading(request, _decide)[:1], "a machine with more memory"]
 

@@ -154,16 +154,19 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
             "backward last": base | {"workspace": returning * FIRST_RETURNING},
         }
     residual = 4 if setup.autocast else setup.width
-    saved_inputs = residual * shape.hidden_size + _int8_inputs(config, shape, setup)
-    base = {"activations": saved_inputs * shape.layers * tokens, "recompute": 0.0, "logits": 0.0, "casts": layer}
+    kept, back = layer_input_bytes(shape, setup, tokens), 0.0
+    if setup.activation_offload and setup.device == "cuda":
+        kept, back = 0.0, kept  # that of the running layer, and in the forward pass the embedded tokens
+    inputs = kept + _int8_inputs(config, shape, setup) * tokens
+    base = {"activations": inputs * shape.layers, "recompute": 0.0, "logits": 0.0, "casts": layer}
     # Autocast keeps the casts of trained weights until the forward pass ends, those of recomputed layers too.
     casts = layer * (shape.layers if config.tuning.mode == "full" else 1)
     inner = setup.width * (3 if shape.gated else 2) * shape.ffn_size * max(1, shape.experts_per_token)
     running = (inner + 2 * residual * shape.hidden_size) * tokens
     moments = {
-        "forward last": base | {"activations": base["activations"] + running, "casts": casts},
+        "forward last": base | {"activations": base["activations"] + 2 * back + running, "casts": casts},
         # The logits are freed before the first layer is recomputed; its gradients are added to its activations.
-        "backward last": base | {"recompute": saved + returning},
+        "backward last": base | {"recompute": saved + returning + back},
     }
     if logits < labels * shape.vocab_size * LOGIT_BYTES:
         # In chunks the loss is computed during the forward pass, while the last norm keeps its input.
@@ -189,6 +192,8 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         if setup.device == "cpu" and OPTIMIZERS[setup.optim].bitsandbytes and "8bit" in setup.optim
         else each
     )
+    if OPTIMIZERS[setup.optim].matrices:
+        optimizer -= shape.linear_parameters * step_width  # Muon has one moment
     if setup.zero:
         optimizer += trained * 4
     buffers = slow_network_bytes(config, setup, trained, width)
@@ -400,7 +405,14 @@ def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of the optimizer step's temporaries: on a GPU, `foreach` makes one more copy of all weights."""
+    """Return the bytes of the optimizer step's temporaries.
+
+    On a GPU, `foreach` makes one more copy of all weights. Muon has one matrix's update in its type and twice in bf16,
+    and two products of its shorter side (traced).
+    """
+    if OPTIMIZERS[setup.optim].matrices:
+        sizes = [(matrix.inputs, matrix.outputs) for matrix in shape.matrices if matrix.kind == "linear"]
+        return max((setup.weight_bytes + 4.0) * a * b + 4 * min(a, b) ** 2 for a, b in sizes)
     on_host = setup.device != "cuda" or (setup.zero and setup.offload_optimizer)
     if on_host or setup.optim != "adamw_torch":
         return 0.0
@@ -442,26 +454,41 @@ def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) 
     return min(whole, logits + labels * shape.hidden_size * hidden + head)
 
 
-def host_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
-    """Return the bytes that DeepSpeed keeps in host memory for one rank instead of on its GPU."""
-    if not (setup.offload_optimizer or setup.offload_parameters) or not setup.zero or setup.device != "cuda":
+def host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
+    """Return the bytes that one rank keeps in host memory instead of on its GPU."""
+    if setup.device != "cuda":
         return 0
-    whole = states_bytes(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
-    on_device = states_bytes(config, shape, setup)
-    return int(sum(whole.values()) - sum(on_device.values()))
+    need = _inputs_host_bytes(config, shape, setup, micro_batch)
+    if setup.zero and (setup.offload_optimizer or setup.offload_parameters):
+        whole = states_bytes(config, shape, replace(setup, offload_optimizer=False, offload_parameters=False))
+        need += int(sum(whole.values()) - sum(states_bytes(config, shape, setup).values()))
+    return need
 
 
-def unsloth_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
-    """Return the bytes that Unsloth moves to host memory for one rank: the inputs of recomputed layers.
+def layer_input_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
+    """Return the bytes of a layer's input."""
+    return float((4 if setup.autocast else setup.width) * shape.hidden_size * tokens)
 
-    Each is in a pinned block whose size is a power of two (unsloth_zoo 2026.10.9, `gradient_checkpointing.py`;
-    unverified on a GPU). `_moving` counts them on the GPU as well, as a margin for Unsloth's two buffers and other
-    memory there.
+
+def _inputs_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
+    """Return the bytes of the inputs of recomputed layers that we, or Unsloth, move to host memory.
+
+    Each is in a pinned block whose size is a power of two (torch 2.13; unsloth_zoo 2026.10.9,
+    `gradient_checkpointing.py`; unverified on a GPU). `_moving` counts Unsloth's on the GPU as well, as a margin for its
+    two buffers and other memory there.
     """
-    if config.tuning.backend != "unsloth" or setup.device != "cuda" or not setup.gradient_checkpointing:
+    unsloth = config.tuning.backend == "unsloth" and setup.gradient_checkpointing
+    if not (setup.activation_offload or unsloth):
         return 0
-    block = 2 * micro_batch * setup.row_tokens * shape.hidden_size
-    return shape.layers * (1 << (block - 1).bit_length())
+    if setup.stages and setup.stage is None:
+        stages = (replace(setup, stage=stage) for stage in range(len(setup.stages)))
+        return max(_inputs_host_bytes(config, shape, stage, micro_batch) for stage in stages)
+    passing = 1
+    if setup.stages:
+        shape, setup, passing = stage_of(shape, setup)
+    tokens = -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
+    block = int(layer_input_bytes(shape, setup, tokens))
+    return passing * shape.layers * (1 << (block - 1).bit_length())
 
 
 def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processes: int) -> int:

@@ -80,6 +80,8 @@ class Setup:
     layout: Layout
     """How the rows of a micro-batch become a tensor."""
     attn_implementation: str
+    activation_offload: bool = False
+    """Whether the inputs of recomputed layers wait in host memory."""
     label_share: float = 1.0
     """Share of the tokens of the worst micro-batch that a loss is computed for: logits exist only there."""
     row_tokens: int = 0
@@ -357,6 +359,7 @@ PLANNED = (
     "attn_implementation",
     "layout",
     "gradient_checkpointing",
+    "activation_offload",
     "steps",
     "warmup_steps",
     "loss_chunk",

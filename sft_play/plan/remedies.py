@@ -63,13 +63,13 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
         else:
             rank = least_room(plan.ranks)
             need, capacity, other, each, fits = rank.peak_bytes, rank.capacity_bytes, plan, rows, not plan.remedies
-        host = changed.ranks.local * host_bytes(changed.config, changed.shape, other)
+        host = changed.ranks.local * host_bytes(changed.config, changed.shape, other, each)
         if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
             return None
         slower = None
         before_and_after = ((case.strategy, case.copies, case.sequence_parallel) for case in (setup, other))
         alike = len(set(before_and_after)) == 1
-        if alike and not other.offload_parameters:
+        if alike and not other.offload_parameters and not other.activation_offload:
             device = min(request.hardware.devices, key=lambda card: card.peak_flops or 0.0)
             now = token_cost(request.config, request.shape, setup, each, device)
             slower = token_cost(changed.config, request.shape, other, each, device) / now
@@ -136,8 +136,9 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         auto = {(True, False): "TRAIN_BATCH_SIZE=auto", (False, True): "TRAIN_GRAD_ACCUM=auto"}.get(typed)
         fewer = {"train.batch_size": 1, "train.grad_accum": "auto"} if auto else {"train.batch_size": rows // 2}
         overrides.append((auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
-    if not setup.gradient_checkpointing:
-        add({"train.gradient_checkpointing": True})
+    recomputes, moves = setup.gradient_checkpointing, setup.activation_offload or setup.device == "cpu"
+    if not (recomputes and moves):
+        add({"train.activation_offload": "on"} if recomputes else {"train.gradient_checkpointing": True})
     if setup.row_tokens > SHORTEST_ROW:
         add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // 2)})
     for other in ("lora", "qlora"):

@@ -453,7 +453,7 @@ def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) 
     }
 
 
-TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
+TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
 TRACE_VERSION = 8
 """Increase this when the trace changes, so that cached results of the older one are not used."""
@@ -478,10 +478,11 @@ class Case:
     precision: str
     autocast: bool
     gradient_checkpointing: bool
+    activation_offload: bool
     layout: str
     attention: str
     optim: str
-    """torch's name of an AdamW, or `none` where its states are counted by formula."""
+    """A word of `train.optim` that is traced, or `none` where its states are counted by formula."""
     fused_adapters: bool
     loss_chunk: int
     rows: int
@@ -531,6 +532,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         precision=setup.precision,
         autocast=setup.precision != "fp32" and not sharding,
         gradient_checkpointing=setup.gradient_checkpointing,
+        activation_offload=setup.activation_offload and setup.device == "cuda",
         layout=setup.layout,
         attention=setup.attn_implementation,
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",

@@ -263,7 +263,7 @@ def _offload(request: Request, setup: Setup, fitting: tuple[int, ...], decide: D
     if not hardware.ram_known or not (hardware.described or importlib.util.find_spec("deepspeed")):
         return None
     offloading = replace(setup, strategy="zero3", offload_optimizer=True, offload_parameters=True)
-    need = setup.world_size * host_bytes(config, request.shape, offloading)
+    need = setup.world_size * host_bytes(config, request.shape, offloading, request.required_rows)
     if need > HOST_SHARE * hardware.ram_bytes:
         return None
     launch = replace(

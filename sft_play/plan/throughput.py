@@ -14,12 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.plan.division import Data, Division, rows_data
 from sft_play.plan.experience import Work, most_like, same_name
 from sft_play.plan.hardware import Device, fp32_share
-from sft_play.plan.memory import NF4_BYTES, quantised_parameters, trainable_parameters
-from sft_play.plan.network import exchange_seconds, link_bytes_per_second, slices_seconds, stage_shares
+from sft_play.plan.memory import NF4_BYTES, layer_input_bytes, quantised_parameters, trainable_parameters
+from sft_play.plan.network import (
+    PCIE_BYTES_PER_SECOND,
+    exchange_seconds,
+    link_bytes_per_second,
+    slices_seconds,
+    stage_shares,
+)
 from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
@@ -164,6 +171,9 @@ def forecast(request: Request, division: Division) -> Forecast:
 
     guess = max(map(computing, request.data_devices, division.shares, own_steps))
     guess += optimizer_seconds(request, setup, devices) + exchange
+    if setup.activation_offload and setup.device == "cuda":
+        moved = 2 * shape.layers * layer_input_bytes(shape, setup, int(max(division.shares) * data.row_tokens))
+        guess += moved / setup.sequence_parallel / max(1, len(setup.stages)) / PCIE_BYTES_PER_SECOND
     tokens = division.rows * data.row_tokens
     work = Work(
         devices=tuple(sorted({same_name(device.name) for device in devices})),
@@ -246,14 +256,25 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
 
 
 def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...]) -> float:
-    """Return the time of clipping and the update, which is memory traffic of every trained weight."""
+    """Return the time of clipping and the update: memory traffic of every trained weight, and Muon's products."""
     shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
     if setup.device == "cpu":
         bandwidth = CPU_BANDWIDTH / len(devices)  # processes of one CPU share its memory
     else:
         bandwidth = min((device.bandwidth for device in devices if device.bandwidth), default=TYPICAL_BANDWIDTH)
     trained = trainable_parameters(request.config, request.shape.take_slice(setup.tensor_parallel))
-    return OPTIMIZER_TRAFFIC * trained / shards / max(1, len(setup.stages)) / bandwidth
+    seconds = OPTIMIZER_TRAFFIC * trained / shards / max(1, len(setup.stages)) / bandwidth
+    if OPTIMIZERS[setup.optim].matrices:
+        seconds += max(_seconds(request, setup, device, muon_flops(request.shape), 0) for device in devices)
+    return seconds
+
+
+def muon_flops(shape: ModelShape) -> float:
+    """Return the operations of Muon's five iterations on each matrix of m x n, m <= n: X X^T, its square, their product
+    with X.
+    """
+    sizes = [(sorted((matrix.inputs, matrix.outputs)), matrix) for matrix in shape.matrices if matrix.kind == "linear"]
+    return sum(5.0 * matrix.count * (4 * m * m * n + 2 * m**3) for (m, n), matrix in sizes)
 
 
 def _useful_flops(request: Request) -> float:

@@ -297,15 +297,16 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
 
 
 def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
-    """Return the bytes of the largest pod's memory that the plan needs: the complete peak on CPUs, else what DeepSpeed
-    offloads.
+    """Return the bytes of the largest pod's memory that the plan needs: the complete peak on CPUs, else what is
+    offloaded.
     """
     if plan.device == "cpu":
         ranks = iter(plan.ranks)
         return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
-    if not (plan.offload_optimizer or plan.offload_parameters):
+    if not (plan.offload_optimizer or plan.offload_parameters or plan.activation_offload):
         return 0
-    return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), plan)
+    rows = max(rank.micro_batch for rank in plan.ranks)
+    return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), plan, rows)
 
 
 def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +27,8 @@ from sft_play.model.published import model_class
 from sft_play.plan.shape import LAYER_OUTPUTS
 from sft_play.plan.sources import Case
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.trace.step import count_as
+from sft_play.trace.step import HOST, count_as
+from sft_play.training.offload import offload_inputs
 
 BASE = ResolvedModel(name="", path="", source="folder", revision=None, fingerprint="", tokenizer_fingerprint="")
 
@@ -146,9 +148,16 @@ def prepare(case: Case, model: Any) -> nn.Module:
     model.config.get_text_config().use_cache = False
     if case.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if case.activation_offload:
+            offload_inputs(model, lambda: saved_tensors_hooks(_to_host, Tensor.clone))
         if case.mode != "full":
             model.enable_input_require_grads()
     return cast(nn.Module, model)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    with count_as(HOST):
+        return tensor.clone()
 
 
 def materialise(model: nn.Module, device: str) -> None:

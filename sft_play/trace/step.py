@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.integrations import moe
 
+from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.data.batches import Batch, lengths_of
 from sft_play.plan.shape import BY_LENGTHS
 from sft_play.plan.sources import Case
 from sft_play.training.loss import token_loss_sum
-
-FUSED = "adamw_torch_fused"
+from sft_play.training.muon import MuonWithAdamW
 
 
 def batch_of(case: Case, device: str) -> Batch:
@@ -166,9 +166,12 @@ class StepTrace:
         held, not computed.
         """
         tokens = torch.ones((), dtype=torch.long, device=batch["input_ids"].device)
-        optimizer = None  # where its states are counted by formula
+        optimizer: torch.optim.Optimizer | None = None  # where its states are counted by formula
         if self.case.optim != "none":
-            optimizer = torch.optim.AdamW(self.trained, lr=1e-4, fused=True if self.case.optim == FUSED else None)
+            fused = True if self.case.optim != "adamw_torch" else None
+            optimizer = torch.optim.AdamW(self.trained, lr=1e-4, fused=fused)
+            if OPTIMIZERS[self.case.optim].matrices:
+                optimizer = MuonWithAdamW(optimizer, self.model)
         self._hold_gradients()
         self.update(optimizer)
         if self.case.accumulates:
@@ -214,6 +217,8 @@ def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
     return out if out is first else FakeTensor(first.fake_mode, out, first.fake_device)
 
 
+HOST = "host"
+"""Part of what a GPU would not hold; it is not counted."""
 _named: list[str] = []
 
 
@@ -319,7 +324,7 @@ class StorageTracker(TorchDispatchMode):
         if name.startswith("aten._to_copy") and self.part_of(args[0]) in ("frozen", "trained", "adapters"):
             part = "casts"
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and self._blocks.get(tensor.untyped_storage()) is None:
+            if part != HOST and isinstance(tensor, Tensor) and self._blocks.get(tensor.untyped_storage()) is None:
                 wide = tensor.dim() > 0 and tensor.shape[-1] == self.logit_width
                 self.hold(tensor, "logits" if wide else part)
         self.mark(name, self._inside(name, args))

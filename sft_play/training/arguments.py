@@ -8,6 +8,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 
 from sft_play.config.metrics import higher_is_better
+from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.trackers import OWN, trackers
 from sft_play.errors import HardwareError, UserError
@@ -72,7 +73,8 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "warmup_steps": plan.warmup_steps or 0,
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
-        "optim": plan.optim,
+        # `SftTrainer.create_optimizer` adds ours to AdamW.
+        "optim": "adamw_torch_fused" if OPTIMIZERS[plan.optim].matrices else plan.optim,
         "seed": train.seed,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",

@@ -22,7 +22,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor, distributed
 from transformers import Trainer
 
-from sft_play.config.optimizers import BY_METRIC
+from sft_play.config.optimizers import BY_METRIC, OPTIMIZERS
 from sft_play.data import WEIGHTS
 from sft_play.data.batches import Batch, GlobalBatchSampler
 from sft_play.model.objective import objective_of
@@ -30,7 +30,9 @@ from sft_play.model.parallel import Slicer
 from sft_play.training.balance import Balancer, together
 from sft_play.training.loss import IDLE, step_totals, sums_of, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
+from sft_play.training.muon import MuonWithAdamW
 from sft_play.training.noise import NEFTUNE, RowNoise
+from sft_play.training.offload import offload_inputs
 from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.saving import Saver
@@ -111,6 +113,7 @@ class SftTrainer(Trainer):
     """transformers' Trainer for prepared rows, following a plan."""
 
     control: Any
+    optimizer: Any
 
     def __init__(
         self,
@@ -312,12 +315,14 @@ class SftTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
-        """Create transformers' optimizer; with LoRA+ the B matrices learn faster."""
+        """Create transformers' optimizer; with LoRA+ the B matrices learn faster, with Muon it has a second part."""
         exists = self.optimizer is not None  # transformers asks again under DeepSpeed, and returns the same one
         optimizer = super().create_optimizer(*arguments, **named)
         ratio = self.context.config.tuning.lora.plus_ratio
         if ratio is not None and self.context.config.tuning.mode != "full" and not exists:
             split_for_lora_plus(optimizer, self.model, ratio)
+        if OPTIMIZERS[self.context.plan.optim].matrices and not exists:
+            self.optimizer = optimizer = MuonWithAdamW(optimizer, self.model)
         return optimizer
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -464,6 +469,8 @@ class SftTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Restore a checkpoint's states once model and optimizer are wrapped; the base class would load pickles."""
+        if self.context.plan.activation_offload:
+            offload_inputs(self.model)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.local = self.saver.local = local_steps_of(self.context, self)
         if self.local is not None:

@@ -66,6 +66,17 @@ CASES = {
     "never evaluated": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"),
     "local steps of shards": (GOOD + "launch: {strategy: zero3, local_steps: 2}\n", [], "`launch.local_steps` is 2"),
     "fp16 in local steps": (GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"),
+    "offload without recomputation": (
+        GOOD + "train:\n  activation_offload: true\n  gradient_checkpointing: false\n",
+        [],
+        "x.yaml:4: `train.activation_offload` is `on`, which needs recomputation, but `train.gradient_checkpointing` is",
+    ),
+    "DFT of smoothed targets": (
+        GOOD + "train:\n  loss: dft\n  label_smoothing_factor: 0.1\n",
+        [],
+        "x.yaml:5: `train.label_smoothing_factor` is 0.1, which goes with `train.loss: nll`, and that is `dft`",
+    ),
+    "Muon for adapters": (GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"),
     "an optimizer per micro-batch": (GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"),
     "elastic pods": (GOOD + "kubernetes: {elasticPolicy: {minReplicas: 1}}\n", [], "`kubernetes.max_restarts` starts them again"),
     "unsaved states": (GOOD, ["TRAIN_OPTIM=grokadamw"], "so no checkpoint can contain them\n\nhint: set `train.save_strategy: no`"),

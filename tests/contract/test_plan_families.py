@@ -42,15 +42,17 @@ def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, 
 def test_what_a_mixture_s_adapters_and_experts_are_is_said(program: Program, tmp_path: Path) -> None:
     """Its router is no linear layer."""
     tiny_model("glm4_moe", "meta").config.save_pretrained(tmp_path)
-    words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula", "TUNING_MODE=qlora")
-    done = program(*words, "TUNING_LORA_TARGET_MODULES=[mlp.gate]")
+    words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula")
+    done = program(*words, "TUNING_MODE=qlora", "TUNING_LORA_TARGET_MODULES=[mlp.gate]")
     assert (
         done.code == 2
         and "`mlp.gate` (it routes tokens to experts), where" in done.err
         and "experts.gate_up_proj" in done.err
     )
-    done = program(*words, "TUNING_QUANTIZATION=int8")
+    done = program(*words, "TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8")
     assert "GiB in all instead of" in done.out, done.err
+    done = program(*words, "TUNING_MODE=full", "TRAIN_OPTIM=muon")
+    assert done.code == 2 and "`muon`, which takes single matrices" in done.err, done.err
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,12 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=1").refused(2, "the configuration asks for 1 step in all")
     other = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=4", "TUNING_BACKEND=unsloth")
     other.refused(5, "`backend` was `bnb` and is `unsloth`")
-    launcher("resume", "RUN=one", "TRAIN_LEARNING_RATE=1").refused(2, "`train.learning_rate` cannot change")
+    for word, key in {
+        "TRAIN_LEARNING_RATE=1": "learning_rate",
+        "TRAIN_LOSS=dft": "loss",
+        "TRAIN_OPTIM=muon": "optim",
+    }.items():
+        launcher("resume", "RUN=one", word).refused(2, f"`train.{key}` cannot change")
     assert changed_at(run) == before
 
     longer = launcher("resume", "RUN=one", "TRAIN_MAX_STEPS=3", "WHY=1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,22 @@ def test_rows_begin_at_the_mean_and_are_trained_saved_and_merged(
     import shutil
 
     shutil.rmtree(run)
+
+
+def test_uses_are_counted_when_rows_are_prepared_and_need_no_transformers_later(place: Place) -> None:
+    done = place.run("inspect", f"CONFIG={place.config}", "JSON=1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["manifest"]["new_tokens"] == {"<tool>": 24, "</tool>": 24, "<never>": 0}
+    code = "import sys; from sft_play.__main__ import main; main(sys.argv[1:]); print('transformers' in sys.modules)"
+    again = subprocess.run(
+        [sys.executable, "-c", code, "data", f"CONFIG={place.config}"],
+        env=place.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert again.stdout.endswith("False\n") and "new token `<tool>`: 24 uses" in again.stderr, again.stderr
 
 
 def test_what_cannot_be_a_new_token_is_refused(place: Place) -> None:

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.broad
 
 STEPS = 4
 SP2, TP2, PP = "LAUNCH_SEQUENCE_PARALLEL=2", "LAUNCH_TENSOR_PARALLEL=2", "LAUNCH_STRATEGY=pipeline"
-PACKED, CHECKPOINTS = "TRAIN_PACKING=on", "TRAIN_GRADIENT_CHECKPOINTING=true"
+PACKED, CHECKPOINTS = "TRAIN_PACKING=on", "TRAIN_ACTIVATION_OFFLOAD=on"
+"""The second recomputes, and moves inputs."""
 WAYS = {
     "sp-packed": ["NUM_GPUS=2", SP2, "TRAIN_BATCH_SIZE=2", PACKED],
     "sp-checkpointing": ["NUM_GPUS=2", SP2, "TRAIN_BATCH_SIZE=4", CHECKPOINTS],

@@ -78,3 +78,16 @@ def test_equal_weights_train_as_none_to_the_bit(split: str, tmp_path: Path) -> N
     same_to_the_bit(half, none)
     assert column(some, "loss")[0] != pytest.approx(column(none, "loss")[0], rel=1e-5)
     assert column(some, "rank_tokens") == column(none, "rank_tokens"), "tokens are counted, whatever their weight"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3", "fsdp2"))]
+)
+def test_inputs_of_layers_in_host_memory_change_nothing_from_a_checkpoint_on(
+    strategy: str, tiny: Path, tmp_path: Path
+) -> None:
+    case: dict[str, Any] = {"strategy": strategy, "ranks": ((2, 2), (2, 2)), "settings": ("train.save_steps: 2",)}
+    trial = Trial(**case, steps=4, plan=(("gradient_checkpointing", True),))
+    run = must_train(make_run(tmp_path / "run", tiny, trial))
+    moved = Trial(**case, steps=4, plan=(*trial.plan, ("activation_offload", True)))
+    same_to_the_bit(resume_from(run, tmp_path / "again", 2, moved), run)

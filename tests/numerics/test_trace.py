@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
+from sft_play.config.schema import ModelConfig
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.sources import Case
+from sft_play.plan.throughput import muon_flops
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe
+from sft_play.training.muon import MuonWithAdamW
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -38,8 +46,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 PLAIN = Case(
     architecture=ARCHITECTURES["llama"], device="cpu", mode="lora", quantization="none", lora={"r": 8}, new_tokens=0,
-    weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False, layout="flattened",
-    attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0, rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
+    weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False,
+    activation_offload=False, layout="flattened", attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0,
+    rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
 )  # fmt: skip
 BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True}
 AUTOCAST = {"precision": "bf16", "autocast": True}
@@ -90,6 +99,8 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
         {"fused_adapters": False, **BF16},
         {"optim": "adamw_torch"},
         {"optim": "none"},
+        {"optim": "muon", "mode": "full"},
+        {"optim": "muon", "mode": "full", "architecture": ARCHITECTURES["gpt2"], **BF16},
         {"accumulates": False},
         {"clips": False},
         {"attention": "eager", "layout": "padded"},
@@ -102,3 +113,31 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
 )
 def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
     traced_exactly(replace(PLAIN, **changes))
+
+
+def test_muons_products_are_counted(tiny: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        MuonWithAdamW(torch.optim.AdamW(model.parameters()), model).step()
+    assert counter.get_total_flops() == muon_flops(shape_of(ModelConfig(name=str(tiny))))
+
+
+def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None:
+    case = replace(PLAIN, gradient_checkpointing=True, device="cuda", mode="full")
+    moved = replace(case, activation_offload=True)
+    traced_exactly(moved)
+    kept, left = (observe(one, model_of(one))[0] for one in (case, moved))
+    inputs = 3 * 40 * SMALL["hidden_size"] * 4
+    for moment, recomputed in {"backward head": 0, "backward last": inputs}.items():
+        before, after = kept[moment].parts, left[moment].parts
+        assert before["activations"] - after["activations"] == SMALL["num_hidden_layers"] * inputs
+        assert after.get("recompute", 0) - before.get("recompute", 0) == recomputed
+
+
+@pytest.mark.parametrize(("changes", "width"), [({}, 4), (BF16, 2)])
+def test_muons_temporaries_are_those_of_its_largest_matrix(changes: dict[str, Any], width: int) -> None:
+    case = replace(PLAIN, mode="full", optim="muon", clips=False, **changes)
+    update = observe(case, model_of(case))[0]["update"].parts
+    assert update["workspace"] == (width + 4) * 64 * 160 + 4 * 64**2

@@ -33,6 +33,17 @@ CASES = [
     *(pytest.param(name, hardware, OTHERWISE.get(name, []), id=name) for name, hardware in PRESETS.items()),
     pytest.param("run_bnb", "H200", [*FULL, "TRAIN_BATCH_SIZE=1"], id="full, autocast, checkpointing, 1 row"),
     pytest.param("run_bnb", "B200", [*FULL, "TRAIN_BATCH_SIZE=16"], id="full, autocast, checkpointing, 16 rows"),
+    pytest.param("run_bnb", "B200", [*FULL, "TRAIN_BATCH_SIZE=1", "TRAIN_OPTIM=muon"], id="full, Muon"),
+    *(
+        pytest.param(
+            "run_bnb",
+            "H100",
+            [f"TUNING_MODE={mode}", "TRAIN_ACTIVATION_OFFLOAD=on", "TRAIN_BATCH_SIZE=1", "MODEL_MAX_SEQ_LEN=8192"],
+            id=f"{mode}, inputs on the host",
+        )
+        for mode in ("lora", "qlora")
+    ),
+    pytest.param("run_bnb", "B200", [*FULL, "TRAIN_ACTIVATION_OFFLOAD=on"], id="full, inputs on the host"),
     pytest.param("run_bnb", "2xH200", ["TUNING_MODE=lora", "LAUNCH_TENSOR_PARALLEL=2"], id="LoRA, slices of layers"),
     pytest.param(
         "run_bnb", "2xH200", [*FULL, "TRAIN_BATCH_SIZE=1", "LAUNCH_TENSOR_PARALLEL=2"], id="full, slices of layers"
@@ -69,6 +80,7 @@ def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
     for rows in micros:
         exact, formula = memory(loaded.config, shape, setup, rows), rank_memory(loaded.config, shape, setup, rows)
         assert allocated(formula) == pytest.approx(allocated(exact), rel=0.05)
+        assert formula["optimizer"] == pytest.approx(exact["optimizer"], rel=0.01)
 
 
 @pytest.mark.quiet

@@ -12,7 +12,7 @@ from sft_play.errors import HardwareError, UserError
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
 from tests.documents import on_page
-from tests.plans import CPU, LLAMA, QWEN, SMALL, message, plan_of, prepared_rows
+from tests.plans import CPU, LLAMA, QWEN, SMALL, message, plan_of, prepared_rows, with_ram
 
 SHAPE = shape_of(ModelConfig(name=SMALL))
 
@@ -61,6 +61,33 @@ def test_a_typed_optimizer_runs_or_the_plan_says_what_does() -> None:
     assert "needs every parameter in one piece, and zero2" in message(
         UserError, command_strategy="zero", optim="schedule_free_sgd"
     )
+
+
+def test_inputs_of_layers_are_moved_where_the_machine_has_the_memory_for_them() -> None:
+    case: dict[str, Any] = {"name": LLAMA, "max_seq_len": 8192, "activation_offload": "on", "batch_size": 8}
+    plan = plan_of(with_ram("H200", 256), **case)
+    assert plan.activation_offload and plan.gradient_checkpointing
+    assert "gradient checkpointing on: `train.activation_offload` needs it" in plan.reasons.values()
+    assert "16.0 GiB for 1 process" in plan.reasons["offloaded"]
+    assert plan.ranks[0].peak_bytes < plan_of("H200", **case | {"activation_offload": "off"}).ranks[0].peak_bytes
+    said = message(HardwareError, with_ram("H200", 12), **case)
+    assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in said
+    assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in said
+    assert "hint: TRAIN_ACTIVATION_OFFLOAD=off" in message(HardwareError, with_ram("H200", 1), **case)
+    assert "moves nothing here" in plan_of(activation_offload="on").notices[0]
+    assert "TRAIN_ACTIVATION_OFFLOAD=on" in message(HardwareError, "24GB", **case | {"activation_offload": "off"})
+
+
+def test_muon_has_one_moment_of_a_layers_matrices_and_needs_them_whole() -> None:
+    muon, adamw = (plan_of(mode="full", optim=word).ranks[0].memory_bytes for word in ("muon", "adamw_torch_fused"))
+    assert adamw["optimizer"] - muon["optimizer"] == 4 * SHAPE.linear_parameters
+    for changes in ({"command_strategy": "zero"}, {"command_strategy": "fsdp2"}):
+        assert "`muon`, which needs every parameter in one piece" in message(
+            UserError, "2xH100", mode="full", optim="muon", **changes
+        )
+    sliced = {"command_strategy": "auto", "tensor_parallel": 2}
+    sliced = message(UserError, "2xB200", name=LLAMA, mode="full", optim="muon", **sliced)
+    assert "`launch.tensor_parallel` shares parameters out" in sliced
 
 
 def test_a_warm_up_longer_than_the_run_is_refused_where_steps_are_known() -> None:

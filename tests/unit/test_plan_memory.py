@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
-from sft_play.plan.memory import rank_memory, unsloth_host_bytes
+from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.plan import Setup
 from sft_play.trace.allocator import MIB, Event, lost_bytes, most_allocated
 
@@ -60,8 +61,20 @@ def test_unsloth_holds_adapters_in_fp32_the_logits_of_all_positions_and_inputs_o
 
     config = Config(model=ModelConfig(name=LLAMA3), tuning=TuningConfig(mode="qlora", backend="unsloth"))
     setup, shape = setup_of(gradient_checkpointing=True, row_tokens=2000), shape_of(config.model)
-    assert unsloth_host_bytes(config, shape, setup, 2) == 32 * 32 * MIB, "blocks of a power of two"
-    assert unsloth_host_bytes(config, shape, setup_of(), 2) == 0
+    assert host_bytes(config, shape, setup, 2) == 32 * 32 * MIB, "blocks of a power of two"
+    assert host_bytes(config, shape, setup_of(), 2) == 0
+
+
+def test_inputs_of_layers_are_on_the_gpu_or_the_host() -> None:
+    recomputes = {"gradient_checkpointing": True, "row_tokens": 2000}
+    kept, moved = (parts_of(LLAMA3, rows=2, **recomputes, activation_offload=on) for on in (False, True))
+    assert kept["activations"] - moved["activations"] == 32 * 2 * 2000 * 4096 * 2
+    config, setup = Config(model=ModelConfig(name=LLAMA3)), setup_of(**recomputes, activation_offload=True)
+    shape = shape_of(config.model)
+    assert host_bytes(config, shape, setup, 2) == 32 * 32 * MIB
+    in_stages = replace(setup, strategy="pipeline", world_size=2, stages=(20, 12))
+    assert host_bytes(config, shape, in_stages, 2) == 2 * 20 * 32 * MIB, "two micro-batches are in flight"
+    assert host_bytes(config, shape, replace(setup, device="cpu"), 2) == 0
 
 
 @pytest.mark.parametrize(

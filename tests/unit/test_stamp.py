@@ -99,6 +99,8 @@ def test_an_altered_configuration_is_refused_with_the_keys_to_put_back() -> None
     with pytest.raises(CheckpointError, match="put these keys") as caught:
         refuse(compare(stamp_of(), altered, "resume"), "it")
     text = caught.value.message
+    with pytest.raises(CheckpointError, match=r"was `train\.loss nll` and is `train\.loss dft`"):
+        refuse(compare(stamp_of(), stamp_of(loss="dft"), "resume"), "it")
     assert "train.max_grad_norm 0.5" in text and "'adam_beta2': 0.5" in text and "weight_decay" not in text
     # What a resume, a recovery or a repeated run writes itself
     same = stamp_of(
