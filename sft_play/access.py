@@ -68,8 +68,7 @@ def serve_token(address: str) -> str | None:
         )
     if len(token) < LEAST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise UserError(
-            f"`{TOKEN_VARIABLE}` has {len(token)} letters; expected at least {LEAST_TOKEN}, without blanks and of"
-            " ASCII",
+            f"`{TOKEN_VARIABLE}` has {len(token)} characters; expected at least {LEAST_TOKEN} of ASCII, without blanks",
             hint=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32)",
         )
     return token

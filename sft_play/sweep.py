@@ -105,7 +105,7 @@ def main(call: Call) -> int:
         if override.key in sweep.keys or (slurm and override.key == "slurm.array")
     ]:
         raise UserError(
-            f"`{typed[0].key}` is typed, and a key of the sweep too", place=typed[0].origin, hint="give it once"
+            f"`{typed[0].key}` was typed, but it is also a key of the sweep", place=typed[0].origin, hint="give it once"
         )
     loaded = load_config(config, call.overrides).config
     if loaded.tuning.backend == "unsloth":

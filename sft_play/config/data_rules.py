@@ -36,7 +36,7 @@ def sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
 
 def pretrained(config: Config) -> Iterator[Conflict]:
     """Refuse keys that a pretrained model would ignore."""
-    model, hint = config.model, "leave it out, or set `model.init: random` to start from scratch"
+    model, hint = config.model, "omit it, or set `model.init: random` to start from scratch"
     if model.init == "pretrained":
         for key in SHAPE_KEYS:
             if getattr(model, key) is not None:
@@ -59,7 +59,7 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
         yield Conflict("tuning.mode", text, "set `tuning.mode: full`", or_key="model.init")
     if tuning.backend == "unsloth":
         text = "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models"
-        yield Conflict("tuning.backend", text, "leave it out")
+        yield Conflict("tuning.backend", text, "omit it")
     shape = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
     missing = [key for key in SHAPE_KEYS if key not in shape]
     if model.name and shape:
@@ -201,7 +201,7 @@ def both(config: Config) -> Iterator[Conflict]:
             "`data.group_by` says which rows stay together when a fraction is held out, and `data.validation` is not"
             " a fraction"
         )
-        yield Conflict("data.group_by", text, "set `data.validation: 0.05`, or leave `data.group_by` out")
+        yield Conflict("data.group_by", text, "set `data.validation: 0.05`, or omit `data.group_by`")
 
 
 def task(config: Config) -> Iterator[Conflict]:
@@ -233,7 +233,7 @@ def entries(config: Config) -> Iterator[Conflict]:
         for field in ("filter", "name", "split", "config", "revision"):
             text = getattr(source, field)
             if text is not None and not text.strip():
-                yield Conflict(key, f"`{name}.{field}` is empty", "leave it out")
+                yield Conflict(key, f"`{name}.{field}` is empty", "omit it")
         if blank := next((pair for pair in source.columns.items() if not all(map(str.strip, pair))), None):
             text = f"`{name}.columns` has the entry `{blank[0]}: {blank[1]}`; expected the names of two columns"
             yield Conflict(key, text, "`columns` is written `{question: name in the file}`")
@@ -256,7 +256,7 @@ def weights(config: Config) -> Iterator[Conflict]:
             yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 leaves a source out")
         elif source.weight is not None and key == "data.validation":
             text = ", but validation is not mixed: every row is scored"
-            yield Conflict(f"{key}[{index}].weight", text, "leave it out; `rows` limits a source")
+            yield Conflict(f"{key}[{index}].weight", text, "omit it; `rows` limits a source")
     shares = [source.weight for source in config.data.sources]
     if any(weight is not None and weight < 0 for weight in shares):
         return
@@ -264,9 +264,7 @@ def weights(config: Config) -> Iterator[Conflict]:
         text = f"`data.sources[{shares.index(None)}]` has no `weight`, though other sources have one"
         yield Conflict("data.sources", text, "give every source a weight, or none: then each row is taken once")
     elif shares and shares[0] is not None and not any(shares):
-        yield Conflict(
-            "data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "leave them out"
-        )
+        yield Conflict("data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "omit them")
 
 
 RULES = (pretrained, from_scratch, adapter, adapters, new_tokens, both, task, entries, weights)

@@ -69,7 +69,7 @@ def unknown(metric: str) -> tuple[str, str] | None:
     if metric in OF_LOSS or metric.startswith(("loss/", "perplexity/")):
         return (
             "is not a score of answers",
-            "loss and perplexity, also per source, are always measured; leave it out here",
+            "loss and perplexity, also per source, are always measured; omit it here",
         )
     close = closest_word(metric, OF_ANSWERS)
     choices = f"one of {', '.join(OF_ANSWERS)}, or evaluate:NAME for one of the `evaluate` library"
@@ -156,7 +156,7 @@ def best_model(config: Config) -> Iterator[Conflict]:
             f"`train.greater_is_better` is `{str(bool(choice)).lower()}`, but `{name}` is better when"
             f" {'higher' if better else 'lower'}"
         )
-        yield Conflict("train.greater_is_better", text, "leave it out")
+        yield Conflict("train.greater_is_better", text, "omit it")
 
 
 def needs_evaluation(config: Config) -> Iterator[Conflict]:

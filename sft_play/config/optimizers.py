@@ -220,17 +220,15 @@ def optimizer(config: Config) -> Iterator[Conflict]:
             OPTIM, ", but `train.optim_target_modules` is not given", "TRAIN_OPTIM_TARGET_MODULES=all-linear"
         )
     if targets and not chosen.low_rank:
-        hint = "leave it out; it is for GaLore and APOLLO"
+        hint = "omit it; it is for GaLore and APOLLO"
         yield Conflict(
             "train.optim_target_modules", f"`train.optim_target_modules` is given, but `{OPTIM}` is `{word}`", hint
         )
     if chosen.low_rank and train.weight_decay:
-        yield Conflict(
-            "train.weight_decay", f", which `{word}` does not apply as transformers calls it", "leave it out"
-        )
+        yield Conflict("train.weight_decay", f", which `{word}` does not apply as transformers calls it", "omit it")
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if name in train.extra and not chosen.betas:
-            yield Conflict(f"train.{name}", f"`train.{name}` is given, but `{word}` does not take it", "leave it out")
+            yield Conflict(f"train.{name}", f"`train.{name}` is given, but `{word}` does not take it", "omit it")
     yield from _arguments(word, train.extra.get("optim_args"))
 
 
@@ -311,7 +309,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             key,
             f", but the schedule `{word}` has no warm-up",
-            "`lr_scheduler_type: constant_with_warmup`, or leave it out",
+            "`lr_scheduler_type: constant_with_warmup`, or omit it",
         )
 
 

@@ -172,7 +172,7 @@ def offload(config: Config) -> Iterator[Conflict]:
         hint = "leave one of the two out"
         yield Conflict(key, ", which needs recomputation, but `train.gradient_checkpointing` is `false`", hint)
     if config.tuning.backend == "unsloth":
-        yield Conflict(key, ", but unsloth moves the inputs of recomputed layers itself", "leave it out")
+        yield Conflict(key, ", but unsloth moves the inputs of recomputed layers itself", "omit it")
 
 
 def profile(config: Config) -> Iterator[Conflict]:
@@ -219,7 +219,7 @@ def evaluation(config: Config) -> Iterator[Conflict]:
     if train.eval_strategy == "steps" and train.eval_steps is None:
         yield Conflict("train.eval_strategy", ", but `train.eval_steps` is not given", "TRAIN_EVAL_STEPS=100")
     if train.eval_steps is not None and train.eval_strategy != "steps":
-        hint = "set `train.eval_strategy: steps`, or leave `train.eval_steps` out"
+        hint = "set `train.eval_strategy: steps`, or omit `train.eval_steps`"
         yield Conflict("train.eval_steps", f", but `train.eval_strategy` is `{train.eval_strategy}`", hint)
 
 
@@ -256,7 +256,7 @@ def slow_network(config: Config) -> Iterator[Conflict]:
     """Refuse a changed exchange under ZeRO and FSDP2, which send parts of weights and states by their own means."""
     launch = config.launch
     for key, _ in network_keys(config) if launch.strategy not in REPLICAS else []:
-        hint = f"set `launch.strategy: ddp`, or leave `{key}` out"
+        hint = f"set `launch.strategy: ddp`, or omit `{key}`"
         yield Conflict(key, f", but `launch.strategy: {launch.strategy}` has its own way to exchange", hint)
     if config.train.fp16 and launch.local_steps > 1:
         yield Conflict(
@@ -297,7 +297,7 @@ def layers(config: Config) -> Iterator[Conflict]:
     if launch.sequence_parallel > 1:
         yield Conflict(key, f", but `launch.sequence_parallel` is {launch.sequence_parallel}", "omit one of the two")
     if launch.strategy not in (*REPLICAS, "fsdp2"):
-        hint = "`launch.strategy: ddp` or `fsdp2` with it, or leave it out: ZeRO shares out the weights itself"
+        hint = "`launch.strategy: ddp` or `fsdp2` with it, or omit it: ZeRO shares out the weights itself"
         yield Conflict(key, f", but `launch.strategy` is `{launch.strategy}`", hint)
     for other, value in network_keys(config):
         yield Conflict(key, f", but `{other}` is {value}", "omit one of the two")

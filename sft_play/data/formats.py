@@ -425,7 +425,7 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
     for turn in messages:
         described = turn.pop("tools", None)
         if described and tools not in (None, described):
-            raise DataError("the row and its system turn describe tools, and not alike")
+            raise DataError("the tools of the row and of its system turn differ")
         tools = tools or described
     called = any(turn.get("tool_calls") for turn in messages)
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())

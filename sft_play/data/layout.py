@@ -187,7 +187,7 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
     if not splits:
         raise DataError(f"the configuration `{name}` names no file", place=str(readme))
     if empty := next((split for split, matching in splits.items() if not matching), None):
-        raise DataError(f"no file is there for the split `{empty}` of the configuration `{name}`", place=str(readme))
+        raise DataError(f"there is no file for the split `{empty}` of the configuration `{name}`", place=str(readme))
     return splits
 
 

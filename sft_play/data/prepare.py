@@ -277,7 +277,7 @@ class Gatherer:
                 f"the longest has {tokens} tokens",
                 place=place,
                 hint=(
-                    f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to leave them out, truncate to cut"
+                    f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to omit them, truncate to cut"
                     " them, or split to make several rows of each"
                 ),
             )

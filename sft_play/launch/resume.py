@@ -181,7 +181,7 @@ def check_overrides(call: Call) -> None:
         and not needs_own_word(override.key)
     ]
     hint = (
-        'leave it out, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may'
+        'omit it, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may'
         " change"
     )
     raise_all(

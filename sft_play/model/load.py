@@ -319,18 +319,18 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
     method = quantisation_method(quantisation)
     if tuning.mode == "full":
         raise UserError(
-            f"the base model comes quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
+            f"the base model is quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
             hint="use `tuning.mode: qlora`, or the model's unquantised version",
         )
     if method not in _LIBRARIES:
         raise UserError(
-            f"the base model comes quantised by `{method}`, over which adapters are not trained here",
+            f"the base model is quantised by `{method}`, and adapters are not trained over that here",
             hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
     library = _LIBRARIES[method]
     if importlib.util.find_spec(library.split(".")[0]) is None:
         raise HardwareError(
-            f"the base model comes quantised by `{method}`, and the package `{library}` that reads it is not installed",
+            f"the base model is quantised by `{method}`, and the package `{library}` that reads it is not installed",
             hint=(
                 f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode:"
                 " qlora`"
@@ -341,8 +341,8 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
     if not conflict and strategy == "zero3" and method != "bitsandbytes":
         conflict = f"`{method}` under ZeRO-3 was not tried: use `ddp`, `zero2` or `fsdp2`"
     if conflict:
-        raise UserError(f"the base model comes quantised ({quantisation_name(quantisation)}). {conflict}")
-    note = f"the base comes quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
+        raise UserError(f"the base model is quantised ({quantisation_name(quantisation)}). {conflict}")
+    note = f"the base is quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
     if tuning.mode == "qlora":
         note += f"; `tuning.quantization: {tuning.quantization}` has no effect"
     if strategy == "fsdp2" and quantisation.get("bnb_4bit_quant_storage", "uint8") in ("uint8", "int8"):

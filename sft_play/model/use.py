@@ -340,7 +340,7 @@ def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Pat
         )
         tell(
             f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ"
-            f" by {apart:.2e} on average: the error of quantisation, which merging takes out of the base"
+            f" by {apart:.2e} on average: it is merged into the unquantised base"
         )
     return merged
 
@@ -362,11 +362,11 @@ def write_with_new_tokens(config: Config, base: ResolvedModel, target: Path) -> 
     if present := next((token for token in tokens if token in tokenizer.get_vocab()), None):
         raise DataError(
             f"`data.new_tokens` names `{present}`, which the vocabulary of `{base.name}` has",
-            hint="leave it out: it is one token",
+            hint="omit it: it is one token",
         )
     if existing := quantisation_of(folder):
         raise DataError(
-            f"`data.new_tokens` needs plain embeddings, and the base comes quantised ({quantisation_name(existing)})",
+            f"`data.new_tokens` needs plain embeddings, and the base is quantised ({quantisation_name(existing)})",
             hint="take the unquantised model; `tuning.mode: qlora` quantises it",
         )
     dtype = stored_dtype(folder)

@@ -253,8 +253,8 @@ def _check_optimizer(config: Config, shape: ModelShape, setup: Setup) -> None:
         )
     if OPTIMIZERS[optimizer].matrices and shape.expert_parameters:
         raise UserError(
-            f"`{OPTIM}` is `{optimizer}`, which takes single matrices, and a `{shape.model_type}` model holds its experts"
-            " in stacks of them",
+            f"`{OPTIM}` is `{optimizer}`, which takes single matrices, and a `{shape.model_type}` model stacks those of"
+            " its experts",
             place=OPTIM,
             hint="`train.optim: auto`",
         )
@@ -322,7 +322,7 @@ def warmup(config: Config, steps: int | None) -> int | None:
             f"`train.warmup_steps` is {train.warmup_steps}, but the run has {plural(steps, 'step')}"
             + (", and `polynomial` needs one to decay" if spare else ""),
             place="train.warmup_steps",
-            hint=f"TRAIN_WARMUP_STEPS={min(-(-steps // 10), steps - spare)}, or leave it out",
+            hint=f"TRAIN_WARMUP_STEPS={min(-(-steps // 10), steps - spare)}, or omit it",
         )
     return train.warmup_steps
 

@@ -148,7 +148,7 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
                 hint="`make inspect` shows why its rows were dropped; leave the source out, or give it the weight 0",
             )
     if total <= 0:
-        raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="leave them out")
+        raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="omit them")
     return Mixture(
         names=tuple(source.name for source in sources),
         rows=tuple(source.rows for source in sources),

@@ -154,10 +154,10 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
             "backward last": base | {"workspace": returning * FIRST_RETURNING},
         }
     residual = 4 if setup.autocast else setup.width
-    kept, back = layer_input_bytes(shape, setup, tokens), 0.0
+    resident, back = layer_input_bytes(shape, setup, tokens), 0.0
     if setup.activation_offload and setup.device == "cuda":
-        kept, back = 0.0, kept  # that of the running layer, and in the forward pass the embedded tokens
-    inputs = kept + _int8_inputs(config, shape, setup) * tokens
+        resident, back = 0.0, resident  # that of the running layer, and in the forward pass the embedded tokens
+    inputs = resident + _int8_inputs(config, shape, setup) * tokens
     base = {"activations": inputs * shape.layers, "recompute": 0.0, "logits": 0.0, "casts": layer}
     # Autocast keeps the casts of trained weights until the forward pass ends, those of recomputed layers too.
     casts = layer * (shape.layers if config.tuning.mode == "full" else 1)
@@ -474,8 +474,8 @@ def _inputs_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_ba
     """Return the bytes of the inputs of recomputed layers that we, or Unsloth, move to host memory.
 
     Each is in a pinned block whose size is a power of two (torch 2.13; unsloth_zoo 2026.10.9,
-    `gradient_checkpointing.py`; unverified on a GPU). `_moving` counts Unsloth's on the GPU as well, as a margin for its
-    two buffers and other memory there.
+    `gradient_checkpointing.py`; unverified on a GPU). `_moving` counts Unsloth's on the GPU as well, as a margin for
+    its two buffers and other memory there.
     """
     unsloth = config.tuning.backend == "unsloth" and setup.gradient_checkpointing
     if not (setup.activation_offload or unsloth):

@@ -109,8 +109,7 @@ def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
         raise HardwareError(
             f"GPU {index} of node {node} ({device.name}) is full: {free}",
             hint=(
-                "`make memory-check` there says who holds it; leave it out by NUM_GPUS or CUDA_VISIBLE_DEVICES on that"
-                " node"
+                "`make memory-check` there says who holds it; omit it by NUM_GPUS or CUDA_VISIBLE_DEVICES on that node"
             ),
         )
 

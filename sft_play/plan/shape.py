@@ -495,7 +495,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
         raise UserError(
             "`tuning.lora.target_modules` names the head or the input embeddings, which share one weight in this model:"
             " an adapter on one could not be merged without changing the other",
-            hint="leave it out",
+            hint="omit it",
         )
     if lora.dropout and on_experts:
         raise UserError(

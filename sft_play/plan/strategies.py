@@ -106,16 +106,14 @@ def _check(request: Request, chosen: str) -> None:
         )
     profile = config.train.profile
     if profile.memory and hardware.kind == "cpu":
-        raise UserError(
-            "`train.profile.memory` records allocations of GPUs, and this plan has none", hint="leave it out"
-        )
+        raise UserError("`train.profile.memory` records allocations of GPUs, and this plan has none", hint="omit it")
     if absent := [rank for rank in profile.ranks if rank >= world]:
         raise UserError(f"`train.profile.ranks` names rank {absent[0]}, but the ranks are 0 to {world - 1}")
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
         key, value = changed[0]
         raise UserError(
             f"`{key}` is {value}, but {chosen} has its own way to exchange",
-            hint=f"use make train-distributed, where every rank holds a replica, or leave `{key}` out",
+            hint=f"use make train-distributed, where every rank holds a replica, or omit `{key}`",
         )
 
 

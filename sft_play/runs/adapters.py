@@ -211,7 +211,7 @@ def _shape(loaded: LoadedConfig, folder: Path, saved: Mapping[str, Any], stamp: 
             f"`tuning.lora.{key}` is `{_shown(asked)}`, but the adapter `{loaded.config.model.adapter}` has"
             f" `{_shown(value)}`",
             place=loaded.origins[f"tuning.lora.{key}"],
-            hint="leave it out: an adapter keeps its shape; `tuning.adapter: merge` starts a new one of any shape",
+            hint="omit it: an adapter keeps its shape; `tuning.adapter: merge` starts a new one of any shape",
         )
     return replace(typed, **own)
 

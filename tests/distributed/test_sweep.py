@@ -94,7 +94,7 @@ def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
     (mixed := tmp_path / "mixed.yaml").write_text("metric: loss\nkeys: {launch.strategy: [ddp, zero2]}\n")
     for words, said in (
-        (f"SWEEP={path} TRAIN_SEED=3", "is typed, and a key of the sweep too"),
+        (f"SWEEP={path} TRAIN_SEED=3", "was typed, but it is also a key of the sweep"),
         ("", "needs `SWEEP`"),
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
         (f"SWEEP={mixed} SLURM=1 HARDWARE=2xH100", "train-deepspeed and train-distributed"),

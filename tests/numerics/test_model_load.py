@@ -98,7 +98,7 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
 ) -> None:
     assert quantisation_of(folders["llama"]) is None
     found = load(quantised_base, mode=mode)
-    assert "comes quantised (bitsandbytes nf4): it is used as it is and not quantised again" in capsys.readouterr().err
+    assert "is quantised (bitsandbytes nf4): it is used as it is and not quantised again" in capsys.readouterr().err
     fresh = load(folders["llama"], mode="qlora")
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():
@@ -109,12 +109,12 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
     ("base", "mode", "strategy", "words"),
     [
         ({"load_in_4bit": True}, "full", "single", "cannot train quantised weights"),
-        ({"load_in_8bit": True}, "lora", "zero3", "comes quantised.*`CB`"),
+        ({"load_in_8bit": True}, "lora", "zero3", "is quantised.*`CB`"),
         (
             {"quant_method": "fbgemm_fp8"},
             "lora",
             "single",
-            "comes quantised by `fbgemm_fp8`, over which adapters are not trained",
+            "is quantised by `fbgemm_fp8`, and adapters are not trained",
         ),
         (
             {"quant_method": "gptq", "bits": 4},
