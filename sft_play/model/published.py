@@ -268,9 +268,8 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
             whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own},
         )
     settings = folder / "generation_config.json"
-    write_json(
-        settings, (read_object(base.folder / settings.name) or read_object(settings)) | ends_of_answers(tokenizer)
-    )
+    before = read_object(base.folder / settings.name, follow=True) or read_object(settings)
+    write_json(settings, before | ends_of_answers(tokenizer))
 
 
 def carry(base: Base, folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.files import file_sha256
 from tests.places import Place
 from tests.tiny_models import build_tiny_llama
 
@@ -206,3 +207,39 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
 )
 def test_wrong_calls(place: Place, merged: Path, command: str, words: str, code: int, message: str) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))
+
+
+def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:
+    """Copies a model into the layout of the hub's cache, whose snapshots consist of links, and returns the snapshot."""
+    blobs, snapshot = cache / "models--a--b" / "blobs", cache / "models--a--b" / "snapshots" / ("a" * 40)
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        blob = blobs / file_sha256(path)
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_base_of_links_is_published_like_a_folder_of_files(place: Place, tmp_path: Path, mode: str) -> None:
+    base = Path(shutil.copytree(place.folder / "model", tmp_path / "base"))
+    settings = {"eos_token_id": [2, 5, 7], "temperature": 0.7, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    (base / "preprocessor_config.json").write_text("{}")
+    (base / "LICENSE").write_text("mine")
+    published = []
+    for name, model in ((f"files-{mode}", base), (f"links-{mode}", as_in_the_hubs_cache(base, tmp_path / "hub"))):
+        words = (f"CONFIG={place.config}", f"RUN_NAME={name}", f"MODEL_NAME={model}", f"TUNING_MODE={mode}")
+        done = place.run("train", *words)
+        assert done.returncode == 0, done.stderr
+        run = place.folder / "runs" / name
+        if mode == "lora":
+            assert place.run("merge", f"RUN={name}").returncode == 0
+        folder = run / ("merged" if mode == "lora" else "model")
+        assert not any(path.is_symlink() for path in folder.iterdir())
+        files = [path for path in folder.iterdir() if path.name not in ("stamp.json", "README.md")]
+        published.append({path.name: path.read_bytes().replace(str(model).encode(), b"base") for path in files})
+    assert published[0] == published[1]
+    generation = json.loads(published[1]["generation_config.json"])
+    assert set(settings["eos_token_id"]) <= set(generation["eos_token_id"]) and generation["temperature"] == 0.7
