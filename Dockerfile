@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The container of `make kubernetes`: its entry point is the same command that people type.
-#   docker build -t registry.example/sft-play:0.1.0 .
-#   docker run --gpus all --shm-size=16g -v "$PWD/runs:/runs" -v "$PWD/models:/models" registry.example/sft-play:0.1.0 \
+#   docker build -t registry.example/sft-play:0.2.0 .
+#   docker run --gpus all --shm-size=16g -v "$PWD/runs:/runs" -v "$PWD/models:/models" registry.example/sft-play:0.2.0 \
 #       train-distributed CONFIG=configs/l40s_pair.yaml RUN_NAME=demo
 # Checked by rules (tests/unit/test_kubernetes_image.py), never built by us: no engine was at hand (docs/kubernetes.md).
 # The tag names one patch release. A digest pins the bytes: --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:...
