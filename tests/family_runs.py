@@ -117,7 +117,8 @@ def in_child(work: Callable[[], Done]) -> Done:
 def _send(work: Callable[[], Done], sender: Connection) -> None:
     sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # as in workers; saving would import it
     torch.set_num_threads(1)  # tiny models wait for threads, mostly
-    architecture._running[os.getpid()] = SimpleNamespace(ask=answers, close=lambda: None)  # type: ignore[assignment]  # torch is here already
+    resident = SimpleNamespace(ask=answers, close=lambda: None)  # torch is here already
+    architecture._running[os.getpid()] = resident  # type: ignore[assignment]
     sender.send(work())
     sender.close()
     os._exit(0)

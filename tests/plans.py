@@ -55,7 +55,8 @@ def plan_of(
     hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
 
     def part(kind: type) -> dict[str, Any]:
-        return {field: changes.pop(field) for field in list(changes) if field in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+        fields = changes.keys() & kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return {field: changes.pop(field) for field in fields}
 
     request = LaunchRequest(**part(LaunchRequest))
     tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
@@ -126,8 +127,9 @@ def simple_plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "world_size": 1, "num_nodes": 1, "device": "cpu", "backend": "none", "strategy": "single", "source": "formula",
         "precision": "fp32", "weights_dtype": "float32", "attn_implementation": "sdpa", "layout": "flattened",
-        "gradient_checkpointing": False, "optim": "adamw_torch", "learning_rate": 2e-4, "ranks": (), "global_batch_size": 8,
-        "steps": 4, "steps_per_epoch": 4, "warmup_steps": 0, "eval_batch_size": 4, "tokens_per_second": None,
+        "gradient_checkpointing": False, "optim": "adamw_torch", "learning_rate": 2e-4, "ranks": (),
+        "global_batch_size": 8, "steps": 4, "steps_per_epoch": 4, "warmup_steps": 0, "eval_batch_size": 4,
+        "tokens_per_second": None,
         "communication_share": None, "seconds_per_step": None, "total_seconds": None, "reasons": {}, "remedies": (),
     }  # fmt: skip
     return Plan(**(values | changes))

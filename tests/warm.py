@@ -51,10 +51,12 @@ READ_LATER = {
 ALWAYS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 """What is so where a test leaves it open."""
 LIBRARIES = (
-    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard",
-    "accelerate.commands.launch", "transformers.trainer", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-    "datasets", "peft", "peft.utils.transformers_weight_conversion", "deepspeed", "bitsandbytes", "omegaconf", "psutil", "jinja2",
-    "safetensors.torch", "rouge_score.rouge_scorer", "pandas",
+    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "torch.utils.tensorboard", "accelerate.commands.launch", "transformers.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "datasets", "peft", "peft.utils.transformers_weight_conversion", "deepspeed", "bitsandbytes", "omegaconf", "psutil",
+    "jinja2", "safetensors.torch", "rouge_score.rouge_scorer", "pandas",
 )  # fmt: skip
 ROOM = 2**14
 """Bytes of arguments, and of environment, that a forked process can show in /proc."""
@@ -112,7 +114,8 @@ class Popen(_cold_popen[Any]):
         host, cwd_there, words = inside(list(map(str, args)) if plain else [])
         address = server_for(variables) if module_of(words) else None
         if address is None:
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore[misc]
+            first = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
+            super()._execute_child(*first, *others)  # type: ignore[misc]
             return
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(address)

@@ -273,27 +273,46 @@ LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completi
     ("rows", "line", "code", "said"),
     [
         (
-            [*pairs(3), LONG], "data.overlong: error", 4,
-            ("error: {file}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has ", "DATA_OVERLONG=drop"),
+            [*pairs(3), LONG],
+            "data.overlong: error",
+            4,
+            (
+                "error: {file}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has ",
+                "DATA_OVERLONG=drop",
+            ),
         ),
         (
-            [*pairs(3), LONG], "data.overlong: drop", 0,
-            ("4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); ", "; 1 were too long ("),
+            [*pairs(3), LONG],
+            "data.overlong: drop",
+            0,
+            (
+                "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); ",
+                "; 1 were too long (",
+            ),
         ),
         (
-            [*pairs(1), LONG, LONG_PROMPT], "data.overlong: drop", 0,
+            [*pairs(1), LONG, LONG_PROMPT],
+            "data.overlong: drop",
+            0,
             ("warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them",),
         ),
         (
-            [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT], "data.overlong: drop", 4,
-            ("no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)", "raise MODEL_MAX_SEQ_LEN"),
+            [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT],
+            "data.overlong: drop",
+            4,
+            (
+                "no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)",
+                "raise MODEL_MAX_SEQ_LEN",
+            ),
         ),
         (
-            pairs(2), "data.validation: 0.0001", 4,
+            pairs(2),
+            "data.validation: 0.0001",
+            4,
             ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each",),
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_that_are_too_long_or_too_few_are_counted_or_refused(
     rows: list[dict[str, Any]], line: str, code: int, said: tuple[str, ...], data: Data, tmp_path: Path
 ) -> None:

@@ -168,9 +168,13 @@ NO_IMAGE = "CUDA error: no kernel image is available for execution on the device
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
     "another version": (another_version, "warning", "package-version", "accelerate 0.1.0 (tested: "),
-    "hidden library": (lambda doctor: (doctor.working / "datasets.py").touch(), "error", "shadowed-library", "datasets.py"),
+    "hidden library": (
+        lambda doctor: (doctor.working / "datasets.py").touch(), "error", "shadowed-library", "datasets.py"
+    ),
     "driver": (
-        lambda doctor: doctor.tool("nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9'),
+        lambda doctor: doctor.tool(
+            "nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9'
+        ),
         "error", "driver-broken", "could not communicate",
     ),
     "runs": (blocked("RUNS_DIR"), "error", "runs-folder", ""),
@@ -181,20 +185,25 @@ FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
         "error", "driver-too-old", "13.0",
     ),
     "old card": (
-        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), "error", "torch-lacks-architecture", "",
+        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), "error",
+        "torch-lacks-architecture", "",
     ),
     "broken torch": (
-        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), "error", "torch-broken", "libcudart",
+        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), "error",
+        "torch-broken", "libcudart",
     ),
     "busy slice": (  # one slice is all that a process sees of cards that MIG splits
         gpus(Machine(cards=(A100_SPLIT, A100_SPLIT)), cuda="13.0", fails=BUSY),
         "error", "gpu-unusable", f"torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): {BUSY}",
     ),
     "lost card": (
-        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), "error", "gpus-refused", "GPU 1 of 2 does not answer: GPU is lost",
+        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), "error", "gpus-refused",
+        "GPU 1 of 2 does not answer: GPU is lost",
     ),
     "unlike cards": (gpus(MACHINES["unlike_pair"], cuda="13.0"), "note", "mixed-gpus", ""),
-    "another maker": (gpus(Machine(cards=(), system="Darwin")), "warning", "other-gpu", "Apple's GPUs (MPS) are not supported"),
+    "another maker": (
+        gpus(Machine(cards=(), system="Darwin")), "warning", "other-gpu", "Apple's GPUs (MPS) are not supported"
+    ),
 }  # fmt: skip
 TORCH = {"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "torch-broken", "gpu-unusable"}
 

@@ -66,21 +66,32 @@ def test_an_accelerate_file_that_asks_for_the_cpu_leaves_gpus_alone(
 
 
 REFUSED: dict[str, tuple[Machine, str, str]] = {
-    "V100": (MACHINES["v100"], "", "torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0); it has sm_75, sm_80"),
+    "V100": (
+        MACHINES["v100"], "",
+        "torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0); it has sm_75, sm_80"
+    ),
     "driver": (MACHINES["old_driver"], "", "torch 2.13.0+cu130 is built for CUDA 13.0, driver 550.54.14 is for 12.4"),
     "CPU build": (
-        MACHINES["cpu_torch"], "", "this machine has 1 GPU, but torch 2.13.0+cpu is a build without CUDA: training would use the CPU",
+        MACHINES["cpu_torch"], "",
+        "this machine has 1 GPU, but torch 2.13.0+cpu is a build without CUDA: training would use the CPU",
     ),
     "rights": (
         MACHINES["mig_without_rights"], "",
-        "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: Insufficient Permissions",
+        "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: Insufficient "
+        "Permissions",
     ),
-    "slice that is gone": (MACHINES["mig"], "MIG-2222", "CUDA_VISIBLE_DEVICES=`MIG-2222` names MIG-2222, but no GPU here has it"),
+    "slice that is gone": (
+        MACHINES["mig"], "MIG-2222", "CUDA_VISIBLE_DEVICES=`MIG-2222` names MIG-2222, but no GPU here has it"
+    ),
     "index": (MACHINES["rtx4090"], "0,7", "CUDA_VISIBLE_DEVICES=`0,7` names 7, but this machine has 1 GPU"),
-    "prohibited": (Machine(cards=(replace(RTX4090, mode=2),)), "", "torch 2.13.0+cu130 cannot use GPU 0 (NVIDIA GeForce RTX 4090): "),
+    "prohibited": (
+        Machine(cards=(replace(RTX4090, mode=2),)), "",
+        "torch 2.13.0+cu130 cannot use GPU 0 (NVIDIA GeForce RTX 4090): "
+    ),
     "lost": (Machine(cards=(RTX3090, replace(RTX3090, lost=True))), "", "GPU 1 of 2 does not answer: GPU is lost"),
     "updated driver": (
-        Machine(cards=(RTX4090,), broken=MISMATCH), "", "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch.",
+        Machine(cards=(RTX4090,), broken=MISMATCH), "",
+        "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch.",
     ),
 }  # fmt: skip
 """What -> machine, `CUDA_VISIBLE_DEVICES`, and the message."""

@@ -64,8 +64,9 @@ def test_documents_name_only_targets_that_exist(document) -> None:
 def make(
     *words: str, before: Callable[[], object] = lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 ) -> subprocess.CompletedProcess[str]:
-    """Runs make in the repository, where all is installed; `before` is called in its process. What a shell starts in the
-    background would ignore SIGQUIT.
+    """Run make in the repository, with all installed; `before` is called in its process.
+
+    What a shell starts in the background would ignore SIGQUIT.
     """
     installed = ["-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench"]
     return subprocess.run(

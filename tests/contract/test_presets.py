@@ -41,11 +41,14 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
 
 # Every preset on every machine that it is for: by name, by the memory that its comment states, and joined as it says.
 MACHINES = [
-    ("run_bnb", "16GB"), ("run_bnb", "T4"), ("run_unsloth", "16GB"), ("rtx4090_sli", "2xRTX3090"), ("a100_pair", "2x80GB"),
-    ("h100_pair", "2xH100PCIe"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"), ("l40s_pair", "2x48GB@10Gbit"),
+    ("run_bnb", "16GB"), ("run_bnb", "T4"), ("run_unsloth", "16GB"), ("rtx4090_sli", "2xRTX3090"),
+    ("a100_pair", "2x80GB"),
+    ("h100_pair", "2xH100PCIe"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"),
+    ("l40s_pair", "2x48GB@10Gbit"),
     ("home_lan", LAN), ("home_lan_13b", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"),
-    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "cpu"), ("quickstart", "cpu"),
-    ("run_cpu", "cpu"), ("from_scratch", "8GB"), ("cpu_qwen3_5", "cpu"), ("run_bnb_qwen3_5", "16GB"), ("rtx4090_sli_gemma4", "2x24GB"),
+    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "cpu"), ("quickstart", "cpu"), ("run_cpu", "cpu"), ("from_scratch", "8GB"),
+    ("cpu_qwen3_5", "cpu"), ("run_bnb_qwen3_5", "16GB"),
+    ("rtx4090_sli_gemma4", "2x24GB"),
     ("home_lan_smollm3", LAN), ("h200_pair_gemma4", "2xH200"), ("h200_single_gpt_oss", "H200"),
 ]  # fmt: skip
 

@@ -133,8 +133,10 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(in_pr
 # ---- Environment
 
 
-OF_LAUNCH = ["RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG", "SOURCE", "JSON", "CONFIG",
-             "SFT_NUM_GPUS", "SFT_RUN_NAME", "SFT_CONFIG"]  # fmt: skip
+OF_LAUNCH = [
+    "RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG",
+    "SOURCE", "JSON", "CONFIG", "SFT_NUM_GPUS", "SFT_RUN_NAME", "SFT_CONFIG",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_LAUNCH)
@@ -190,9 +192,16 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines are planned": (SEVERAL, ["plan"], "asks for 3 machines, so it is read", "3 nodes, each with"),
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
-    "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
-    "a section that is refused": ("distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""),
-    "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected `NO`", ""),
+    "a strategy": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`",
+        "plan: fsdp2"
+    ),
+    "a section that is refused": (
+        "distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""
+    ),
+    "a strategy that is refused": (
+        "distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected `NO`", ""
+    ),
     "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
 }  # fmt: skip

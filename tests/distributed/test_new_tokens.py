@@ -28,7 +28,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (place.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     place.config.write_text(
         f"model: {{name: {place.folder}/model, max_seq_len: 128}}\n"
-        f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/rows.jsonl, new_tokens: [<tool>, </tool>, <never>]}}\n"
+        f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/rows.jsonl, "
+        f"new_tokens: [<tool>, </tool>, <never>]}}\n"
         "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.01, predict_with_generate: false}\n"
     )
     return place

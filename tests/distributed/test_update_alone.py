@@ -1,5 +1,5 @@
-"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, nor on a micro-batch
-that is halved on the way; for every key and family by which a row may be changed.
+"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, nor on a
+micro-batch that is halved on the way; for every key and family that may change a row.
 """
 
 from __future__ import annotations

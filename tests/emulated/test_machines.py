@@ -21,8 +21,8 @@ STEPS = 2
 CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 data: {{train_path: rows.jsonl, val_path: rows.jsonl}}
-train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_size: 8, max_steps: 2, save_steps: 2, eval_strategy: steps,
-  eval_steps: 2}}
+train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_size: 8, max_steps: 2, save_steps: 2,
+  eval_strategy: steps, eval_steps: 2}}
 """
 # Fake tensors can neither leave the process that made them, for loaders, nor meet Triton's kernels.
 

@@ -38,7 +38,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 from sft_play.training import faults
-distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+device = torch.device("cuda:0")
+distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1, device_id=device)
 before = faults.collectives_begun() or 0
 for _ in range(3):
     distributed.all_reduce(torch.ones(4, device="cuda"))

@@ -27,7 +27,8 @@ CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 tuning: {{lora: {{dropout: 0.0}}}}
 data: {{train_path: rows.jsonl}}
-train: {{batch_size: 4, global_batch_size: 8, max_steps: {steps}, learning_rate: 5.0e-3, save_strategy: "no", eval_strategy: "no"}}
+train: {{batch_size: 4, global_batch_size: 8, max_steps: {steps}, learning_rate: 5.0e-3, save_strategy: "no",
+  eval_strategy: "no"}}
 """
 PACKED = ("TRAIN_PACKING=on",)
 EXACT, ROUNDED = 1e-3, 1e-2

@@ -38,13 +38,14 @@ def reference() -> Tensor:
     """Returns the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes,
     [weights].
     """
-    found = []
+    flat = []
     for rank in range(distributed.get_world_size()):
         for step in range(MICRO_STEPS):
             narrow = model().bfloat16()
             loss_of(narrow, rank, step).backward()
-            found.append(torch.cat([one.grad.double().reshape(-1) for one in narrow.parameters()]))  # type: ignore[union-attr]
-    return torch.stack(found).sum(0) / distributed.get_world_size()
+            gradients = [parameter.grad.double() for parameter in narrow.parameters()]  # type: ignore[union-attr]
+            flat.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+    return torch.stack(flat).sum(0) / distributed.get_world_size()
 
 
 def under_fsdp2() -> Tensor:

@@ -1,4 +1,4 @@
-"""Every shape of adapters beside PEFT's own: the same weights, the same start, the same model when read again and merged."""
+"""Every shape of adapter equals PEFT's: in weights, in its start, and as a model that is read again and merged."""
 
 from __future__ import annotations
 

@@ -75,10 +75,13 @@ def test_llama3(place: Path) -> None:
     """Its template writes the generation prompt after every conversation."""
     llama = tokenizer("llama3", place)
     start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-    first = "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
+    first = (
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
+    )
     second = (
-        "<|start_header_id|>user<|end_header_id|>\n\nAnd\n\nthen?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n"
-        "  of course. \u4e16\U0001f600<|eot_id|>\u203a"
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd\n\nthen?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n  of course. \u4e16\U0001f600<|eot_id|>\u203a"
     )
     check(llama, [start + first + second])
 
@@ -88,8 +91,10 @@ def test_gemma3(place: Path) -> None:
     check(
         gemma,
         [
-            "<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
-            "<start_of_turn>user\nAnd\n\nthen?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course. \u4e16\U0001f600<end_of_turn>\u203a"
+            "<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n"
+            "\u2039Four.<end_of_turn>\u203a\n"
+            "<start_of_turn>user\nAnd\n\nthen?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n"
+            "  of course. \u4e16\U0001f600<end_of_turn>\u203a"
         ],
     )
 

@@ -33,7 +33,7 @@ COMPANIES: dict[str, list[list[int]]] = {
 }
 """Which rows share a micro-batch."""
 SPARSE = {"index_topk": 8, "index_n_heads": 64}
-"""As many indexing heads as are published: of few, all may score 0, and what is selected depends on what lies behind."""
+"""As many indexing heads as are published: a few may all score 0, and padding would decide what is selected."""
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
     "max_position_embeddings": 64,
@@ -145,20 +145,20 @@ def test_the_factors_of_these_rows_make_a_difference(rows: list[dict[str, Any]])
 # Every key says how it meets the split of a step's rows; `CASES` of whole runs are those by which a row may be changed.
 
 SPLIT = {
-    "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
-    "dataloader_prefetch_factor", "torch_empty_cache_steps", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
-    "ddp_static_graph",
+    "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps",
+    "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_static_graph",
 }  # fmt: skip
 """They decide the split, or how it is carried out."""
 WHOLE = {
-    "global_batch_size", "loss_on", "epochs", "max_steps", "seed", "learning_rate", "learning_rate_scaling", "lr_scheduler_type",
-    "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules",
-    "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
+    "global_batch_size", "loss_on", "epochs", "max_steps", "seed", "learning_rate", "learning_rate_scaling",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "optim_args", "optim_target_modules", "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
 }  # fmt: skip
 """The same for all rows of a step, whatever the split; narrow types round otherwise for each."""
 BESIDE = re.compile(
-    r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug|skip_memory|include_num"
-    r"|disable|load_best)"
+    r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug"
+    r"|skip_memory|include_num|disable|load_best)"
 )
 """What is written, scored and kept."""
 

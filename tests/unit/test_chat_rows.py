@@ -118,7 +118,10 @@ def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_
     assert caught.value.hint and "`data.chat_template: deepseek_r1`" in caught.value.hint
     named = load_with(folder, "deepseek_r1")
     (row,) = rows_of(named, messages)
-    text = "<s><\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n\u2039Two.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"
+    text = (
+        "<s><\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n"
+        "\u2039Two.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"
+    )
     assert (row.input_ids, row.labels) == by_hand(named, text)
 
 

@@ -145,7 +145,8 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(
         and config.model.max_seq_len == 64
     )
     assert config.train.epochs == 200.0 and config.train.save_steps == 4 and config.train.extra["run_name"] == "${kept}"
-    assert config.data.validation[0].path == "${x}" and config.train.extra["project"] == "\\${a"  # type: ignore[index,union-attr]
+    assert config.data.validation[0].path == "${x}"  # type: ignore[index,union-attr]
+    assert config.train.extra["project"] == "\\${a"
     assert loaded.origins["train.epochs"] == f"{path}:3"
 
 

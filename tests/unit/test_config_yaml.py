@@ -25,10 +25,25 @@ def parsed(text: str) -> object:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("no", "no"), ("yes", "yes"), ("on", "on"), ("off", "off"), ("true", True), ("2e-4", 2e-4), (".5", 0.5), ("1e5", 1e5), ("0012", 12),
-        ("0x1F", 31), ("1_000", "1_000"), ("12:30:45", "12:30:45"), ("null", None), ("~", None), ("", None), ("'no'", "no"), ("<<", "<<"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("off", "off"),
+        ("true", True),
+        ("2e-4", 2e-4),
+        (".5", 0.5),
+        ("1e5", 1e5),
+        ("0012", 12),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("12:30:45", "12:30:45"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'no'", "no"),
+        ("<<", "<<"),
     ],
-)  # fmt: skip
+)
 def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None:
     found = parsed(f"a: {text}")
     assert found == {"a": value} and type(found["a"]) is type(value)  # type: ignore[index]

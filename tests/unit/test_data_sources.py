@@ -265,19 +265,52 @@ TWICE = "the key `question` is there more than once"
     [
         ("a.jsonl", b"[1]", ":1", "the row is a list", None),
         ("a.jsonl", b"null", ":1", "the row is empty", None),
-        *[(f"a.{kind}", WIDE.encode(encoding), "", f"is {encoding}, and not UTF-8 text", f"convert it: `iconv -f {encoding} -t UTF-8 ")
-          for kind in ("jsonl", "json", "csv", "txt") for encoding in ("UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")],
+        *[
+            (
+                f"a.{kind}",
+                WIDE.encode(encoding),
+                "",
+                f"is {encoding}, and not UTF-8 text",
+                f"convert it: `iconv -f {encoding} -t UTF-8 ",
+            )
+            for kind in ("jsonl", "json", "csv", "txt")
+            for encoding in ("UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
+        ],
         ("README", b"text", "", "a file whose name has no ending", "plain text is `.txt`"),
         ("ls.1.gz", b"text", "", "files ending in `.1`", "plain text is `.txt`"),
-        ("a.csv", OPEN_QUOTE.format(row='"a,b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
-        ("a.csv", OPEN_QUOTE.format(row='a,"b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
+        (
+            "a.csv",
+            OPEN_QUOTE.format(row='"a,b').encode(),
+            ":4",
+            "a quote is opened in the row that begins here, and never closed",
+            None,
+        ),
+        (
+            "a.csv",
+            OPEN_QUOTE.format(row='a,"b').encode(),
+            ":4",
+            "a quote is opened in the row that begins here, and never closed",
+            None,
+        ),
         ("a.json", b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2", TWICE, '"question": "c"'),
         ("a.json", b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2", TWICE, '"question": "c"'),
         ("a.json", b'[{"a": 1},\n{"question": "a", "question": "c"}]', "", TWICE, '"question": "c"'),
-        ("a.csv", b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n", ":3", "the row is the header again", "DATA_BAD_ROWS=drop"),
-        ("a.csv", b"question,answer\n1,2\nquestion,answer\n3,4\n", ":3", "the row is the header again", "DATA_BAD_ROWS=drop"),
+        (
+            "a.csv",
+            b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n",
+            ":3",
+            "the row is the header again",
+            "DATA_BAD_ROWS=drop",
+        ),
+        (
+            "a.csv",
+            b"question,answer\n1,2\nquestion,answer\n3,4\n",
+            ":3",
+            "the row is the header again",
+            "DATA_BAD_ROWS=drop",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_not_what_it_should_be_is_one_error(
     name: str, content: bytes, place: str, message: str, hint: str | None, tmp_path: Path
 ) -> None:

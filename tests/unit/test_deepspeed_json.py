@@ -92,8 +92,8 @@ AUTOMATIC = """{
   "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
   "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
   "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
-  "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9,
-    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": "auto"}
+  "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "sub_group_size": 1e9, "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": "auto"}
 }"""
 
 

@@ -21,15 +21,19 @@ from tests.unit.test_launch_supervise import record, run_with, summary
 PREFIX = (
     "[rank{rank}]:[E1122 14:00:00.{rank}00000 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
 )
-REMOTE = """Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error
+REMOTE = """Process group watchdog thread terminated with exception: NCCL error: \
+remote process exited or there was a network error
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
 socketProgress: Connection closed by remote peer node2<59116>
-Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2363 (most recent call first):
+Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2363 \
+(most recent call first):
 terminate called after throwing an instance of 'c10::DistBackendError'
 """
-TIMEOUT = """Process group watchdog thread terminated with exception: [Rank 0] Watchdog caught collective operation timeout: \
-WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.
+TIMEOUT = """Process group watchdog thread terminated with exception: \
+[Rank 0] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) \
+ran for 1800011 milliseconds before timing out.
 """
 FAULT = """Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.

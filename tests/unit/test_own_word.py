@@ -33,13 +33,14 @@ STRANGERS: dict[str, Any] = {
     "kubernetes.token_secret": "mine",
 }
 READ_ONLY = {
-    "data.chat_template", "data.group_by", "data.new_tokens", "data.sources", "data.style.system_prefix", "data.style.system_suffix",
-    "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path", "data.val_path", "data.validation", "eval.metrics",
-    "launch.network", "model.adapter", "model.name", "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
-    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args", "train.optim_target_modules", "train.project", "train.run_name",
-    "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save", "tuning.lora.rank_pattern",
-    "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint", "slurm.gpu_type", "slurm.memory", "slurm.partition",
-    "slurm.qos", "slurm.time",
+    "data.chat_template", "data.group_by", "data.new_tokens", "data.sources", "data.style.system_prefix",
+    "data.style.system_suffix", "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path",
+    "data.val_path", "data.validation", "eval.metrics", "launch.network", "model.adapter", "model.name",
+    "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
+    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args", "train.optim_target_modules",
+    "train.project", "train.run_name", "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save",
+    "tuning.lora.rank_pattern", "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint",
+    "slurm.gpu_type", "slurm.memory", "slurm.partition", "slurm.qos", "slurm.time",
 }  # fmt: skip
 """Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern of its
 own. Whoever adds a key decides in which of the two lists it is.

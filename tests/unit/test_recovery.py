@@ -34,18 +34,41 @@ NCCL = (
     ("short", "error"),
     [
         (True, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
-        (True, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB")),
-        (True, RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate")),
+        (
+            True,
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB"
+            ),
+        ),
+        (
+            True,
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                "to allocate"
+            ),
+        ),
         (True, RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")),
         (True, RuntimeError(NCCL)),
-        (True, RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug')),
+        (
+            True,
+            RuntimeError(
+                'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please '
+                "report a bug"
+            ),
+        ),
         (False, RuntimeError("CUDA error: an illegal memory access was encountered")),
         (False, RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
         (False, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         (False, ValueError("CUDA out of memory")),
-        (False, RuntimeError("NCCL error: unhandled system error\nLast error:\nsocketStartConnect: Connect to 10.0.0.1 failed : Connection refused")),
+        (
+            False,
+            RuntimeError(
+                "NCCL error: unhandled system error\nLast error:\n"
+                "socketStartConnect: Connect to 10.0.0.1 failed : Connection refused"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_want_of_memory(short: bool, error: Exception) -> None:
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = error

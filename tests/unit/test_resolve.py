@@ -54,12 +54,27 @@ SHARDS = json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b
         ("config.json", {}, "the model has no `config.json`", "a model folder holds"),
         ("model.safetensors", {}, "the model has no weights", "it needs `model.safetensors`"),
         ("tokenizer*", {}, "the model has no tokenizer", "it needs `tokenizer.json`"),
-        ("", {"model.safetensors.index.json": SHARDS}, "1 of 2 weight files are missing: `model-00002-of-00002.safetensors`", ""),
+        (
+            "",
+            {"model.safetensors.index.json": SHARDS},
+            "1 of 2 weight files are missing: `model-00002-of-00002.safetensors`",
+            "",
+        ),
         # transformers would load the adapter too, and not report the weights that are missing.
-        ("", {"adapter_config.json": "{}"}, "this model folder holds an adapter too", "merge the adapter into the model first"),
-        ("config.json", {"adapter_config.json": "{}"}, "this is an adapter, not a model", "set `model.name` to the base model"),
+        (
+            "",
+            {"adapter_config.json": "{}"},
+            "this model folder holds an adapter too",
+            "merge the adapter into the model first",
+        ),
+        (
+            "config.json",
+            {"adapter_config.json": "{}"},
+            "this is an adapter, not a model",
+            "set `model.name` to the base model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_folder_that_is_no_complete_model_is_named_with_what_it_lacks(
     missing: str, written: dict[str, str], message: str, hint: str, model: Path
 ) -> None:

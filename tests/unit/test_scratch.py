@@ -32,15 +32,30 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["TUNING_MODE=full", *SHAPE[1:2], *SHAPE[3:]], "`model.init` is `random`, but `model.hidden_size`, `model.layers` are missing"),
-        (["TUNING_MODE=full", *SHAPE, "MODEL_HIDDEN_SIZE=66"], "`model.hidden_size` 66 cannot be divided by `model.attention_heads` 4"),
+        (
+            ["TUNING_MODE=full", *SHAPE[1:2], *SHAPE[3:]],
+            "`model.init` is `random`, but `model.hidden_size`, `model.layers` are missing",
+        ),
+        (
+            ["TUNING_MODE=full", *SHAPE, "MODEL_HIDDEN_SIZE=66"],
+            "`model.hidden_size` 66 cannot be divided by `model.attention_heads` 4",
+        ),
         (SHAPE, "`tuning.mode` is `lora`: adapters over random weights learn little\n\nhint: set `tuning.mode: full`"),
-        (["TUNING_MODE=full", *SHAPE, "MODEL_VOCAB_SIZE=100"], "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens"),
+        (
+            ["TUNING_MODE=full", *SHAPE, "MODEL_VOCAB_SIZE=100"],
+            "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens",
+        ),
         (["TUNING_MODE=full", *SHAPE, "MODEL_NAME=a/b"], "`model.attention_heads`, `model.layers` are both"),
-        (["TUNING_MODE=full", *SHAPE, "TUNING_TASK=cpt", "DATA_SOURCES=[{path: a.jsonl, format: messages}]"], "hint: set `tuning.task: mixed`"),
-        (["TUNING_MODE=full", *SHAPE, "DATA_SOURCES=[{path: a.jsonl}, {path: b, format: text}]"], "is `text`, but `tuning.task: sft` learns answers"),
+        (
+            ["TUNING_MODE=full", *SHAPE, "TUNING_TASK=cpt", "DATA_SOURCES=[{path: a.jsonl, format: messages}]"],
+            "hint: set `tuning.task: mixed`",
+        ),
+        (
+            ["TUNING_MODE=full", *SHAPE, "DATA_SOURCES=[{path: a.jsonl}, {path: b, format: text}]"],
+            "is `text`, but `tuning.task: sft` learns answers",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused_with_a_hint(words: list[str], said: str) -> None:
     given = dict(word.split("=", 1) for word in ["MODEL_INIT=random", *words])
     overrides = [Override(key=variables()[name], text=text, origin=name) for name, text in given.items()]

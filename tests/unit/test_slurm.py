@@ -65,11 +65,27 @@ def test_what_is_asked_of_the_scheduler() -> None:
         options=["--exclusive", "--mail-type=END", "--comment=two words"],
     )
     assert options(batch_job(slurm=slurm)) == [
-        "--job-name=demo", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=h100:4", "--cpus-per-task=24", "--mem=200G", "--time=2-12",
-        "--partition=gpu", "--account=lab-7", "--qos=high", "--constraint=ib&nvme", "--array=0-3%1", "--signal=B:USR1@90", "--requeue",
-        "--open-mode=append", "--output=/work/place/logs/slurm-%A_%a.out", "--exclusive", "--mail-type=END", '--comment="two words"',
+        "--job-name=demo",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=h100:4",
+        "--cpus-per-task=24",
+        "--mem=200G",
+        "--time=2-12",
+        "--partition=gpu",
+        "--account=lab-7",
+        "--qos=high",
+        "--constraint=ib&nvme",
+        "--array=0-3%1",
+        "--signal=B:USR1@90",
+        "--requeue",
+        "--open-mode=append",
+        "--output=/work/place/logs/slurm-%A_%a.out",
+        "--exclusive",
+        "--mail-type=END",
+        '--comment="two words"',
         "--export=NIL",
-    ]  # fmt: skip
+    ]
 
 
 def test_shellcheck_has_nothing_to_say() -> None:

@@ -44,7 +44,8 @@ class Family(NamedTuple):
 FAMILIES = {
     "chatml": Family(
         "gpt2",
-        ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n\u2039Four.<|im_end|>\u203a\n"
+        ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+         "\u2039Four.<|im_end|>\u203a\n"
          "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039Five,\n\n  of course.<|im_end|>\u203a"],
         {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
@@ -55,33 +56,41 @@ FAMILIES = {
          "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
          "<|start_header_id|>user<|end_header_id|>\n\nAnd then?<|eot_id|>"
          "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n  of course.<|eot_id|>\u203a"],
-        {"special": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "bos": "<|begin_of_text|>", "eos": "<|end_of_text|>",
-        "adds_bos": True},
+        {"special": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+         "bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "adds_bos": True},
     ),
     "gemma": Family(
         "gemma",
-        ["<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
-         "<start_of_turn>user\nAnd then?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course.<end_of_turn>\u203a"],
+        ["<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n"
+         "\u2039Four.<end_of_turn>\u203a\n"
+         "<start_of_turn>user\nAnd then?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n"
+         "  of course.<end_of_turn>\u203a"],
         {"special": ["<start_of_turn>", "<end_of_turn>"], "bos": "<bos>", "eos": "<eos>", "adds_bos": True},
     ),
     "mistral": Family(
         "llama2",
-        ["<s>[INST] Be brief.\n\n2+2?[/INST]\u2039 Four.</s>\u203a[INST] And then?[/INST]\u2039 Five,\n\n  of course.</s>\u203a"],
+        [
+            "<s>[INST] Be brief.\n\n2+2?[/INST]\u2039 Four.</s>\u203a[INST] And then?[/INST]\u2039 Five,\n\n"
+            "  of course.</s>\u203a"
+        ],
         {"special": ["[INST]", "[/INST]"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
     ),
     "qwen3": Family(
         "llama3",
         ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
          "<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
-         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
-         "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n  of course.<|im_end|>\u203a"],
+         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+         "Four.<|im_end|>\n"
+         "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n"
+         "  of course.<|im_end|>\u203a"],
         {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
     "deepseek_r1": Family(
         "llama3",
         ["<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n"
          "\u2039Hm.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a",
-         "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>Four.<\uff5cend\u2581of\u2581sentence\uff5c>"
+         "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>Four."
+         "<\uff5cend\u2581of\u2581sentence\uff5c>"
          "<\uff5cUser\uff5c>And then?<\uff5cAssistant\uff5c><think>\n"
          "\u2039Hm.\n</think>\n\nFive,\n\n  of course.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"],
         {"special": ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<think>", "</think>"], "adds_bos": True,
@@ -91,7 +100,10 @@ FAMILIES = {
         "llama2",
         ["<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\n\u2039Four.<|end|>\u203a\n"
          "<|user|>\nAnd then?<|end|>\n<|assistant|>\n\u2039Five,\n\n  of course.<|end|>\u203a"],
-        {"special": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "bos": "<s>", "eos": "<|endoftext|>", "rstrip": True},
+        {
+            "special": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "bos": "<s>", "eos": "<|endoftext|>",
+            "rstrip": True
+        },
     ),
     "zephyr": Family(
         "llama2",
@@ -107,7 +119,10 @@ FAMILIES = {
     ),
     "vicuna": Family(
         "llama2",
-        ["<s>Be brief. USER: 2+2? ASSISTANT:\u2039 Four.</s>\u203aUSER: And then? ASSISTANT:\u2039 Five,\n\n  of course.</s>\u203a"],
+        [
+            "<s>Be brief. USER: 2+2? ASSISTANT:\u2039 Four.</s>\u203aUSER: And then? ASSISTANT:\u2039 Five,\n\n"
+            "  of course.</s>\u203a"
+        ],
         {"bos": "<s>", "eos": "</s>", "adds_bos": True},
     ),
 }  # fmt: skip
