@@ -40,12 +40,12 @@ class Browser:
         )
         os.write(self.to, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                assert "error" not in found, found["error"]
-                answer: dict[str, Any] = found["result"]
+            reply = self._next()
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply["error"]
+                answer: dict[str, Any] = reply["result"]
                 return answer
-            self._note(found)
+            self._note(reply)
 
     def open(self, url: str, *, width: int = 1440, height: int = 900) -> None:
         """Loads a page in a window of that size."""
@@ -70,12 +70,12 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            more = os.read(self.back, 2**20)
-            assert more, "Chromium has ended"
-            self._rest += more
+            chunk = os.read(self.back, 2**20)
+            assert chunk, "Chromium has ended"
+            self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\0")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _note(self, event: dict[str, Any]) -> None:
         parameters = event.get("params", {})

@@ -29,12 +29,12 @@ def change_config(folder: Path, **values: Any) -> None:
     )
 
 
-def build_with(folder: Path, family: str, more: Callable[[Tensors], Tensors], **config: Any) -> Path:
-    """Writes a tiny model of a family, adds the tensors that `more` makes of its own, and returns `folder`."""
+def build_with(folder: Path, family: str, add: Callable[[Tensors], Tensors], **config: Any) -> Path:
+    """Writes a tiny model of a family, adds the tensors that `add` makes from its own, and returns `folder`."""
     build_family(folder, family, **config)
     own = weights(folder)
     torch.manual_seed(5)
-    save_file(own | more(own), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(own | add(own), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -42,7 +42,7 @@ def predicting_layer(own: Tensors, layer: int = 2) -> Tensors:
     """Returns a layer that predicts the token after the next, as DeepSeek V3 and GLM 4.5 have it, after `layer`
     layers.
     """
-    found = {
+    tensors = {
         name.replace(f"layers.{layer - 1}.", f"layers.{layer}."): torch.randn_like(tensor) * 0.1
         for name, tensor in own.items()
         if f"layers.{layer - 1}." in name
@@ -53,7 +53,7 @@ def predicting_layer(own: Tensors, layer: int = 2) -> Tensors:
         f"{here}.embed_tokens.weight": own["model.embed_tokens.weight"].clone(),
         f"{here}.shared_head.head.weight": own["lm_head.weight"].clone(),
     }
-    return found | norms | shared | {f"{here}.eh_proj.weight": torch.randn(64, 128) * 0.1}
+    return tensors | norms | shared | {f"{here}.eh_proj.weight": torch.randn(64, 128) * 0.1}
 
 
 def predicting_head(own: Tensors) -> Tensors:
@@ -93,4 +93,4 @@ def layer_again(own: Tensors) -> Tensors:
 def extra(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
     """Returns what adds one tensor of this shape, or of each of two layers where the name has a `*`."""
     names = [name.replace("*", str(layer)) for layer in range(2)] if "*" in name else [name]
-    return lambda _: {one: torch.randn(*shape) for one in names}
+    return lambda _: {full_name: torch.randn(*shape) for full_name in names}

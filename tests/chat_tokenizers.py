@@ -91,9 +91,9 @@ def save_tokenizer(
         raw.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, unk_token="<unk>")
-    made.chat_template = template
-    made.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, unk_token="<unk>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -106,13 +106,13 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
     text, before, ids, labels = "", list[int](), list[int](), list[int]()
     for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
         text += part
-        found = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if found[: len(ids)] != ids:
+        tokens = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if tokens[: len(ids)] != ids:
             assert number % 2, "the hand-made row must not depend on what follows"
             before, text = ids, part
-            found = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        labels += found[len(ids) :] if number % 2 else [-100] * (len(found) - len(ids))
-        ids = found
+            tokens = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        labels += tokens[len(ids) :] if number % 2 else [-100] * (len(tokens) - len(ids))
+        ids = tokens
     return ids, labels
 
 
@@ -134,18 +134,20 @@ def outcome_of(
         data=DataConfig(overlong=overlong),
         train=TrainConfig(loss_on=loss_on),
     )
-    (found,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:3", form="messages", source=0, **example)])
-    return found
+    (outcome,) = Encoder(config, tokenizer).encode(
+        [Example(place="rows.jsonl:3", form="messages", source=0, **example)]
+    )
+    return outcome
 
 
 def rows_of(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: Any = "assistant"
 ) -> Sequence[Encoded]:
     """Returns the rows that training makes of a conversation. Raises `DataError`."""
-    found = outcome_of(tokenizer, messages=messages, tools=tools, loss_on=loss_on)
-    if found.error:
-        raise found.error
-    return found.rows
+    outcome = outcome_of(tokenizer, messages=messages, tools=tools, loss_on=loss_on)
+    if outcome.error:
+        raise outcome.error
+    return outcome.rows
 
 
 def learnt_runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:

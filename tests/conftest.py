@@ -47,9 +47,9 @@ class Done:
     def json(self) -> Any:
         return json.loads(self.out)
 
-    def refused(self, code: int, *said: str) -> None:
+    def refused(self, code: int, *parts: str) -> None:
         """Asserts that it ended with this code and said so, without a traceback."""
-        assert self.code == code and all(words in self.err for words in said) and "Traceback" not in self.err, self.err
+        assert self.code == code and all(words in self.err for words in parts) and "Traceback" not in self.err, self.err
 
 
 Program = Callable[..., Done]
@@ -77,10 +77,10 @@ def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(cache: Path, runs: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns what a command of a test inherits: no variable of an outer make, no hub, its own folders."""
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if name not in NOT_INHERITED and not name.startswith("SFT_")
     }
-    return kept | {
+    return inherited | {
         "SFT_PLAY_CACHE": str(cache),
         "RUNS_DIR": str(runs),
         "HF_HUB_OFFLINE": "1",
@@ -125,13 +125,13 @@ def program(cache: Path, tmp_path: Path) -> Program:
 
 @contextlib.contextmanager
 def _leading_to(descriptor: int, stream: IO[str]) -> Iterator[None]:
-    kept = os.dup(descriptor)
+    copy = os.dup(descriptor)
     os.dup2(stream.fileno(), descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        os.dup2(copy, descriptor)
+        os.close(copy)
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lets processes that load torch start warm; skips what needs a GPU where none can be used, with the reason."""
     heavy = item.path.parent.name in WARM or item.get_closest_marker("slow") is not None
-    warm.wanted = heavy and not item.get_closest_marker("cold")
+    warm.allowed = heavy and not item.get_closest_marker("cold")
     if item.get_closest_marker("gpu") and (reason := no_gpu()):
         pytest.skip(reason)
 
@@ -221,11 +221,11 @@ LEFT_OUT = Counter[str]()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    found = [
+    marks = [
         next((mark for mark in ("gpu", "quiet", "long", "broad") if item.get_closest_marker(mark)), "")
         for item in items
     ]
-    LEFT_OUT.update(filter(None, found))
+    LEFT_OUT.update(filter(None, marks))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -106,12 +106,12 @@ def in_child(work: Callable[[], Done]) -> Done:
     child.start()
     sender.close()
     try:
-        found: Done = receiver.recv()
+        done: Done = receiver.recv()
     except EOFError:
         child.join()
-        found = Done(child.exitcode or 1, "", f"the process ended with {child.exitcode}")
+        done = Done(child.exitcode or 1, "", f"the process ended with {child.exitcode}")
     child.join()
-    return found
+    return done
 
 
 def _send(work: Callable[[], Done], sender: Connection) -> None:

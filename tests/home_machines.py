@@ -73,15 +73,15 @@ class Home(Typed):
 
     def working(self, k: int) -> list[str]:
         """The command lines of all our processes on machine `k`."""
-        found = [" ".join(command_line(pid)) for pid in self.net.pids(k)]
-        return [words[:200] for words in found if "sft_play" in words or "types.ModuleType" in words]
+        commands = [" ".join(command_line(pid)) for pid in self.net.pids(k)]
+        return [words[:200] for words in commands if "sft_play" in words or "types.ModuleType" in words]
 
     def all_free(self, *machines: int, seconds: float = 5) -> None:
         """Waits until nothing of ours runs on these machines."""
         until(
             lambda: not any(map(self.working, machines)),
             seconds=seconds,
-            said=lambda: list(map(self.working, machines)),
+            explanation=lambda: list(map(self.working, machines)),
         )
 
 

@@ -20,8 +20,8 @@ def parts_of(run: Path) -> list[str]:
     """Returns every file and folder of a run by its name relative to it, links left out; of checkpoints that are alike
     one.
     """
-    found = {path.name: path for path in sorted(run.rglob("*")) if not path.is_symlink()}
-    return sorted(path.relative_to(run).as_posix() for path in found.values())
+    parts = {path.name: path for path in sorted(run.rglob("*")) if not path.is_symlink()}
+    return sorted(path.relative_to(run).as_posix() for path in parts.values())
 
 
 def _link(path: Path, outside: Path) -> None:
@@ -59,7 +59,9 @@ def _foreign(path: Path, _: Path) -> None:
     if path.suffix == ".jsonl":
         path.write_text(
             "".join(
-                f"{json.dumps(one)}\n" for line in path.read_text().splitlines() for one in _others(json.loads(line))
+                f"{json.dumps(other)}\n"
+                for line in path.read_text().splitlines()
+                for other in _others(json.loads(line))
             )
         )
     else:
@@ -68,8 +70,8 @@ def _foreign(path: Path, _: Path) -> None:
 
 def _others(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        yield {name: next(_others(one)) for name, one in value.items()}
-        yield {name: [{"x": one}] for name, one in value.items()}
+        yield {name: next(_others(item)) for name, item in value.items()}
+        yield {name: [{"x": item}] for name, item in value.items()}
         yield [value]
     elif isinstance(value, list):
         yield {"x": 5}

@@ -123,9 +123,9 @@ class Repository:
 
 
 @contextmanager
-def serve_repository(**known: Any) -> Iterator[Repository]:
+def serve_repository(**facts: Any) -> Iterator[Repository]:
     """Yields an empty hub, or one with a repository that is `known`."""
-    repository = Repository(**known)
+    repository = Repository(**facts)
     with serve(RepositoryHandler, repository=repository) as repository.url:
         yield repository
 
@@ -135,9 +135,10 @@ class RepositoryHandler(HubHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith("/api/whoami"):
-            known = self._token() in {TOKEN, *self.repository.readers}
+            permitted = self._token() in {TOKEN, *self.repository.readers}
             self.json(
-                {"name": "me", "type": "user"} if known else {"error": "Invalid credentials"}, 200 if known else 401
+                {"name": "me", "type": "user"} if permitted else {"error": "Invalid credentials"},
+                200 if permitted else 401,
             )
         elif self.repository.name and self.path.startswith(f"/api/models/{self.repository.name}"):
             files = [{"rfilename": name} for name in self.repository.files]

@@ -33,16 +33,16 @@ def documents(*words: str) -> list[dict[str, Any]]:
     return documents_of(rendered(*words).files)
 
 
-def of_kind(found: Sequence[Mapping[str, Any]], kind: str) -> Any:
+def of_kind(documents: Sequence[Mapping[str, Any]], kind: str) -> Any:
     """Returns the one document of a kind."""
-    [one] = [document for document in found if document["kind"] == kind]
-    return one
+    [match] = [document for document in documents if document["kind"] == kind]
+    return match
 
 
-def pods(found: Sequence[Mapping[str, Any]]) -> list[Any]:
+def pods(documents: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Returns the pod templates, Master or rank 0 first."""
     out = []
-    for document in found:
+    for document in documents:
         spec = document.get("spec", {})
         if document["kind"] == "PyTorchJob":
             out += [replica["template"] for _, replica in sorted(spec["pytorchReplicaSpecs"].items())]

@@ -162,7 +162,7 @@ class Lan:
         top.
         """
         each = {h.name: {"address": h.address, **(hosts or {}).get(h.name, {})} for h in self.hosts}
-        more = {name: dict(keys) for name, keys in (hosts or {}).items() if name not in each}
+        others = {name: dict(keys) for name, keys in (hosts or {}).items() if name not in each}
         common = {
             "user": "root",
             "python": self.python,
@@ -171,7 +171,7 @@ class Lan:
             **top.pop("defaults", {}),
         }
         path.write_text(
-            dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | more})
+            dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | others})
         )
         return path
 
@@ -193,8 +193,8 @@ class Typed:
         path = self.folder / f"said{len(self.started)}"
         command = [self.net.python, "-m", "sft_play", *map(str, words)]
         command = ["script", "-qefc", shlex.join(command), "/dev/null"] if terminal else command
-        with path.open("w") as said:
-            process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=cwd)
+        with path.open("w") as output:
+            process = self.net.popen(k, command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=cwd)
         self.started.append((process, path))
         return process
 
@@ -221,7 +221,7 @@ class Typed:
     def end(self, seconds: float = SECONDS, number: int = -1) -> int:
         """Waits for a command, and returns its exit code."""
         process = self.started[number][0]
-        until(lambda: process.poll() is not None, seconds=seconds, said=lambda: self.said(number))
+        until(lambda: process.poll() is not None, seconds=seconds, explanation=lambda: self.said(number))
         return process.returncode
 
     def finish(self, code: int = 0, seconds: float = SECONDS) -> str:
@@ -235,7 +235,7 @@ class Typed:
             (lambda: happened in self.said(number)) if isinstance(happened, str) else happened,
             process=self.started[number][0],
             seconds=SECONDS,
-            said=lambda: self.said(number),
+            explanation=lambda: self.said(number),
         )
 
 
@@ -276,14 +276,14 @@ def _build(net: Lan, nodes: int, private: Sequence[Path]) -> None:
     hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
     net.switch = _keep(net, "switch", None, {})
     _inside(net.switch, "ip", "link", "add", "br0", "up", "type", "bridge")
-    found = []
+    lines = []
     for k, (name, address) in enumerate(names, start=1):
         own = {path: net.folder / name / f"private{i}" for i, path in enumerate(private)}
         keeper = _keep(net, name, hosts_file, own)
         _inside(keeper, "ip", "link", "set", "lo", "up")
         _plug(keeper, net.switch, f"p{k}", address)
-        found.append(LanHost(name=name, address=address, keeper=keeper, private=own))
-    net.hosts = tuple(found)
+        lines.append(LanHost(name=name, address=address, keeper=keeper, private=own))
+    net.hosts = tuple(lines)
     for k in range(nodes):
         net.rate(k, 1000)
 
@@ -319,30 +319,30 @@ def _serve_ssh(net: Lan) -> None:
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, for the process without rights
     _key(ssh / "id")
     shutil.copyfile(ssh / "id.pub", ssh / "authorized_keys")
-    known, client = "", ""
-    kept = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+    known_hosts, client = "", ""
+    forwarded = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
     for host in net.hosts:
         key = _key(ssh / f"{host.name}_key")
-        known += f"{host.name},{host.address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n"
+        known_hosts += f"{host.name},{host.address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n"
         client += f"Host {host.name} {host.address}\n HostName {host.address}\n"
         config = ssh / f"{host.name}.conf"
         config.write_text(
             f"ListenAddress {host.address}\nPort 22\nHostKey {key}\nPidFile none\nAuthorizedKeysFile"
             f" {ssh}/authorized_keys\nStrictModes no\nUsePAM no\nPermitRootLogin"
             " prohibit-password\nPasswordAuthentication no\nMaxStartups 50\nSubsystem sftp internal-sftp\nSetEnv "
-            + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept)
+            + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in forwarded)
             + "\n"
         )
         sshd = str(shutil.which("sshd"))
         started = net.command(net.hosts.index(host), [sshd, "-D", "-f", config, "-E", ssh / f"{host.name}.log"])
         net.keepers.append(subprocess.Popen(started, stdin=subprocess.DEVNULL, text=True, start_new_session=True))
-    (ssh / "known_hosts").write_text(known)
+    (ssh / "known_hosts").write_text(known_hosts)
     net.ssh_config.write_text(
         f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile"
         f" {ssh}/known_hosts\n GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel"
         " ERROR\n"
     )
-    until(lambda: all(_listens(host) for host in net.hosts), seconds=240, said=lambda: "sshd does not listen")
+    until(lambda: all(_listens(host) for host in net.hosts), seconds=240, explanation=lambda: "sshd does not listen")
 
 
 def _listens(host: LanHost) -> bool:
@@ -365,12 +365,12 @@ def _inside(keeper: int, *argv: str) -> None:
 
 def _processes(keeper: int) -> list[int]:
     """Returns the processes of a network namespace."""
-    wanted, found = Path(f"/proc/{keeper}/ns/net").readlink(), []
+    namespace, processes = Path(f"/proc/{keeper}/ns/net").readlink(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if (entry / "ns" / "net").readlink() == wanted:
-                found.append(int(entry.name))
-    return found
+            if (entry / "ns" / "net").readlink() == namespace:
+                processes.append(int(entry.name))
+    return processes
 
 
 def _end(net: Lan) -> None:

@@ -42,9 +42,9 @@ class Launcher:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.runs = folder, folder / "runs"
         self.config = tiny_config(folder, model, rows=8, steps=2, save_steps=1)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
         self.environment = {
-            **kept,
+            **inherited,
             "PYTHONPATH": str(ROOT),
             "RUNS_DIR": str(self.runs),
             "HF_HUB_OFFLINE": "1",
@@ -69,25 +69,27 @@ def workers_of(launcher: int) -> dict[int, psutil.Process]:
     """Returns rank -> process of the workers below a launcher, or below `accelerate launch` itself; what they have
     forked is none.
     """
-    found, agents = {}, {launcher, *(agent.pid for agent in family(launcher, AGENT_MODULE))}
+    workers, agents = {}, {launcher, *(agent.pid for agent in family(launcher, AGENT_MODULE))}
     for child in family(launcher):
         with contextlib.suppress(psutil.Error):
             if child.ppid() in agents and is_worker(child.cmdline()):
-                found[int(child.environ().get("RANK", "0"))] = child
-    return found
+                workers[int(child.environ().get("RANK", "0"))] = child
+    return workers
 
 
 def family(launcher: int, *words: str) -> list[psutil.Process]:
     """Returns the living descendants of a launcher with one of `words` on their command line; without any, all of
     them.
     """
-    found = []
+    processes = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(launcher).children(recursive=True):
+        for process in psutil.Process(launcher).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if one.status() != psutil.STATUS_ZOMBIE and (not words or any(word in one.cmdline() for word in words)):
-                    found.append(one)
-    return found
+                if process.status() != psutil.STATUS_ZOMBIE and (
+                    not words or any(word in process.cmdline() for word in words)
+                ):
+                    processes.append(process)
+    return processes
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Started:
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         """Waits for something while the launch runs."""
-        until(happened, process=self.process, seconds=SECONDS, pause=0.002, said=self.output.read_text)
+        until(happened, process=self.process, seconds=SECONDS, pause=0.002, explanation=self.output.read_text)
 
     def wait_for_step(self, step: int) -> None:
         """Waits until the metrics hold a step."""
@@ -125,10 +127,10 @@ class Started:
 
     def workers(self) -> dict[int, psutil.Process]:
         """Returns rank -> worker, and remembers the launch's mark."""
-        found = workers_of(self.process.pid)
-        for worker in found.values():
+        workers = workers_of(self.process.pid)
+        for worker in workers.values():
             self.mark = worker.environ()[MARK]
-        return found
+        return workers
 
     def agent(self) -> psutil.Process:
         """Returns `accelerate launch`."""
@@ -136,23 +138,23 @@ class Started:
 
     def left(self) -> list[psutil.Process]:
         """Returns the living processes of this launch, wherever they are."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def end(self, *, within: float = SECONDS) -> tuple[int, str]:
         """Waits for the end; returns code and what was said."""
         return self.process.wait(timeout=within), self.output.read_text()
 
-    def lost(self, *said: str) -> str:
+    def lost(self, *parts: str) -> str:
         """Waits for the end of a run that a rank was lost of: it says so and leaves no process; returns all that was
         said.
         """
         code, error = self.end(within=240)
-        assert code == 75 and all(words in error for words in said), error
+        assert code == 75 and all(words in error for words in parts), error
         assert self.left() == []
         return error
 

@@ -92,8 +92,8 @@ class Machine:
             package = folder / "torch"
             package.mkdir(exist_ok=True)
             shutil.copy(DOUBLES / "torch_facts.py", package / "__init__.py")
-            told = f"__version__ = {self.torch.version!r}\ncuda: Optional[str] = {self.torch.cuda!r}\n"
-            (package / "version.py").write_text(told, encoding="utf-8")
+            version = f"__version__ = {self.torch.version!r}\ncuda: Optional[str] = {self.torch.cuda!r}\n"
+            (package / "version.py").write_text(version, encoding="utf-8")
         paths = [DOUBLES / "machine", *([folder] if torch else []), ROOT]
         return {"PYTHONPATH": ":".join(map(str, paths)), "NVML_DOUBLE": str(folder / "machine.json")}
 

@@ -47,8 +47,8 @@ class Place:
         """Returns what `eval JSON=1` prints."""
         done = self.run("eval", *words, "JSON=1")
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        scores: dict[str, Any] = json.loads(done.stdout)
+        return scores
 
     def folder_of(self, run: str, step: int) -> Path:
         """Returns the folder of a run's evaluation."""

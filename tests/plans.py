@@ -31,14 +31,14 @@ CPU = Hardware(
 
 
 def planned(
-    config: Config | LoadedConfig, hardware: Hardware | str = CPU, launch: LaunchRequest | None = None, **more: Any
+    config: Config | LoadedConfig, hardware: Hardware | str = CPU, launch: LaunchRequest | None = None, **fields: Any
 ) -> Plan:
     """Returns the plan of a configuration; `more`: further fields of the request."""
     if isinstance(config, LoadedConfig):
-        config, more = config.config, {"typed": config.typed} | more
-    more = {"shape": shape_of(config.model)} | more if "shape" not in more else more
-    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    return make_plan(Request(config=config, hardware=found, launch=launch or LaunchRequest(), **more))
+        config, fields = config.config, {"typed": config.typed} | fields
+    fields = {"shape": shape_of(config.model)} | fields if "shape" not in fields else fields
+    parsed = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    return make_plan(Request(config=config, hardware=parsed, launch=launch or LaunchRequest(), **fields))
 
 
 def plan_of(
@@ -48,10 +48,10 @@ def plan_of(
     mode: Any = "lora",
     rows: int | None = None,
     data: Prepared | None = None,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    extra: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Plan:
-    """Return the plan with fields of configuration and launch by name; `more`: further fields of the request."""
+    """Return the plan with fields of configuration and launch by name; `extra`: further fields of the request."""
     hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
 
     def part(kind: type) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def plan_of(
     assert not changes, changes
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
     data = data or (prepared_rows(rows, most_labels=50) if rows else None)
-    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **more)
+    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **extra)
 
 
 def with_ram(hardware: str, gib: int) -> Hardware:

@@ -19,12 +19,12 @@ def seconds_of(action: Callable[[], T]) -> tuple[float, T]:
     """Returns the processor seconds of the processes that `action` starts and waits for, all of them executed, and what
     it returns.
     """
-    before, wanted = resource.getrusage(resource.RUSAGE_CHILDREN), warm.wanted
-    warm.wanted = False
+    before, warm_before = resource.getrusage(resource.RUSAGE_CHILDREN), warm.allowed
+    warm.allowed = False
     try:
         result = action()
     finally:
-        warm.wanted = wanted
+        warm.allowed = warm_before
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, result
 

@@ -86,8 +86,8 @@ class SlurmLab:
 
     def job(self, number: str) -> dict[str, str]:
         """Returns what `scontrol show job` says: `JobState`, `Restarts`, `ExitCode`, ..."""
-        said = self.run("scontrol", "show", "job", number, "--oneliner").stdout
-        return dict(word.partition("=")[::2] for word in said.split() if "=" in word)
+        description = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        return dict(word.partition("=")[::2] for word in description.split() if "=" in word)
 
     def logs(self) -> str:
         """Returns the ends of the daemons' own logs."""
@@ -100,8 +100,8 @@ class SlurmLab:
         """
         deadline, pending = time.monotonic() + 500, 0.0
         while not ready(facts := self.job(number)):
-            said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out")))
-            assert time.monotonic() < deadline and facts["JobState"] not in GONE, f"{facts}\n{said}\n{self.logs()}"
+            output = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out")))
+            assert time.monotonic() < deadline and facts["JobState"] not in GONE, f"{facts}\n{output}\n{self.logs()}"
             if facts["JobState"] == "PENDING" and facts.get("Reason") == "BeginTime":
                 pending = pending or time.monotonic()
                 if time.monotonic() - pending > SETTLED_SECONDS:
@@ -174,11 +174,11 @@ def _start(lab: SlurmLab) -> None:
             unavailable(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")
     deadline = time.monotonic() + 240
     while True:
-        said = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
-        if said[1::2] == ["idle"] * len(NODES):
+        states = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
+        if states[1::2] == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            unavailable(f"Slurm's nodes do not come up here: {' '.join(said)}\n{lab.logs()}")
+            unavailable(f"Slurm's nodes do not come up here: {' '.join(states)}\n{lab.logs()}")
         time.sleep(0.2)
 
 

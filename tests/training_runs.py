@@ -249,15 +249,17 @@ def column(run: RunFolder, name: str, kind: str = "train") -> list[float]:
     return [row[name] for row in rows(run, kind)]
 
 
-def same_curves(run: Path, wanted: Path, first: int = 0) -> None:
+def same_curves(run: Path, reference: Path, first: int = 0) -> None:
     """Asserts that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to
     1e-5.
     """
     for kind, names in (("train", ("step", "learning_rate", "loss", "grad_norm")), ("eval", ("step", "eval_loss"))):
-        found, expected = ([row for row in metrics(one, kind) if row["step"] > first] for one in (run, wanted))
+        actual, expected = (
+            [row for row in metrics(folder, kind) if row["step"] > first] for folder in (run, reference)
+        )
         for name in names:
             tolerance = 0.0 if name in ("step", "learning_rate") else 1e-5
-            assert [row[name] for row in found] == pytest.approx(
+            assert [row[name] for row in actual] == pytest.approx(
                 [row[name] for row in expected], rel=1e-5, abs=tolerance
             ), name
 
@@ -265,13 +267,13 @@ def same_curves(run: Path, wanted: Path, first: int = 0) -> None:
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
 
 
-def same_to_the_bit(run: RunFolder, wanted: RunFolder) -> None:
+def same_to_the_bit(run: RunFolder, reference: RunFolder) -> None:
     """Asserts that all steps and the published weights of two runs are equal."""
     assert [[row[name] for name in EXACT] for row in rows(run)] == [
-        [row[name] for name in EXACT] for row in rows(wanted)
+        [row[name] for name in EXACT] for row in rows(reference)
     ]
-    found, expected = weights(run), weights(wanted)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = weights(run), weights(reference)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ def _rows(
     """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's
     `left` tokens.
     """
-    left, right = window
+    before, right = window
     for start, end in pairwise(ends.tolist()):
         row = slice(start, end)
         tensors = [
@@ -41,8 +41,8 @@ def _rows(
         ]
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)
         seen = back >= (0 if causal or right == 0 else -(end - start))
-        if left >= 0:
-            seen &= back <= left
+        if before >= 0:
+            seen &= back <= before
         yield row, [x.float() for x in tensors], torch.zeros(back.shape).masked_fill(~seen, float("-inf"))
 
 
@@ -90,8 +90,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for row, tensors, mask in _rows(query, key, value, cu_seq_q, is_causal, window_size):
-        upstream, made = grad_out[row].transpose(0, 1)[None].float(), ATTEND(*tensors, attn_mask=mask, scale=scale)
-        parts = ATTEND_BACKWARD(upstream, *tensors, *made, 0.0, False, attn_mask=mask, scale=scale)
+        upstream, attended = grad_out[row].transpose(0, 1)[None].float(), ATTEND(*tensors, attn_mask=mask, scale=scale)
+        parts = ATTEND_BACKWARD(upstream, *tensors, *attended, 0.0, False, attn_mask=mask, scale=scale)
         for grad, part in zip(grads, parts, strict=True):
             grad[row] = part[0].unflatten(0, (grad.shape[1], -1)).sum(1).transpose(0, 1)
     return grads

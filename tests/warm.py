@@ -77,9 +77,11 @@ def inside(words: Sequence[str]) -> tuple[str, str, Sequence[str]]:
 
 
 def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in env.items() if name.startswith(READ_AT_START) and name not in READ_LATER}
+    variables = {
+        name: value for name, value in env.items() if name.startswith(READ_AT_START) and name not in READ_LATER
+    }
     customised = [folder for folder in folders_of(env) if Path(folder, "sitecustomize.py").exists()]
-    return ALWAYS | found | {"sitecustomize": ":".join(customised)}
+    return ALWAYS | variables | {"sitecustomize": ":".join(customised)}
 
 
 def folders_of(env: Mapping[str, str]) -> list[str]:
@@ -126,7 +128,7 @@ class Popen(_cold_popen[Any]):
             "cwd": cwd_there or str(cwd or Path.cwd()),
             "session": session,
         }
-        descriptors = [given if given >= 0 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        descriptors = [number if number >= 0 else own for own, number in enumerate((pipes[0], pipes[3], pipes[5]))]
         socket.send_fds(self._line, [pickle.dumps(request)], descriptors)
         self.pid, self._child_created = int(self._line.recv(64)), True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -143,12 +145,12 @@ class Popen(_cold_popen[Any]):
     def _internal_poll(self, *arguments: Any, **named: Any) -> int | None:
         if self._line is None:
             return super()._internal_poll(*arguments, **named)  # type: ignore[misc,no-any-return]
-        if self.returncode is None and (found := self._try_wait(os.WNOHANG))[0]:
-            self._handle_exitstatus(found[1])  # type: ignore[attr-defined]
+        if self.returncode is None and (status := self._try_wait(os.WNOHANG))[0]:
+            self._handle_exitstatus(status[1])  # type: ignore[attr-defined]
         return self.returncode
 
 
-wanted = False
+allowed = False
 """Whether processes of the test that runs may start warm."""
 
 
@@ -176,10 +178,15 @@ def server_for(env: Mapping[str, str]) -> str | None:
     """Returns where a server listens that may fork processes with this environment; with a GPU none: CUDA does not
     survive a fork.
     """
-    if not wanted or os.environ.get("SFT_PLAY_TEST_COLD") or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+    if (
+        not allowed
+        or os.environ.get("SFT_PLAY_TEST_COLD")
+        or sys.platform != "linux"
+        or Path("/dev/nvidiactl").exists()
+    ):
         return None
-    address, found = _server()
-    return address if read_at_start(env) == found else None
+    address, process = _server()
+    return address if read_at_start(env) == process else None
 
 
 # The server's side.
@@ -268,7 +275,9 @@ def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
     """
     words = [os.fsdecode(word) for word in args]
     env_list = others[3]
-    env = dict(os.environ) if env_list is None else dict(os.fsdecode(one).split("=", 1) for one in env_list)
+    env = (
+        dict(os.environ) if env_list is None else dict(os.fsdecode(descriptor).split("=", 1) for descriptor in env_list)
+    )
     if not module_of(words) or read_at_start(env) != _read:
         return int(_execute(args, executables, *others))
     close_fds, pass_fds, cwd = others[:3]
@@ -287,7 +296,8 @@ def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
         if preexec is not None:
             preexec()
         _set_descriptors(
-            [p2cread, c2pwrite, errwrite], keep=[one for one in keep if one != errpipe and os.get_inheritable(one)]
+            [p2cread, c2pwrite, errwrite],
+            keep=[descriptor for descriptor in keep if descriptor != errpipe and os.get_inheritable(descriptor)],
         )
         _start(words, env)
     finally:
@@ -304,31 +314,31 @@ def _posix_spawn(path: str, argv: Sequence[str], env: Mapping[str, str], **optio
     if pid := os.fork():
         return pid
     try:
-        _set_descriptors([], keep=[one for one in _open_descriptors() if os.get_inheritable(one)])
+        _set_descriptors([], keep=[descriptor for descriptor in _open_descriptors() if os.get_inheritable(descriptor)])
         _start(argv, dict(env))
     finally:
         os._exit(255)
 
 
 def _open_descriptors() -> list[int]:
-    found = []
-    for one in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+    descriptors = []
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):
-            os.fstat(one)
-            found.append(one)
-    return found
+            os.fstat(descriptor)
+            descriptors.append(descriptor)
+    return descriptors
 
 
 def _set_descriptors(standard: Sequence[int], keep: Sequence[int]) -> None:
     """Makes `standard` the descriptors 0 to 2 (-1: as they are) and closes all others but `keep`."""
-    copies = [os.dup(one) if one >= 0 else -1 for one in standard]
-    for place, one in enumerate(copies):
-        if one >= 0:
-            os.dup2(one, place)
-    for one in _open_descriptors():
-        if one > 2 and one not in keep:
+    copies = [os.dup(standing) if standing >= 0 else -1 for standing in standard]
+    for place, standing in enumerate(copies):
+        if standing >= 0:
+            os.dup2(standing, place)
+    for standing in _open_descriptors():
+        if standing > 2 and standing not in keep:
             with contextlib.suppress(OSError):
-                os.close(one)
+                os.close(standing)
 
 
 def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:

@@ -196,8 +196,8 @@ def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Pat
     again = tmp_path / "again.yaml"
     again.write_text(shown.out, encoding="utf-8")
     first, second = (
-        in_process("config", f"CONFIG={name}", "JSON=1", *more).json
-        for name, more in (("h100_pair", words), (again, []))
+        in_process("config", f"CONFIG={name}", "JSON=1", *overrides).json
+        for name, overrides in (("h100_pair", words), (again, []))
     )
     assert {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
     assert first["train.adam_beta2"] == {"value": 0.95, "origin": "TRAIN_ADAM_BETA2=0.95"}

@@ -94,13 +94,13 @@ class Doctor:
             preexec_fn=limit,
         )
         assert process.stdout, process.stderr
-        found = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
-        severities = {finding["severity"] for finding in found.values()}
+        findings = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
+        severities = {finding["severity"] for finding in findings.values()}
         assert severities <= {"error", "warning", "note"} and process.returncode == 3 * ("error" in severities), (
             process.stderr
         )
-        assert all(finding["text"] and finding["remedy"] for finding in found.values())
-        return found
+        assert all(finding["text"] and finding["remedy"] for finding in findings.values())
+        return findings
 
 
 Spoil = Callable[[Doctor], object]
@@ -126,9 +126,9 @@ def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
 def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
     assert "127.0.0.1:9" in doctor.findings()["hub-unreachable"]["text"]
     doctor.environment["HF_HUB_OFFLINE"] = "1"
-    found = doctor.findings()
-    assert "hub-offline" in found
-    assert "hub-unreachable" not in found
+    findings = doctor.findings()
+    assert "hub-offline" in findings
+    assert "hub-unreachable" not in findings
 
 
 def test_missing_packages_no_compiler_and_no_ninja(doctor: Doctor) -> None:
@@ -136,9 +136,11 @@ def test_missing_packages_no_compiler_and_no_ninja(doctor: Doctor) -> None:
     (doctor.bin / "ninja").unlink()
     venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja beside its Python
     doctor.python = str(doctor.folder / "venv" / "bin" / "python")
-    found = doctor.findings()
-    assert "accelerate" in found["package-missing"]["text"] and "make install" in found["package-missing"]["remedy"]
-    assert {"no-compiler", "no-ninja"} <= set(found)
+    findings = doctor.findings()
+    assert (
+        "accelerate" in findings["package-missing"]["text"] and "make install" in findings["package-missing"]["remedy"]
+    )
+    assert {"no-compiler", "no-ninja"} <= set(findings)
 
 
 def another_version(doctor: Doctor) -> None:
@@ -212,9 +214,9 @@ TORCH = {"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "to
 def test_each_condition_is_its_finding(name: str, doctor: Doctor) -> None:
     spoil, severity, finding, text = FINDINGS[name]
     spoil(doctor)
-    found = doctor.findings()
-    assert text in found[finding]["text"] and found[finding]["severity"] == severity, found
-    assert TORCH & set(found) == TORCH & {finding}, "one cause is one finding"
+    findings = doctor.findings()
+    assert text in findings[finding]["text"] and findings[finding]["severity"] == severity, findings
+    assert TORCH & set(findings) == TORCH & {finding}, "one cause is one finding"
 
 
 def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
@@ -240,9 +242,9 @@ def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doc
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.touch()
-    found = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
-    assert "256 files" in found["open-files"]["text"]
-    assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
+    findings = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
+    assert "256 files" in findings["open-files"]["text"]
+    assert "PET_NNODES, RANK" in findings["stray-variables"]["text"] and "accelerate-default-config" in findings
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
@@ -254,9 +256,9 @@ def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
         f"mount -t tmpfs -o size=100m none {doctor.folder}/runs && mount -t tmpfs -o size=64m none /dev/shm && exec"
         ' "$@"'
     )
-    found = doctor.findings(prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
-    assert found["disk-low"]["severity"] == "error"
-    assert "64 MiB" in found["shared-memory"]["text"]
+    findings = doctor.findings(prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
+    assert findings["disk-low"]["severity"] == "error"
+    assert "64 MiB" in findings["shared-memory"]["text"]
 
 
 def test_the_command_reads_a_configuration(doctor: Doctor) -> None:

@@ -36,12 +36,12 @@ def test_two_different_cards(program: Program, tmp_path: Path) -> None:
 
 def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
-    one = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
+    shown = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
     assert (
-        one.startswith("Number of GPUs: 1\n")
-        and "CUDA_VISIBLE_DEVICES=1" in one
-        and "Tesla T4" in one
-        and "H200" not in one
+        shown.startswith("Number of GPUs: 1\n")
+        and "CUDA_VISIBLE_DEVICES=1" in shown
+        and "Tesla T4" in shown
+        and "H200" not in shown
     )
     none = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": ""}).out.splitlines()
     assert none[:2] == ["Number of GPUs: 0", "  CUDA_VISIBLE_DEVICES= hides all 2"]

@@ -74,9 +74,9 @@ def watched(outside: Path) -> Iterator[list[str]]:
     """
     opened: list[str] = []
 
-    def hook(event: str, given: tuple[Any, ...]) -> None:
-        if event == "open" and active and isinstance(given[0], str | Path) and not given[2] & UNFOLLOWED:
-            path = Path(given[0])
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and active and isinstance(arguments[0], str | Path) and not arguments[2] & UNFOLLOWED:
+            path = Path(arguments[0])
             opened.extend([str(path)] if path.resolve().is_relative_to(outside) else [])
 
     def late(*_: Any) -> None:
@@ -98,9 +98,9 @@ UNFOLLOWED = 0o400000  # O_NOFOLLOW
 
 
 def words_of(command: str, tmp_path: Path, complete: Path) -> list[str]:
-    given = BY_NAME.get(command) or OF_ALL.get(command) or ["RUN=bad", *NAMED.get(command, [])]
+    arguments = BY_NAME.get(command) or OF_ALL.get(command) or ["RUN=bad", *NAMED.get(command, [])]
     places = {"out": tmp_path / "out", "inventory": tmp_path / "home.yaml", "config": complete.parent.parent / "c.yaml"}
-    return [command, *(word.format(**places) for word in given)]
+    return [command, *(word.format(**places) for word in arguments)]
 
 
 def commands() -> list[str]:
@@ -175,7 +175,7 @@ def test_no_file_of_a_run_ends_a_command_with_a_traceback(
     outside, runs = tmp_path / "outside", tmp_path / "runs"
     runs.mkdir()
     shutil.copytree(complete, runs / "good", symlinks=True)
-    for part in (one for one in parts_of(complete) if one.endswith((".json", ".jsonl"))):
+    for part in (file for file in parts_of(complete) if file.endswith((".json", ".jsonl"))):
         shutil.copytree(complete, runs / "bad", symlinks=True)
         make_hostile(runs / "bad", part, kind, outside)
         for command in READERS:

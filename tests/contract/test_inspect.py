@@ -58,12 +58,12 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
 
 def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
-    [found] = done.json["samples"]
-    pieces = found["pieces"]
-    assert found["source"] == "[/pairs] :smile:"
+    [sample] = done.json["samples"]
+    pieces = sample["pieces"]
+    assert sample["source"] == "[/pairs] :smile:"
     assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
-    assert sum(piece["tokens"] for piece in pieces) == found["tokens"]
-    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found["trained"]
+    assert sum(piece["tokens"] for piece in pieces) == sample["tokens"]
+    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == sample["trained"]
     assert "no row holds `zebra`" in in_process(*arguments, "SEARCH=zebra").err
 
 
@@ -109,9 +109,9 @@ def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: 
 
 @pytest.mark.parametrize("values", [[1], [98, 97, 3, 3], [8192, 1], [0, 0]])
 def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
-    found = histogram(values)
-    assert sum(found["counts"]) == len(values) and len(found["counts"]) <= MOST_BINS
-    assert all(found["counts"][value // found["width"]] for value in values)
+    bins = histogram(values)
+    assert sum(bins["counts"]) == len(values) and len(bins["counts"]) <= MOST_BINS
+    assert all(bins["counts"][value // bins["width"]] for value in values)
 
 
 @pytest.mark.parametrize(

@@ -45,19 +45,19 @@ def builtin_problem(document: Document) -> str | None:
     return None
 
 
-def lost(given: Any, kept: Any, where: str = "") -> Iterator[str]:
+def lost(written: Any, accepted: Any, where: str = "") -> Iterator[str]:
     """Yields what a model that ignores unknown fields did not keep, and what it put an empty text for: required, and
     not given.
     """
-    if isinstance(given, Mapping) and isinstance(kept, Mapping):
-        yield from (f"{where}.{key}" for key in given if key not in kept)
-        yield from (f"{where}.{key}: missing" for key, value in kept.items() if key not in given and value == "")
-        for key in given.keys() & kept.keys():
-            yield from lost(given[key], kept[key], f"{where}.{key}")
-    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        yield from chain.from_iterable(lost(old, new, f"{where}[]") for old, new in zip(given, kept, strict=True))
-    elif given != kept:
-        yield f"{where}: {given!r} became {kept!r}"
+    if isinstance(written, Mapping) and isinstance(accepted, Mapping):
+        yield from (f"{where}.{key}" for key in written if key not in accepted)
+        yield from (f"{where}.{key}: missing" for key, value in accepted.items() if key not in written and value == "")
+        for key in written.keys() & accepted.keys():
+            yield from lost(written[key], accepted[key], f"{where}.{key}")
+    elif isinstance(written, list) and isinstance(accepted, list) and len(written) == len(accepted):
+        yield from chain.from_iterable(lost(old, new, f"{where}[]") for old, new in zip(written, accepted, strict=True))
+    elif written != accepted:
+        yield f"{where}: {written!r} became {accepted!r}"
 
 
 def read_by_trainer(document: Document) -> Any:
@@ -92,11 +92,11 @@ def problem(document: Document) -> str | None:
 @pytest.mark.parametrize("words", [(), FULL], ids=["plain", "with everything"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: int) -> None:
-    found = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
-    assert [(document["kind"], problem(document)) for document in found] == [
-        (document["kind"], None) for document in found
+    files = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
+    assert [(document["kind"], problem(document)) for document in files] == [
+        (document["kind"], None) for document in files
     ]
-    templates = pods(found)
+    templates = pods(files)
     assert templates
     for template in templates:  # custom resources hold pods unchecked
         spec = {"restartPolicy": "Never", **template["spec"]}
@@ -107,16 +107,16 @@ def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_name_what_is_there_and_may_do_little(kind: str) -> None:
     """What every schema takes, and a cluster would refuse, or never start."""
-    found = documents(f"KUBERNETES_KIND={kind}", *FULL)
-    named = {(document["kind"], document["metadata"]["name"]) for document in found}
-    for pod in (template["spec"] for template in pods(found)):
-        [one] = pod["containers"]
-        assert one["resources"]["requests"] == one["resources"]["limits"]
+    files = documents(f"KUBERNETES_KIND={kind}", *FULL)
+    named = {(document["kind"], document["metadata"]["name"]) for document in files}
+    for pod in (template["spec"] for template in pods(files)):
+        [container] = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
         assert all(
             ("ConfigMap", volume["configMap"]["name"]) in named for volume in pod["volumes"] if "configMap" in volume
         )
         assert "subdomain" not in pod or ("Service", pod["subdomain"]) in named
         assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
-        assert not one["securityContext"]["allowPrivilegeEscalation"] and one["securityContext"]["capabilities"][
-            "drop"
-        ] == ["ALL"]
+        assert not container["securityContext"]["allowPrivilegeEscalation"] and container["securityContext"][
+            "capabilities"
+        ]["drop"] == ["ALL"]

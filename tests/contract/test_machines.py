@@ -46,7 +46,7 @@ def test_wsl2_is_planned_without_expandable_segments(in_process: Program, tmp_pa
     assert not plan["expandable_segments"] and any(
         "WSL2's driver fails" in reason for reason in plan["reasons"].values()
     )
-    lost, least = (one["ranks"][0]["memory_bytes"]["fragmentation"] for one in (plan, linux))
+    lost, least = (plan_json["ranks"][0]["memory_bytes"]["fragmentation"] for plan_json in (plan, linux))
     assert lost > least
 
 
@@ -139,16 +139,16 @@ def test_answers_use_one_card_or_say_why_not(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_worker_that_sees_two_cards_is_refused() -> None:
-    one = SimpleNamespace(distributed_type="NO", num_processes=1)
+    state = SimpleNamespace(distributed_type="NO", num_processes=1)
     plan = simple_plan(device="cuda")
-    check_world(plan, one, 1)
+    check_world(plan, state, 1)
     with pytest.raises(HardwareError, match="sees 2 GPUs and would train under torch's DataParallel"):
-        check_world(plan, one, 2)
+        check_world(plan, state, 2)
 
 
 def test_other_makers_gpus_are_named(tmp_path: Path, in_process: Program) -> None:
     env = Machine(cards=(), broken=NOT_LOADED, system="Darwin").environment(tmp_path)
     plan = in_process("plan", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env)
-    said = "training runs on the CPU: Apple's GPUs (MPS) are not supported"
-    assert plan.code == 0 and said in plan.json["reasons"].values(), plan.err
-    assert said in in_process("gpu-info", env=env).out
+    notice = "training runs on the CPU: Apple's GPUs (MPS) are not supported"
+    assert plan.code == 0 and notice in plan.json["reasons"].values(), plan.err
+    assert notice in in_process("gpu-info", env=env).out

@@ -82,7 +82,7 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["test", "FOO=2", "TRAIN_X=1"], "takes no TRAIN_X FOO"),
         (["check", "TESTS=tests/unit"], "takes no TESTS"),
@@ -92,9 +92,9 @@ def make(
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: list[str], said: str) -> None:
+def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: list[str], message: str) -> None:
     done = make("-n", *words)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
 
 def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\n")
-    said = []
+    errors = []
     for words, folder in (
         (["plan"], tmp_path),
         (["-f", f"{ROOT}/Makefile", "plan"], tmp_path),
@@ -120,8 +120,8 @@ def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: P
             ["make", *words], cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 2 and f"type `make -C {ROOT} ...`" in done.stderr and not done.stdout, done.stderr
-        said.append(done.stderr)
-    assert all("its own folder" in one for one in said[:2]) and all("`-B` would" in one for one in said[2:])
+        errors.append(done.stderr)
+    assert all("its own folder" in error for error in errors[:2]) and all("`-B` would" in error for error in errors[2:])
     assert make("-n", "config", "BUILD=B").returncode == 0, "a variable is no option"
 
 
@@ -174,7 +174,7 @@ def test_what_scripts_see_of_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["train-distribted", "CONFIG=x"],
@@ -188,7 +188,7 @@ def test_what_scripts_see_of_a_failure() -> None:
     ],
 )
 def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(
-    words: list[str], said: str
+    words: list[str], message: str
 ) -> None:
     done = make(*HERE, *words)
-    assert done.returncode and said in done.stderr and "make:" not in done.stderr, done.stderr
+    assert done.returncode and message in done.stderr and "make:" not in done.stderr, done.stderr

@@ -56,18 +56,18 @@ def test_what_a_mixture_s_adapters_and_experts_are_is_said(program: Program, tmp
 
 
 @pytest.mark.parametrize(
-    ("family", "said"),
+    ("family", "message"),
     [
         ("nobody_knows_it", "knows no `model_type: nobody_knows_it`"),
         ("paligemma", "`paligemma` is not a language model of transformers"),
     ],
 )
 def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
-    program: Program, tmp_path: Path, family: str, said: str
+    program: Program, tmp_path: Path, family: str, message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     done = program(*PLAN, f"MODEL_NAME={tmp_path}")
-    assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and said in done.err, done.err
+    assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and message in done.err, done.err
 
 
 def test_typed_targets_of_one_layer_count_once_and_a_shared_head_is_refused(program: Program, tmp_path: Path) -> None:

@@ -84,6 +84,6 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:60])
 def test_speeds_are_the_plans(in_process: Program, words: list[str]) -> None:
     assert len(COMMANDS) >= 5
-    found = in_process("plan", *words, "JSON=1").json
-    for speed in [row["tokens_per_second"] for row in found.get("scale", [])] or [found["tokens_per_second"]]:
+    plan = in_process("plan", *words, "JSON=1").json
+    for speed in [row["tokens_per_second"] for row in plan.get("scale", [])] or [plan["tokens_per_second"]]:
         assert f"{speed:,.0f}" in FORECAST[HEADING:], words

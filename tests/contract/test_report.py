@@ -143,8 +143,8 @@ def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) ->
 
 def test_a_spike_stays_in_a_thinned_curve() -> None:
     rows = [{"kind": "train", "step": step, "loss": 50.0 if step == 7_777 else 1.0} for step in range(20_000)]
-    found = curves_of(rows)["train"]
-    assert len(found["step"]) <= POINTS and (found["step"][0], found["step"][-1], max(found["loss"])) == (
+    curve = curves_of(rows)["train"]
+    assert len(curve["step"]) <= POINTS and (curve["step"][0], curve["step"][-1], max(curve["loss"])) == (
         0,
         19_999,
         50.0,
@@ -211,13 +211,13 @@ def test_others_need_the_token(runs: Path, in_process: Program) -> None:
             base64.b64encode(f"me:{password}".encode()).decode() for password in (token, "wrong-but-long-enough")
         )
         # `Basic` is how a browser sends what it asked for.
-        for given, status in (
+        for authorization, status in (
             (f"Bearer {token}", 200),
             (f"Basic {right}", 200),
             (f"Basic {wrong}", 401),
             (f"Basic {token}", 401),
         ):
-            assert asked(f"{url}api/runs", Authorization=given)[0] == status
+            assert asked(f"{url}api/runs", Authorization=authorization)[0] == status
 
 
 def million_rows(runs: Path) -> tuple[float, Any]:
@@ -231,14 +231,14 @@ def million_rows(runs: Path) -> tuple[float, Any]:
     with served(runs) as url:
         asked(url)
         begun = time.monotonic()
-        found = json.loads(asked(f"{url}api/run/first")[1])["curves"]
-        return time.monotonic() - begun, found
+        curves = json.loads(asked(f"{url}api/run/first")[1])["curves"]
+        return time.monotonic() - begun, curves
 
 
 def test_the_curves_of_a_million_rows_are_thinned(runs: Path) -> None:
-    _, found = million_rows(runs)
-    assert found["train"]["step"][-1] == 999_999
-    assert len(found["eval"]["step"]) == 100, "every evaluation is there"
+    _, curves = million_rows(runs)
+    assert curves["train"]["step"][-1] == 999_999
+    assert len(curves["eval"]["step"]) == 100, "every evaluation is there"
 
 
 @pytest.mark.quiet

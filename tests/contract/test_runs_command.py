@@ -120,12 +120,12 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
     lines = in_process("runs", "CSV=1", "SORT=name").out.splitlines()
     assert len(lines) == 4 and lines[0].startswith("name,state,") and lines[1].startswith("a,finished,")
-    for words, said in (
+    for words, message in (
         ("SORT=speed", "names the column `speed`"),
         ("WHERE=speed<3", "names the column `speed`, which is missing"),
         ("WHERE=__import__('os')", "not a function"),
     ):
-        in_process("runs", words).refused(2, said)
+        in_process("runs", words).refused(2, message)
 
 
 @pytest.mark.parametrize("by_script", [True, False])
@@ -153,26 +153,26 @@ def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("logs RUN=now RANK=7", "there are those of ranks 0, 1"),
         ("logs", "`make logs` needs `RUN=name-or-folder`"),
         ("logs RUN=now rank=1", "`RANK=1`"),
     ],
 )
-def test_refusals(in_process: Program, tmp_path: Path, words: str, said: str) -> None:
+def test_refusals(in_process: Program, tmp_path: Path, words: str, message: str) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     for rank in (0, 1):
         run.rank_log(rank).write_text(f"rank {rank} speaks\n")
-    in_process(*words.split()).refused(2, said)
+    in_process(*words.split()).refused(2, message)
 
 
 def test_logs_of_a_rank_and_what_is_added(in_process: Program, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     run.rank_log(1).write_text("first\n")
     assert in_process("logs", "RUN=now", "RANK=1").out == "first\n"
-    found: Any = in_process("logs", "RUN=now", "RANK=1", "JSON=1").json
-    assert found["rank"] == 1 and found["text"] == "first\n"
+    log: Any = in_process("logs", "RUN=now", "RANK=1", "JSON=1").json
+    assert log["rank"] == 1 and log["text"] == "first\n"
     launcher = hold(run)
     words = [sys.executable, "-m", "sft_play", "logs", "RUN=now", "RANK=1", "FOLLOW=1"]
     env = {**os.environ, "RUNS_DIR": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}

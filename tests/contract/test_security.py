@@ -81,10 +81,10 @@ def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
             continue
         save_config(loaded, tmp_path / "config.json")
         save_config(read_config(tmp_path / "config.json", of_run=False), tmp_path / "config.json")
-        kept = flatten(read_config(tmp_path / "config.json", of_run=False))[key]
-        if isinstance(kept, dict) and value.startswith("{"):
+        value_kept = flatten(read_config(tmp_path / "config.json", of_run=False))[key]
+        if isinstance(value_kept, dict) and value.startswith("{"):
             continue  # a key that takes a mapping reads one
-        assert kept == value or value in str(kept), f"{key} was given {value!r} and is {kept!r}"
+        assert value_kept == value or value in str(value_kept), f"{key} was given {value!r} and is {value_kept!r}"
         taken += 1
     assert {path.name for path in tmp_path.iterdir()} <= {"config.json"}
     assert taken or key not in ("model.name", "data.train_path"), "a check that refuses everything checks nothing"
@@ -110,9 +110,9 @@ def test_a_token_in_a_configuration_is_refused_and_not_repeated(text: str, tmp_p
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         load_config(path, environ={})
-    said = caught.value.render()
-    assert SECRET not in said and SECRET[:20] not in said
-    assert "HF_TOKEN" in said or "max_seq_len" in said or "hub_token" in said
+    rendered = caught.value.render()
+    assert SECRET not in rendered and SECRET[:20] not in rendered
+    assert "HF_TOKEN" in rendered or "max_seq_len" in rendered or "hub_token" in rendered
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(
         " hunter2hunter2}]}\n"
     )
     for words in (
-        ("config", "CONFIG=quickstart", given := f"{word}=hunter2hunter2"),
-        ("runs", given),
+        ("config", "CONFIG=quickstart", override := f"{word}=hunter2hunter2"),
+        ("runs", override),
         ("config", f"CONFIG={path}"),
     ):
         done = in_process(*words)
@@ -224,11 +224,11 @@ def test_secrets_of_the_environment_are_masked(name: str, value: str, shown: str
 
 @pytest.mark.parametrize("revision", [None, "main", "a" * 39, "A" * 40])
 def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> None:
-    given = {"model.name": "x/y", "model.trust_remote_code": "true"} | (
+    settings = {"model.name": "x/y", "model.trust_remote_code": "true"} | (
         {"model.revision": revision} if revision else {}
     )
     with pytest.raises(UserError, match="pinned to one commit") as caught:
-        load_config(None, typed(given), environ={})
+        load_config(None, typed(settings), environ={})
     assert "40 hexadecimal" in str(caught.value.hint)
 
 
@@ -244,8 +244,8 @@ def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
         assert caught.value.place == "environment SFT_MODEL_TRUST_REMOTE_CODE=true"
         assert "MODEL_TRUST_REMOTE_CODE=true with the command" in str(caught.value.hint)
         assert not load_config(path, environ={"SFT_MODEL_TRUST_REMOTE_CODE": "false"}).config.model.trust_remote_code
-        said = typed({"model.trust_remote_code": "true"})
-        assert load_config(path, said, environ=variable).config.model.trust_remote_code
+        answer = typed({"model.trust_remote_code": "true"})
+        assert load_config(path, answer, environ=variable).config.model.trust_remote_code
     path.write_text(f"model: {{name: {tmp_path}, trust_remote_code: true}}\ndata: {{train_path: rows.jsonl}}\n")
     assert load_config(path, environ={}).config.model.trust_remote_code
 
@@ -261,9 +261,9 @@ def trainable(folder: Path, model: Path) -> Path:
     return config
 
 
-def change(path: Path, **more: Any) -> None:
+def change(path: Path, **values: Any) -> None:
     """Changes fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 CODE = """
@@ -389,13 +389,15 @@ def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not finish within"),
         ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
     ],
 )
-def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_waits_for_a_template(
+    template: str, message: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template
@@ -405,7 +407,7 @@ def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, m
         lambda: end_of_turn_ids(tokenizer),
         lambda: template_sha256(tokenizer),
     ):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             act()
         assert caught.value.exit_code == 4
 
@@ -477,11 +479,11 @@ def model(tiny: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny, tmp_path / "model")
 
 
-def refuse_model(folder: Path, said: str) -> None:
+def refuse_model(folder: Path, message: str) -> None:
     """Holds that neither a base model nor a trained one is taken from `folder`."""
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         check_folder(folder, "x")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         check_trained(folder)
 
 

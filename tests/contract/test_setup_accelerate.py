@@ -53,7 +53,7 @@ def test_answers_as_variables(setup: Program, arguments: str, expected: tuple[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ("MIXED_PRECISION=fp8", 2, "`MIXED_PRECISION` is `fp8`"),
         ("MIXED_PRECISION=fp16", 3, "CPUs cannot train in"),
@@ -61,8 +61,8 @@ def test_answers_as_variables(setup: Program, arguments: str, expected: tuple[st
         ("STRATEGY=single NUM_GPUS=2", 2, "the number of processes is 2"),
     ],
 )
-def test_refusals(setup: Program, arguments: str, code: int, said: str) -> None:
-    setup(*arguments.split()).refused(code, said)
+def test_refusals(setup: Program, arguments: str, code: int, message: str) -> None:
+    setup(*arguments.split()).refused(code, message)
     assert list(Path().iterdir()) == []
 
 

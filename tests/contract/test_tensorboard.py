@@ -34,10 +34,10 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        wanted = busy.getsockname()[1]
-        first = tensorboard("tensorboard", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
+        taken = busy.getsockname()[1]
+        first = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
     port = int(first["url"].rstrip("/").rpartition(":")[2])
-    assert wanted < port < wanted + 100 and f"port {wanted} is taken" in first["note"]
+    assert taken < port < taken + 100 and f"port {taken} is taken" in first["note"]
     with urllib.request.urlopen(first["url"], timeout=240) as response:
         assert response.status == 200
     (listener,) = {
@@ -47,8 +47,8 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     again = tensorboard("tensorboard").out
     assert "already runs" in again and first["url"] in again
 
-    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
-    assert ended(first["pid"]) and second["url"].endswith(f":{wanted}/") and first["url"] in second["note"]
+    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
+    assert ended(first["pid"]) and second["url"].endswith(f":{taken}/") and first["url"] in second["note"]
     runs = tmp_path / "runs"
     (runs / "q").mkdir()
     (runs / "q" / "config.json").write_text("{}")
@@ -56,10 +56,10 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     assert (
         of_run["url"] == second["url"] and of_run["folder"] == str(runs.resolve() / "q" / "tb") and ended(second["pid"])
     )
-    kept = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
-    assert kept["pid"] == of_run["pid"] and "already runs" in kept["note"]
+    server = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={taken}", "JSON=1").json
+    assert server["pid"] == of_run["pid"] and "already runs" in server["note"]
 
-    assert str(kept["pid"]) in tensorboard("tensorboard-stop").out and ended(kept["pid"])
+    assert str(server["pid"]) in tensorboard("tensorboard-stop").out and ended(server["pid"])
     assert "no TensorBoard" in tensorboard("tensorboard-stop").out
 
 

@@ -39,8 +39,8 @@ def suggestions(message: str) -> list[list[str]]:
     leave the value open.
     """
     hints = " ".join(re.findall(r"^hint: (.*)$", message, re.M))
-    found = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
-    return [words for words in found if not any(word.endswith("=...") for word in words)]
+    commands = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
+    return [words for words in commands if not any(word.endswith("=...") for word in words)]
 
 
 def accepted(command: str, words: list[str], folder: Path) -> Call:
@@ -122,12 +122,12 @@ def test_two_typed_numbers_outrank_the_global_batch_of_a_file(in_process: Progra
 @pytest.mark.skipif(importlib.util.find_spec("swanlab") is not None, reason="swanlab is installed")
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(in_process: Program, tmp_path: Path) -> None:
     words = ("CONFIG=quickstart", "TRAIN_REPORT_TO=[tensorboard, swanlab]")
-    said = "`train.report_to` names `swanlab`, which is not installed here"
-    in_process("train", *words, "RUN_NAME=never").refused(3, f"error: {said}", "swanlab 0.9.8 wants protobuf < 7")
+    message = "`train.report_to` names `swanlab`, which is not installed here"
+    in_process("train", *words, "RUN_NAME=never").refused(3, f"error: {message}", "swanlab 0.9.8 wants protobuf < 7")
     assert not (tmp_path / "runs").exists()
-    for command, *more in (["plan"], ["slurm", f"OUT={tmp_path}/s/"], ["kubernetes", f"OUT={tmp_path}/k/"]):
-        done = in_process(command, *words, *more)
-        assert done.code == 0 and said in done.err, done.err
+    for command, *arguments in (["plan"], ["slurm", f"OUT={tmp_path}/s/"], ["kubernetes", f"OUT={tmp_path}/k/"]):
+        done = in_process(command, *words, *arguments)
+        assert done.code == 0 and message in done.err, done.err
 
 
 # ---- Environment
@@ -219,13 +219,13 @@ def test_what_an_accelerate_file_asks_for_in_vain_names_the_file(in_process: Pro
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_accelerates_default_file_is_read_refused_or_noted(name: str, in_process: Program, tmp_path: Path) -> None:
-    text, words, said, shown = DEFAULTS[name]
+    text, words, message, shown = DEFAULTS[name]
     path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")
     words = [word.format(folder=tmp_path) for word in words]
     done = in_process(words[0], "CONFIG=configs/quickstart.yaml", *words[1:], env={"HF_HOME": str(tmp_path / "hf")})
-    assert said in done.err if said else "default file" not in done.err, done.err
+    assert message in done.err if message else "default file" not in done.err, done.err
     assert (
         ("error: " in done.err)
         == (done.code != 0)

@@ -44,8 +44,8 @@ def test_without_it_a_plan_is_made_and_a_training_says_what_makes_it(beside, tmp
     sweep.write_text("method: grid\nkeys: {train.learning_rate: [1.0e-4, 2.0e-4]}\n")
     assert beside("plan", "CONFIG=run_unsloth", "HARDWARE=24GB").returncode == 0
     for command in ("train", "train-distributed", "sweep"):
-        more = (f"SWEEP={sweep}",) if command == "sweep" else ()
-        done = beside(command, "CONFIG=run_unsloth", *more)
+        arguments = (f"SWEEP={sweep}",) if command == "sweep" else ()
+        done = beside(command, "CONFIG=run_unsloth", *arguments)
         assert done.returncode == 3 and "make install-unsloth" in done.stderr, done.stderr
 
 

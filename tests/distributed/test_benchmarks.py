@@ -98,12 +98,12 @@ def test_a_benchmark_runs(name: str, cache: Path, small: Path, tmp_path: Path) -
     """It ends with 1 where a bound does not hold."""
     if name == "training":
         pytest.importorskip("trl")
-    words, held = BENCHMARKS[name]
+    words, expected = BENCHMARKS[name]
     env = environment(
         cache, tmp_path / "runs", {"BENCH_MODEL": str(small), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
     )
     (tmp_path / "runs").mkdir()
-    assert held in run(["-m", f"benchmarks.{name}", *words], env).stdout
+    assert expected in run(["-m", f"benchmarks.{name}", *words], env).stdout
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

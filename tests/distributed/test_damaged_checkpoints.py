@@ -57,8 +57,8 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFold
         content = path.read_bytes()
         for way in (Path.unlink, truncate, flip):
             way(path)
-            found, skipped = newest_valid(run)
-            assert found == before, (name, way.__name__)
+            checkpoint, skipped = newest_valid(run)
+            assert checkpoint == before, (name, way.__name__)
             assert len(skipped) == 1 and skipped[0].startswith("step-000004: "), skipped
             assert ("manifest" if name == "manifest.json" else f"`{name}`") in skipped[0], (way.__name__, skipped)
             path.write_bytes(content)

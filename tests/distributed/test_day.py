@@ -109,14 +109,14 @@ def test_machines_prepare_the_rows_of_node_0s_day(tmp_path: Path, dated: Path) -
     caches = [{"SFT_PLAY_CACHE": str(tmp_path / f"cache{rank}")} for rank in range(2)]
     words = [sys.executable, "-m", "sft_play", "data", f"CONFIG={launcher.config}", "MODEL_MAX_SEQ_LEN=256"]
     need("faketime")
-    made = subprocess.run(
+    process = subprocess.run(
         ["faketime", "-m", "2026-01-05 10:00:00", *words],
         env=launcher.environment | caches[1],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert made.returncode == 0, made.stderr
+    assert process.returncode == 0, process.stderr
     start = (
         "train-distributed",
         f"CONFIG={launcher.config}",
@@ -132,7 +132,7 @@ def test_machines_prepare_the_rows_of_node_0s_day(tmp_path: Path, dated: Path) -
         launcher.start(*start, f"NODE_RANK={rank}", RUNS_DIR=str(tmp_path / f"runs{rank}"), **caches[rank])
         for rank in range(2)
     ]
-    for code, said in [node.end() for node in nodes]:
-        assert code == 0, said
-    found = [prepared_of(tmp_path / f"runs{rank}" / "apart").train for rank in range(2)]
-    assert [part.day for part in found if part] == [date.today().isoformat()] * 2
+    for code, outputs in [node.end() for node in nodes]:
+        assert code == 0, outputs
+    prepared = [prepared_of(tmp_path / f"runs{rank}" / "apart").train for rank in range(2)]
+    assert [part.day for part in prepared if part] == [date.today().isoformat()] * 2

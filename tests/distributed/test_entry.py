@@ -75,10 +75,10 @@ def test_two_pods_find_each_other_and_train(tmp_path: Path, tiny: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
+        outputs = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], said
-    assert "NODE_RANK=1" in said[1] and "LAUNCH_AUTO_RESUME=true" in said[1]
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    assert "NODE_RANK=1" in outputs[1] and "LAUNCH_AUTO_RESUME=true" in outputs[1]
     assert [len(row["rank_tokens"]) for row in metrics(launcher.runs / "demo")] == [2, 2]

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.broad
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
     """Commands with a base model and a cache of their own."""
-    made = Launcher(tmp_path, build_tiny_llama(tmp_path / "base"))
-    made.environment["SFT_PLAY_CACHE"] = str(tmp_path / "cache")
-    return made
+    launcher_of_base = Launcher(tmp_path, build_tiny_llama(tmp_path / "base"))
+    launcher_of_base.environment["SFT_PLAY_CACHE"] = str(tmp_path / "cache")
+    return launcher_of_base
 
 
-def require_one_error(done: Done, code: int, *said: str) -> None:
-    done.refused(code, *said)
+def require_one_error(done: Done, code: int, *parts: str) -> None:
+    done.refused(code, *parts)
     assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
 
 
@@ -53,7 +53,7 @@ def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
 def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launcher: Launcher, tmp_path: Path) -> None:
     """Its scores would recreate the folder, and its end look like a success."""
     words = ("train", f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=4000")
-    for removed, said in (
+    for removed, message in (
         (("",), "the run's folder is gone"),
         (("config.json", "plan.json"), "`config.json`, `plan.json` are gone"),
     ):
@@ -63,7 +63,7 @@ def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launc
                 # Moved, since a folder that is written to cannot be removed at once.
                 (launch.run / name).rename(tmp_path / f"{launch.run.name}-{name}")
             code, text = launch.end()
-        assert code == 3 and said in text and "was it moved or deleted while it trained?" in text, text
+        assert code == 3 and message in text and "was it moved or deleted while it trained?" in text, text
         assert "done: " not in text and text.count("error: ") == 1, text
         assert not any(
             (launch.run / name).exists() for name in ("config.json", "plan.json", "report.html", "model", "checkpoints")
@@ -120,13 +120,13 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
     checkpoints = {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")}
     base, rows = launcher.folder / "base", launcher.folder / "rows.jsonl"
     weights = base / "model.safetensors"
-    before, said = weights.read_bytes(), rows.read_text()
+    before, original = weights.read_bytes(), rows.read_text()
     weights.write_bytes(before[:-4] + bytes([before[-4] ^ 1]) + before[-3:])
     require_one_error(launcher("resume", "RUN=half"), 5, "`base_fingerprint`", "restore them")
     weights.unlink()
     require_one_error(launcher("resume", "RUN=half"), 4, str(base))
     weights.write_bytes(before)
-    rows.write_text(said.replace("I say 3 now", "I say three now"))
+    rows.write_text(original.replace("I say 3 now", "I say three now"))
     require_one_error(launcher("resume", "RUN=half"), 5, "`train_data`")
     assert {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")} == checkpoints
 
@@ -178,14 +178,14 @@ def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
         or subprocess.run([*STRANGER, "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("needs user namespaces")
-    kept = {
+    readable = {
         k: v
         for k, v in launcher.environment.items()
         if k not in ("HOME", "USER", "LOGNAME", "SFT_PLAY_CACHE", "HF_HOME")
     }
     done = subprocess.run(
         [*STRANGER, sys.executable, "-m", "sft_play", *words],
-        env=kept | environment,
+        env=readable | environment,
         cwd=launcher.folder,
         capture_output=True,
         text=True,

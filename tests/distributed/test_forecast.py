@@ -60,5 +60,5 @@ def test_the_forecast_is_near_real_runs(program: Program, small: Path, tmp_path:
 @pytest.mark.parametrize("name", ["LoRA, 1 row", "LoRA, 4 rows", "LoRA, 8 rows"])
 def test_three_batch_sizes_grow_as_planned(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(cache))
-    cells, held = compare(measure(CASES[name]), on_gpu=False)
-    assert held, cells
+    cells, within = compare(measure(CASES[name]), on_gpu=False)
+    assert within, cells

@@ -64,8 +64,8 @@ def test_an_infinite_gradient_stops_at_once_without_a_scaler(strategy: str, tmp_
     end = ended_with(run)
     assert end["code"] == 4, logs(run)
     assert "the gradient norm of step 1 is" in end["error"] and "loss scaler" not in end["error"]
-    found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
-    assert found and all(one["step"] == 1 and one["rows"] for one in found)
+    reports = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
+    assert reports and all(report["step"] == 1 and report["rows"] for report in reports)
     assert not run.model.exists()
 
 
@@ -84,8 +84,8 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[i
     assert "the gradient norm of step 17 is" in end["error"], "16 halvings, and once more at a scale of 1"
     assert on_page("loss-is-nan", end["error"])
     assert "has skipped 17 updates in a row, its scale is 1)" in end["error"]
-    found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
-    assert len(found) == len(ranks) and all(one["step"] == 17 and one["rows"] for one in found)
+    reports = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
+    assert len(reports) == len(ranks) and all(report["step"] == 17 and report["rows"] for report in reports)
     assert len(rows(run)) == 16 and not run.model.exists()
 
 
@@ -93,14 +93,19 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[i
 def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(
     plan: tuple[tuple[str, Any], ...], tmp_path: Path
 ) -> None:
-    settings, base, found = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
-    for name, strategy, ranks, more in (("whole", "single", ((4, 2),), ()), ("parts", "ddp", HALVES_OF_A_MODEL, plan)):
-        trial = Trial(strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *more))
+    settings, base, losses = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
+    for name, strategy, ranks, settings_of_ranks in (
+        ("whole", "single", ((4, 2),), ()),
+        ("parts", "ddp", HALVES_OF_A_MODEL, plan),
+    ):
+        trial = Trial(
+            strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *settings_of_ranks)
+        )
         run = spoilt_run(tmp_path / name, base, trial)
         assert train_scaled(run).returncode == 0, logs(run)
-        found.append(rows(run))
-    for whole, parts in zip(*found, strict=True):
-        assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), found
+        losses.append(rows(run))
+    for whole, parts in zip(*losses, strict=True):
+        assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), losses
         assert parts["loss"] == pytest.approx(whole["loss"], abs=2e-3)
-    norms = [row["grad_norm"] for row in found[1]]
+    norms = [row["grad_norm"] for row in losses[1]]
     assert None in norms[:2] and None not in norms[-2:], "some updates were left out, and others were made after them"

@@ -105,8 +105,8 @@ def test_uses_are_counted_when_rows_are_prepared_and_need_no_transformers_later(
 
 
 def test_what_cannot_be_a_new_token_is_refused(place: Place) -> None:
-    def refused(code: int, *said: str, tokens: str, words: tuple[str, ...] = ()) -> None:
-        place.call("data", f"CONFIG={place.config}", f"DATA_NEW_TOKENS={tokens}", *words).refused(code, *said)
+    def refused(code: int, *parts: str, tokens: str, words: tuple[str, ...] = ()) -> None:
+        place.call("data", f"CONFIG={place.config}", f"DATA_NEW_TOKENS={tokens}", *words).refused(code, *parts)
 
     refused(4, "`<|im_end|>`, which the vocabulary of", tokens='["<|im_end|>"]')
     refused(4, "`<b>`, which the chat template or the tokenizer splits", tokens=r'["\n<b>", "<b>"]')

@@ -77,8 +77,8 @@ def train(config: Path, run: Path, cache: Path, words: Sequence[str]) -> Path:
     return run
 
 
-def same_weights(found: Path, wanted: Path) -> None:
-    mine, other = weights(RunFolder(found)), weights(RunFolder(wanted))
+def same_weights(result: Path, expected: Path) -> None:
+    mine, other = weights(RunFolder(result)), weights(RunFolder(expected))
     assert mine.keys() == other.keys() and all(
         torch.allclose(mine[name], other[name], rtol=0, atol=1e-5) for name in other
     )
@@ -88,11 +88,11 @@ def held_as_planned(run: Path) -> None:
     """Each rank holds the weights, gradients and states of the optimizer that the plan says, within 2 %."""
     plan, folder = Plan.load(run / "plan.json"), RunFolder(run)
     for rank in plan.ranks:
-        held, parts = read_json(folder.rank_holdings(rank.rank)), rank.memory_bytes
+        measured, parts = read_json(folder.rank_holdings(rank.rank)), rank.memory_bytes
         weights = sum(parts.get(name, 0) for name in ("frozen", "adapters", "trained"))
-        assert held["bytes"]["weights"] == pytest.approx(weights, rel=0.02), rank
-        assert held["bytes"]["optimizer"] == pytest.approx(parts["optimizer"], rel=0.02), rank
-        assert 4 * held["gradients"] == pytest.approx(parts["gradients"], rel=0.02), rank
+        assert measured["bytes"]["weights"] == pytest.approx(weights, rel=0.02), rank
+        assert measured["bytes"]["optimizer"] == pytest.approx(parts["optimizer"], rel=0.02), rank
+        assert 4 * measured["gradients"] == pytest.approx(parts["gradients"], rel=0.02), rank
 
 
 def answers(run: Path) -> list[str]:
@@ -224,7 +224,7 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["NUM_GPUS=2", SP2, "MODEL_ATTN_IMPLEMENTATION=sdpa"], "sees only a rank's slice"),
         (["NUM_GPUS=8", "LAUNCH_TENSOR_PARALLEL=8"], "attention heads with"),
@@ -241,8 +241,8 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_launch(
-    words: list[str], said: str, config: Path, cache: Path, session_runs: Path
+    words: list[str], message: str, config: Path, cache: Path, session_runs: Path
 ) -> None:
     command = "train-distributed" if words[0].startswith("NUM_GPUS") else "train"
     done = call_program([command, f"CONFIG={config}", "RUN_NAME=refused", *words], environment(cache, session_runs))
-    assert done.code == 2 and said in done.err and not (session_runs / "refused").exists(), done.err
+    assert done.code == 2 and message in done.err and not (session_runs / "refused").exists(), done.err

@@ -33,8 +33,8 @@ class Desk:
 
     def follow(self, text: str) -> set[str]:
         """Types every command of a text; returns their names."""
-        found = dict.fromkeys(PRINTED.findall(text))
-        for line in found:
+        printed = dict.fromkeys(PRINTED.findall(text))
+        for line in printed:
             words = [word.replace("$$", "$") for word in shlex.split(line)]  # as make takes it
             done = self.typed(
                 "infer" if words[0] == "serve" else words[0], *words[1:]
@@ -43,7 +43,7 @@ class Desk:
                 done.refused(2, REFUSED[words[0]])
             else:
                 assert done.code == 0, (line, done.err)
-        return {line.split()[0] for line in found}
+        return {line.split()[0] for line in printed}
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("TRAIN_PROFILE_START=5", "`train.profile` is given without `steps`"),
         (
@@ -61,8 +61,8 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
         ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_MEMORY=true", "records allocations of GPUs, and this plan has none"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(in_process: Program, words: str, said: str) -> None:
-    in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, said)
+def test_what_cannot_be_profiled_is_refused(in_process: Program, words: str, message: str) -> None:
+    in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 
 def test_time_that_kernels_hide_is_no_waiting() -> None:

@@ -48,12 +48,12 @@ def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) ->
 
 def same_updates(run: RunFolder, again: RunFolder) -> None:
     same_curves(again.path, run.path)
-    trained = [{row for rank in holdings(one) for row in rank["rows_trained"]} for one in (again, run)]
+    trained = [{row for rank in holdings(folder) for row in rank["rows_trained"]} for folder in (again, run)]
     assert trained[0] <= trained[1]
-    left, right = weights(run), weights(again)
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
+    first, right = weights(run), weights(again)
+    assert first.keys() == right.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], right[name], rtol=1e-4, atol=1e-6)
 
 
 STRATEGIES = {"ddp": "lora", "zero2": "full", "zero1": "lora", "zero3": "full", "fsdp2": "full"}

@@ -70,14 +70,16 @@ def training(run: RunFolder, console: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        for one in [*family(process.pid), process]:
+        for running in [*family(process.pid), process]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                running.kill()
         process.wait(240)
 
 
-def wait(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
-    until(found, process=process, seconds=SECONDS, pause=pause, said=lambda: logs(run))
+def wait(
+    condition: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05
+) -> None:
+    until(condition, process=process, seconds=SECONDS, pause=pause, explanation=lambda: logs(run))
 
 
 @pytest.fixture
@@ -110,15 +112,15 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
             fill(filler)
             wait(lambda: "was not saved" in console.read_text(), process, run)
             assert "no space" in console.read_text()
-            kept, _ = newest_valid(run)
-            assert kept is not None and not partials(run)
+            checkpoint, _ = newest_valid(run)
+            assert checkpoint is not None and not partials(run)
             time.sleep(1.5)  # several intervals go by, and none of them says it again
             assert console.read_text().count("warning:") - console.read_text().count("rows are lost") == 1
-            assert newest_valid(run)[0] == kept
+            assert newest_valid(run)[0] == checkpoint
             filler.unlink()
             wait(lambda: "checkpoints are being saved again: step-" in console.read_text(), process, run)
             newer, skipped = newest_valid(run)
-            assert newer is not None and newer.name > kept.name and not skipped
+            assert newer is not None and newer.name > checkpoint.name and not skipped
         assert "Traceback" not in console.read_text()
         lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         trained = [row["step"] for row in lines if row["kind"] == "train"]
@@ -156,13 +158,13 @@ def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
     )
     assert steps(background) == ["step-000004", "step-000008"] == steps(synchronous)
     for name in steps(background):
-        wanted, found = content(synchronous.checkpoints / name), content(background.checkpoints / name)
-        assert wanted == found
-        known, states = (
+        before, after = content(synchronous.checkpoints / name), content(background.checkpoints / name)
+        assert before == after
+        sizes, states = (
             json.loads((run.checkpoints / name / "states.json").read_text()) for run in (synchronous, background)
         )
-        assert states | {"counters": {}} == known | {"counters": {}}
-        assert sum("rng-rank" in file for file in found) == 2
+        assert states | {"counters": {}} == sizes | {"counters": {}}
+        assert sum("rng-rank" in file for file in after) == 2
         assert len({path.stat().st_mode for path in (background.checkpoints / name).iterdir()}) == 1, (
             "all files may be read alike"
         )
@@ -193,10 +195,10 @@ def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_befor
         wait(lambda: partials(run), process, run, pause=0.0005)
         family(process.pid, "sft_play.train")[0].kill()
         process.wait(240)
-    left = partials(run)
+    unfinished = partials(run)
     newest, skipped = newest_valid(run)
     assert newest is not None and not skipped
-    assert len(clean_up(run)) == len(left) and not partials(run)
+    assert len(clean_up(run)) == len(unfinished) and not partials(run)
     assert newest_valid(run) == (newest, [])
 
 

@@ -62,12 +62,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place.config.write_text(json.dumps(settings))
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr
-    for said in (
+    for message in (
         "9 answers, greedy",
         "5 of 18 validation rows have no reference and count only for the loss",
         "evaluation speed: loss ",
     ):
-        assert said in done.stdout + done.stderr
+        assert message in done.stdout + done.stderr
     return place
 
 
@@ -176,9 +176,10 @@ def test_answers_that_fail_on_one_of_two_ranks_end_nothing(place: Place) -> None
     name, quiet = "fails-on-one", ("TRAIN_EARLY_STOPPING_THRESHOLD=0", "NUM_GPUS=2")
     done = place.run("train-distributed", f"CONFIG={place.config}", f"RUN_NAME={name}", *words, *quiet, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert (
-        "evaluation: none of 9 answers after step 4 is scored: rank 1: ValueError: this machine lacks a kernel" in said
+        "evaluation: none of 9 answers after step 4 is scored: rank 1: ValueError: this machine lacks a kernel"
+        in output
     )
     run = place.folder / "runs" / name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

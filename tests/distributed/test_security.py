@@ -52,10 +52,10 @@ def arguments_watched() -> Iterator[None]:
 
 def planted_in(folder: Path) -> list[str]:
     """Returns the files below `folder` that hold one of the tokens."""
-    wanted = [value.encode() for value in SECRETS.values()]
+    secrets = [value.encode() for value in SECRETS.values()]
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     assert files
-    return [str(path) for path in files if any(value in path.read_bytes() for value in wanted)]
+    return [str(path) for path in files if any(value in path.read_bytes() for value in secrets)]
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_a_training_writes_and_shows_no_token(trained: tuple[Place, str]) -> Non
 
 def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]) -> None:
     place, _ = trained
-    found = place.call("stamp", "RUN=demo", "JSON=1").json
-    assert found["again"].startswith("make train CONFIG=") and "RUN_NAME=demo-again" in found["again"]
+    stamp = place.call("stamp", "RUN=demo", "JSON=1").json
+    assert stamp["again"].startswith("make train CONFIG=") and "RUN_NAME=demo-again" in stamp["again"]
     place.config.rename(place.config.with_suffix(".moved"))  # nothing but the run's folder is left of its configuration
-    done = place.run(*shlex.split(found["again"])[1:], timeout=400)
+    done = place.run(*shlex.split(stamp["again"])[1:], timeout=400)
     assert done.returncode == 0, done.stderr
     runs = place.folder / "runs"
 

@@ -92,21 +92,21 @@ class Soak:
         try:
             target = self._kill_in_time(process, run, kill_before) if kill_before else None
             begun = time.monotonic()
-            said, _ = process.communicate(timeout=GONE_SECONDS if target else 600)
+            output, _ = process.communicate(timeout=GONE_SECONDS if target else 600)
             while target and list(self.processes()) and time.monotonic() - begun < GONE_SECONDS:
                 time.sleep(0.05)
-            left = [f"{role} {one.pid}" for one, role in self.processes()]
-            assert not left, f"alive after {GONE_SECONDS:.0f} s: {left}"
+            remaining = [f"{role} {child.pid}" for child, role in self.processes()]
+            assert not remaining, f"alive after {GONE_SECONDS:.0f} s: {remaining}"
         finally:
-            for one, _ in self.processes():
+            for child, _ in self.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    child.kill()
         if target is None:
-            assert process.returncode == 0, said
+            assert process.returncode == 0, output
             return 0
         self.gone_seconds.append(time.monotonic() - begun)
         complete = process.returncode == 0 and run.training_metrics.is_file()  # a rank that had done all its work
-        assert target in ("launcher", "all") or process.returncode == LOST or complete, said
+        assert target in ("launcher", "all") or process.returncode == LOST or complete, output
         return 0 if complete else None
 
     def _kill_in_time(self, process: subprocess.Popen[str], run: RunFolder, before: float) -> str | None:
@@ -121,10 +121,10 @@ class Soak:
                 alive = list(self.processes())
                 roles = {role for _, role in alive} & TARGETS.keys() | {"all"}
                 target = self.chance.choices(sorted(roles), [TARGETS[role] for role in sorted(roles)])[0]
-                victims = [one for one, role in alive if target in (role, "all")]
-                for one in self.chance.sample(victims, 1) if target == "rank" else victims:
+                victims = [child for child, role in alive if target in (role, "all")]
+                for child in self.chance.sample(victims, 1) if target == "rank" else victims:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
+                        child.kill()
                 return target
             time.sleep(0.002)
         return None

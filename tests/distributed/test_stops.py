@@ -38,24 +38,24 @@ class Place:
     environment: dict[str, str]
     words: tuple[str, ...]
 
-    def start(self, name: str, *more: str) -> Started:
-        return start(self.environment, *self.words, f"CONFIG={self.config}", *more, name=name)
+    def start(self, name: str, *words: str) -> Started:
+        return start(self.environment, *self.words, f"CONFIG={self.config}", *words, name=name)
 
-    def complete(self, name: str, *more: str) -> str:
+    def complete(self, name: str, *words: str) -> str:
         """The same command to its end; it must succeed. Returns what it said."""
-        with self.start(name, *more) as launch:
-            code, said = launch.end()
-        assert code == 0, said
-        return said
+        with self.start(name, *words) as launch:
+            code, output = launch.end()
+        assert code == 0, output
+        return output
 
-    def require_same(self, launch: Started, *more: str) -> str:
+    def require_same(self, launch: Started, *words: str) -> str:
         """Completes a launch that was stopped, to the figures and weights of the run that nobody disturbed; returns
         what it said.
         """
-        said = self.complete(launch.run.name, *more)
-        assert figures(launch.run) == figures(launch.run.parent / "whole"), said
+        output = self.complete(launch.run.name, *words)
+        assert figures(launch.run) == figures(launch.run.parent / "whole"), output
         assert weights(launch.run) == weights(launch.run.parent / "whole")
-        return said
+        return output
 
 
 def make_place(folder: Path, tiny: Path, cache: Path, *words: str) -> Place:
@@ -148,15 +148,15 @@ def stop(launch: Started, moment: Callable[[Started], bool], number: int, target
         elif target == "group":
             os.killpg(launch.process.pid, number)
         elif target == "everybody":  # as Slurm does to all processes of a job
-            for one in everybody:
+            for process in everybody:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.send_signal(number)
+                    process.send_signal(number)
         elif target == "agent":
             launch.agent().send_signal(number)
         else:
             launch.workers()[int(target)].send_signal(number)
-        code, said = launch.end(within=IN_TIME)
-    assert "Traceback" not in said, said
+        code, output = launch.end(within=IN_TIME)
+    assert "Traceback" not in output, output
     return code
 
 
@@ -190,11 +190,11 @@ def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.
     with launch:
         launch.wait_for(lambda: stepping(launch))
         everybody = [psutil.Process(launch.process.pid), *launch.family()]
-        for number, one in ((number, one) for number in numbers for one in everybody):
+        for number, running in ((number, running) for number in numbers for running in everybody):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
-        code, said = launch.end(within=IN_TIME)
-    assert code == 143 and "Traceback" not in said, said
+                running.send_signal(number)
+        code, output = launch.end(within=IN_TIME)
+    assert code == 143 and "Traceback" not in output, output
     last = launch.events()[-1]
     assert (last["event"], last["saved"]) == ("stopped", f"step-{last['step']:06d}")
     assert last["signal"] in [number.name for number in numbers], (
@@ -212,10 +212,10 @@ def test_under_nohup_a_session_that_ends_changes_nothing(double: Place) -> None:
         signal.signal(signal.SIGHUP, before)
     with launch:
         launch.wait_for(lambda: stepping(launch))
-        for one in [psutil.Process(launch.process.pid), *launch.family()]:
-            one.send_signal(signal.SIGHUP)
-        code, said = launch.end(within=100)
-    assert code == 0, said
+        for process in [psutil.Process(launch.process.pid), *launch.family()]:
+            process.send_signal(signal.SIGHUP)
+        code, output = launch.end(within=100)
+    assert code == 0, output
     assert figures(launch.run) == figures(launch.run.parent / "whole")
 
 
@@ -229,16 +229,16 @@ def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
 def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> None:
     launch = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")
     assert stop(launch, stepping, signal.SIGTERM) == 143
-    said = launch.output.read_text()
-    assert "make stop RUN=unsaved stops it and saves nothing (`train.save_strategy: no`)" in said
-    assert "hint: it has no checkpoint; train it from its start: make resume RUN=unsaved" in said
+    output = launch.output.read_text()
+    assert "make stop RUN=unsaved stops it and saves nothing (`train.save_strategy: no`)" in output
+    assert "hint: it has no checkpoint; train it from its start: make resume RUN=unsaved" in output
     assert not checkpoints(launch.run)
     again = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")  # as the hint says
     assert again.end()[0] == 0 and figures(launch.run) == figures(launch.run.parent / "whole")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (
             "train-distributed RUN_NAME=whole TRAIN_LEARNING_RATE=1e-3",
@@ -251,11 +251,11 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> 
     ],
 )
 def test_another_run_is_refused_as_resume_refuses_it(
-    double: Place, words: str, code: int, said: tuple[str, ...]
+    double: Place, words: str, code: int, message: tuple[str, ...]
 ) -> None:
     whole = Path(double.environment["RUNS_DIR"]) / "whole"
     before = figures(whole)
-    run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *said)
+    run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *message)
     assert figures(whole) == before
 
 

@@ -53,11 +53,11 @@ def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, 
 
     alone = trained(Trial(settings=ANSWERS))
     run = trained(Trial(strategy=strategy, ranks=HALVES, settings=ANSWERS))
-    wanted, found = (load_file(r.model / "model.safetensors") for r in (alone, run))
-    assert set(found) == set(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.allclose(found[name], tensor, atol=2e-5), name
+    expected, published = (load_file(r.model / "model.safetensors") for r in (alone, run))
+    assert set(published) == set(expected)
+    for name, tensor in expected.items():
+        assert published[name].dtype == tensor.dtype
+        assert torch.allclose(published[name], tensor, atol=2e-5), name
     logits = [AutoModelForCausalLM.from_pretrained(r.model)(torch.arange(4, 30)[None]).logits for r in (alone, run)]
     assert torch.allclose(*logits, atol=1e-4)
     for step in (4, 8):
@@ -108,7 +108,7 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "more"),
+    ("strategy", "ranks", "added"),
     [
         ("single", ((4, 2),), ()),
         ("ddp", HALVES, ("launch.local_steps: 4", 'launch.balance: "off"')),
@@ -117,10 +117,10 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
     ],
 )
 def test_a_loss_that_is_no_number_stops_before_the_update(
-    strategy: str, ranks: tuple[tuple[int, int], ...], more: tuple[str, ...], tiny: Path, tmp_path: Path
+    strategy: str, ranks: tuple[tuple[int, int], ...], added: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
     """The first step is warm-up; the update of step 2 makes weights so large that the loss of step 3 is no number."""
-    settings = ("train.save_steps: 2", *NO_EVALUATION, *more)
+    settings = ("train.save_steps: 2", *NO_EVALUATION, *added)
     run = make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
     assert train(run).returncode != 0
     end = ended_with(run)
@@ -138,7 +138,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     )
     assert (
         all(tensor.isfinite().all() for tensor in load_file(run.checkpoint(2) / "model.safetensors").values())
-        or not more
+        or not added
     )
     assert not run.model.exists()
 
@@ -188,10 +188,10 @@ def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny:
     run = must_train(
         make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings))
     )
-    found = spikes(run)
-    steps = sorted({line["step"] for line in found})
-    assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in found)
-    assert len(found) == len(steps) * len(ranks)
+    skipped = spikes(run)
+    steps = sorted({line["step"] for line in skipped})
+    assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in skipped)
+    assert len(skipped) == len(steps) * len(ranks)
     again = resume_from(run, tmp_path / "again", 14)
     same_to_the_bit(again, run)
     assert spikes(again) == spikes(run)

@@ -51,8 +51,8 @@ def test_ranks_with_their_own_micro_steps_make_the_same_updates(
     alone, run = trained(Trial()), trained(Trial(strategy=strategy, ranks=slots, plan=(("pack_tokens", pack),)))
     same_curves(run.path, alone.path)
     for part in ("rows_trained", "rows_scored"):
-        found, wanted = (sorted(row for rank in holdings(one) for row in rank[part]) for one in (run, alone))
-        assert found == wanted, part
+        actual, expected = (sorted(row for rank in holdings(folder) for row in rank[part]) for folder in (run, alone))
+        assert actual == expected, part
 
 
 # ---- Shares that follow measured speed
@@ -76,17 +76,22 @@ def slowed(run: RunFolder) -> RunFolder:
     ):
         try:
             worker = worker_of(process.pid, 1)
-            until(lambda: run.metrics.is_file() and rows(run), process=process, seconds=SECONDS, said=lambda: logs(run))
+            until(
+                lambda: run.metrics.is_file() and rows(run),
+                process=process,
+                seconds=SECONDS,
+                explanation=lambda: logs(run),
+            )
             move(worker, group)
-            said, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=SECONDS)
         finally:
             process.terminate()  # the launcher takes its workers along
-    assert process.returncode == 0, f"{said}\n{logs(run)}"
-    (run.logs / "said.txt").write_text(said, encoding="utf-8")
+    assert process.returncode == 0, f"{output}\n{logs(run)}"
+    (run.logs / "said.txt").write_text(output, encoding="utf-8")
     return run
 
 
-def heavy(*more: str, named: bool, **changes: Any) -> Trial:
+def heavy(*added: str, named: bool, **changes: Any) -> Trial:
     """Returns a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
     settings = (
         f"train.max_steps: {STEPS}",
@@ -95,7 +100,7 @@ def heavy(*more: str, named: bool, **changes: Any) -> Trial:
         "train.eval_strategy: 'no'",
         "train.eval_steps: null",
         "train.save_total_limit: 9",
-        *more,
+        *added,
     )
     values: dict[str, Any] = {"strategy": "ddp", "ranks": PLANNED, "mode": "lora", "settings": settings, "steps": STEPS}
     trial = Trial(**(values | changes))
@@ -128,9 +133,9 @@ def half_speed(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFo
     return slowed(make_run(tmp_path_factory.mktemp("slowed") / "run", heavier, heavy(named=True)))
 
 
-def share_of_rank_0(found: list[dict[str, Any]]) -> float:
+def share_of_rank_0(rows: list[dict[str, Any]]) -> float:
     """Returns its part of the trained tokens."""
-    counts = [sum(row["rank_tokens"][rank] for row in found) for rank in (0, 1)]
+    counts = [sum(row["rank_tokens"][rank] for row in rows) for rank in (0, 1)]
     return float(counts[0] / sum(counts))
 
 
@@ -143,9 +148,9 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
     same_curves(run.path, heavy_alone.path)
-    told = rows(run, "balance")
-    assert told, logs(run)
-    first, last = told[0], told[-1]
+    changes = rows(run, "balance")
+    assert changes, logs(run)
+    first, last = changes[0], changes[-1]
     assert sum(last["rows"]) == ROWS and last["rows"][0] > planned[0]
     whole = whole_steps(run)
     before = [row for row in whole if row["step"] < first["from_step"]]
@@ -153,11 +158,11 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     assert before and all(row["rank_rows"] == planned for row in before)
     assert after and all(row["rank_rows"] == last["rows"] for row in after)
     assert share_of_rank_0(after) > share_of_rank_0(before)
-    said = (run.logs / "said.txt").read_text()
+    output = (run.logs / "said.txt").read_text()
     now, then = (" + ".join(map(str, counts)) for counts in (first["rows"], planned))
     slower = rf"from step {first['from_step']} on: rank 1 is [\d.]+ times slower than rank 0"
-    wanted = f"{slower}: rows per step {re.escape(now)} instead of {re.escape(then)}"
-    assert re.search(wanted, said), said
+    notice = f"{slower}: rows per step {re.escape(now)} instead of {re.escape(then)}"
+    assert re.search(notice, output), output
 
 
 def test_a_run_goes_on_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone: RunFolder, tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def test_answers_carry_the_other_columns_into_the_file_that_is_named(place: Plac
     done = place.call("infer", "RUN=demo", "CHECKPOINT=last", f"INPUT={questions}", f"OUTPUT={output}")
     assert done.code == 0, done.err
     with output.open(newline="") as stream:
-        found = list(csv.DictReader(stream))
-    assert found == [
+        written = list(csv.DictReader(stream))
+    assert written == [
         {"id": "7", "input.answer": "old", "note": 'a, "b"\nc', "prompt": "Why?", "answer": why.removesuffix("\n")},
         {"id": "8", "input.answer": "x", "note": "", "prompt": "", "answer": ""},
     ]

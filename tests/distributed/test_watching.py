@@ -44,7 +44,7 @@ class Terminal:
                 self.text += data.decode(errors="replace")
 
     def wait(self, there: Callable[[], object], process: subprocess.Popen[Any]) -> None:
-        until(there, process=process, seconds=240, pause=0.1, said=lambda: self.text[-4000:])
+        until(there, process=process, seconds=240, pause=0.1, explanation=lambda: self.text[-4000:])
 
 
 @contextlib.contextmanager
@@ -93,8 +93,8 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
             watched = launcher.start("watch", "RUN=live")
             stopped = launcher("stop", "RUN=live")
             assert stopped.code == 0, stopped.err
-        code, said = watched.end(within=240)
-        assert code == 0 and SLOW.search(said) and said.endswith("`live`: stopped\n"), said
+        code, output = watched.end(within=240)
+        assert code == 0 and SLOW.search(output) and output.endswith("`live`: stopped\n"), output
         process.wait(240)
     with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
         assert process.wait(240) == 0, other.text
@@ -133,13 +133,13 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_what_slows_a_run_is_said_in_words(lists: dict[str, Any], named: str | None) -> None:
-    found = [one.text for one in findings(rows(**lists))]
-    assert len(found) == (named is not None) and (named is None or found[0].startswith(named))
+    texts = [finding.text for finding in findings(rows(**lists))]
+    assert len(texts) == (named is not None) and (named is None or texts[0].startswith(named))
     assert findings(rows(2, **lists)) == [], "too few steps to tell"
 
 
 def test_a_spike_is_said_while_it_is_new() -> None:
-    assert [one.id for one in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
+    assert [finding.id for finding in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
     assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
 
 

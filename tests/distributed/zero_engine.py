@@ -60,8 +60,8 @@ def trainer_of(name: str) -> Any:
     model = Model()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.1},
-        {"params": [one for one in trained if one.ndim == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
@@ -88,7 +88,10 @@ def update(trainer: Any, times: int) -> None:
 def weights(trainer: Any) -> dict[str, list[float]]:
     """Returns the weights that the model computes with."""
     with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
-        return {name: one.detach().float().reshape(-1).tolist() for name, one in trainer.model.named_parameters()}
+        return {
+            name: parameter.detach().float().reshape(-1).tolist()
+            for name, parameter in trainer.model.named_parameters()
+        }
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def _card(device):
 
 
 def _uuids(card):
-    return [card["uuid"], *(one["uuid"] for one in card["slices"] or [])]
+    return [card["uuid"], *(slice_facts["uuid"] for slice_facts in card["slices"] or [])]
 
 
 def ones(size, device):

@@ -98,8 +98,8 @@ def steps(
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = iter([json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs])
-    return {name: [next(found) for _ in ranks] for name, ranks in starts.items()}
+    reports = iter([json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs])
+    return {name: [next(reports) for _ in ranks] for name, ranks in starts.items()}
 
 
 def together(starts: Sequence[Start]) -> list[dict[str, Any]]:

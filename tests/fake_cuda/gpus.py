@@ -33,19 +33,19 @@ def visible(machine: Mapping[str, Any], environment: Mapping[str, str]) -> list[
     whole, slices = [], []
     for card in machine["cards"]:
         capability = tuple(card["capability"])
-        made = [
-            Card(one["name"], one["uuid"], int(one["gib"] * 2**30), capability)
-            for one in (card, *(card["slices"] or ()))
+        slices_of_cards = [
+            Card(device_card["name"], device_card["uuid"], int(device_card["gib"] * 2**30), capability)
+            for device_card in (card, *(card["slices"] or ()))
         ]
-        whole.append(made[0] if card["slices"] is None else made[1])
-        slices += made[1:] if card["permitted"] else []
+        whole.append(slices_of_cards[0] if card["slices"] is None else slices_of_cards[1])
+        slices += slices_of_cards[1:] if card["permitted"] else []
     shown: list[Card] = []
     for part in environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(whole))))).split(","):
-        found = [card for index, card in enumerate(whole) if part == str(index)]
-        found += [card for card in (*whole, *slices) if part and card.uuid.startswith(part)]
-        if not found:
+        cards = [card for index, card in enumerate(whole) if part == str(index)]
+        cards += [card for card in (*whole, *slices) if part and card.uuid.startswith(part)]
+        if not cards:
             break
-        shown.append(found[0])
+        shown.append(cards[0])
     return shown
 
 
@@ -80,13 +80,13 @@ def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
         return card(device).memory_bytes, card(device).memory_bytes
 
     def properties(device: Any = None) -> Any:
-        found = card(device)
+        properties_of_card = card(device)
         return SimpleNamespace(
-            name=found.name,
-            major=found.capability[0],
-            minor=found.capability[1],
-            total_memory=found.memory_bytes,
-            uuid=found.uuid,
+            name=properties_of_card.name,
+            major=properties_of_card.capability[0],
+            minor=properties_of_card.capability[1],
+            total_memory=properties_of_card.memory_bytes,
+            uuid=properties_of_card.uuid,
             multi_processor_count=100,
             gcnArchName="",
             warp_size=32,

@@ -101,9 +101,9 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
         {"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()
     ]
     for name in ("matmuls", "attention"):
-        found = getattr(waits, name)
+        wait = getattr(waits, name)
         report[name] = {
-            phase: {what: n for (p, what), n in found.items() if p == phase} for phase in ("forward", "backward")
+            phase: {what: n for (p, what), n in wait.items() if p == phase} for phase in ("forward", "backward")
         }
 
 
@@ -159,19 +159,19 @@ def fake_weights() -> Iterator[None]:
     def from_pretrained(folder: str, *, device_map: Any = None, attn_implementation: str, **arguments: Any) -> Any:
         with _disable_current_modes():
             model, info = read(folder, attn_implementation="sdpa", **arguments)
-        to, made = (device_map or {"": "cpu"})[""], {}
+        to, weights = (device_map or {"": "cpu"})[""], {}
         for module in model.modules():
             for kind in (module._parameters, module._buffers):
                 for name, real in kind.items():
                     if real is not None:
-                        if id(real) not in made:  # tied weights stay one
+                        if id(real) not in weights:  # tied weights stay one
                             fake = torch.empty(real.shape, dtype=real.dtype, device=to)
-                            made[id(real)] = (
+                            weights[id(real)] = (
                                 torch.nn.Parameter(fake, requires_grad=real.requires_grad)
                                 if kind is module._parameters
                                 else fake
                             )
-                        kind[name] = made[id(real)]
+                        kind[name] = weights[id(real)]
             if hasattr(module, "config"):
                 module.config._attn_implementation_internal = attn_implementation
         if device_map:
@@ -182,11 +182,11 @@ def fake_weights() -> Iterator[None]:
         def save_pretrained(self: Any, folder: str, *, state_dict: dict[str, Any], **named: Any) -> Any:
             with _disable_current_modes():
                 storages = {name: tensor.untyped_storage()._cdata for name, tensor in state_dict.items()}
-                made = {
+                weights = {
                     storages[name]: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state_dict.items()
                 }
                 return save(
-                    self, folder, state_dict={name: made[storage] for name, storage in storages.items()}, **named
+                    self, folder, state_dict={name: weights[storage] for name, storage in storages.items()}, **named
                 )
 
         return save_pretrained

@@ -13,5 +13,5 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_planned_peak_is_the_measured_one(name: str) -> None:
-    cells, held = compare(measure(CASES[name]), on_gpu=True)
-    assert held, cells
+    cells, within = compare(measure(CASES[name]), on_gpu=True)
+    assert within, cells

@@ -44,9 +44,9 @@ class Lan2(Typed):
 
     def end_all(self) -> list[tuple[int, str]]:
         """Returns code and words of everything that was started."""
-        found = [(self.end(number=k), self.said(k)) for k in range(len(self.started))]
+        ended = [(self.end(number=k), self.said(k)) for k in range(len(self.started))]
         self.started = []
-        return found
+        return ended
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def two(tmp_path: Path, tiny: Path) -> Iterator[Lan2]:
 
 
 def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
-    assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(said for _, said in ended)
+    assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(output for _, output in ended)
 
 
 def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
@@ -114,8 +114,8 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
         ended = three.end_all()
         assert [code for code, _ in ended] == [75] * 3, ended
         assert time.monotonic() - began < (60 if "first" in cut else 30), ended
-        told = [[line for line in said.splitlines() if line.startswith("error: rank 2")] for _, said in ended[:2]]
-        assert told[0] == told[1] and told[0][0].startswith(
+        errors = [[line for line in output.splitlines() if line.startswith("error: rank 2")] for _, output in ended[:2]]
+        assert errors[0] == errors[1] and errors[0][0].startswith(
             "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
         ), ended
         assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
@@ -172,8 +172,8 @@ def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -
         two.start(k, "train-distributed", *words, SFT_PLAY_CACHE=str(folder / "cache"))
     all_ended_with_0(two.end_all())
     run = two.run("by_hand")
-    for k, found in enumerate((run, run.of_node(1))):
-        prepared = Prepared.load(found.prepared).train
+    for k, node_run in enumerate((run, run.of_node(1))):
+        prepared = Prepared.load(node_run.prepared).train
         assert prepared and str(two.folder / f"home{k}") in prepared.path
     for k in range(2):
         two.start(

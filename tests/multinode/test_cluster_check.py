@@ -39,9 +39,9 @@ QUIET = 3
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
     folder = tmp_path_factory.mktemp("check")
-    with lan(folder, nodes=3) as made:
+    with lan(folder, nodes=3) as machines:
         copy_project(folder / "project")
-        yield made
+        yield machines
 
 
 def copy_project(folder: Path) -> None:
@@ -101,7 +101,7 @@ def assert_nothing_runs(net: Lan) -> None:
     until(
         lambda: all(len(net.pids(k)) <= QUIET for k in range(3)),
         seconds=240,
-        said=lambda: list(map(net.pids, range(3))),
+        explanation=lambda: list(map(net.pids, range(3))),
     )
 
 
@@ -184,7 +184,7 @@ def test_full_disks_and_folders_that_nobody_may_write(net: Lan) -> None:
     folders = [net.folder / "cache", runs]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    read_only = [words for one in folders for words in (("--bind", one, one), ("-o", "remount,ro,bind", one))]
+    read_only = [words for path in folders for words in (("--bind", path, path), ("-o", "remount,ro,bind", path))]
     with mounted(net, 1, ("-t", "tmpfs", "-o", "size=1m", "none", runs)), mounted(net, 2, *read_only):
         checked = check(net)
     assert checked.fails() == {"node2": {"disk-low"}, "node3": {"runs-folder", "cache-folder"}}
@@ -196,11 +196,11 @@ def test_machines_that_do_not_let_us_in(net: Lan) -> None:
     """A refused key, a key of the host that nobody knows, no folder, no such machine: each with the way out, and all at
     once.
     """
-    known, config = net.folder / "known", net.folder / "strangers"
-    known.write_text(
+    known_hosts, config = net.folder / "known", net.folder / "strangers"
+    known_hosts.write_text(
         "".join(line for line in (net.folder / "ssh" / "known_hosts").open() if not line.startswith("node3"))
     )
-    config.write_text(net.ssh_config.read_text().replace(f"{net.folder}/ssh/known_hosts", str(known)))
+    config.write_text(net.ssh_config.read_text().replace(f"{net.folder}/ssh/known_hosts", str(known_hosts)))
     hosts = {
         "node2": {"user": "daemon"},
         "again": {"address": "node2", "folder": "/nowhere"},

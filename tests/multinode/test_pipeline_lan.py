@@ -24,8 +24,8 @@ STEPS = 30
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Home]:
-    with home(tmp_path, build_tiny_llama(tmp_path / "four", num_hidden_layers=4)) as made:
-        yield made
+    with home(tmp_path, build_tiny_llama(tmp_path / "four", num_hidden_layers=4)) as home_machines:
+        yield home_machines
 
 
 def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpoint(machines: Home) -> None:

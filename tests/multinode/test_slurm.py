@@ -60,7 +60,7 @@ class Site:
 
     def events(self, name: str, node: int = 0) -> list[str]:
         happened = map(json.loads, (self.runs / name / "events.jsonl").read_text().splitlines())
-        return [one["event"] for one in happened if one["node"] == node]
+        return [event["event"] for event in happened if event["node"] == node]
 
     def steps(self, name: str) -> list[int]:
         path = self.runs / name / "metrics.jsonl"
@@ -84,7 +84,7 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
 
 
 @pytest.mark.parametrize(
-    ("word", "said", "hint"),
+    ("word", "message", "hint"),
     [
         (
             "SLURM_PARTITION=nowhere",
@@ -94,9 +94,9 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
         ("NUM_NODES=3", "the cluster refuses the job", "hint: `sinfo -N -o"),
     ],
 )
-def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, said: str, hint: str) -> None:
+def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, message: str, hint: str) -> None:
     done = site.make("RUN_NAME=demo", word)
-    assert done.code == 2 and said in done.err and hint in done.err, done.err
+    assert done.code == 2 and message in done.err and hint in done.err, done.err
     assert (site.runs / "demo" / "slurm" / "job.sbatch").is_file()
     assert site.slurm.run("squeue", "-h").stdout == ""
 
@@ -172,13 +172,13 @@ def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> 
 def test_jobs_submitted_at_once_are_different_runs(site: Site) -> None:
     """Each without a name; the last of three scripts of one second would be the only one left."""
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda seed: site.make(f"TRAIN_SEED={seed}", "TRAIN_MAX_STEPS=1"), range(3)))
-    assert [one.code for one in made] == [0, 0, 0], made
-    facts = [one.json for one in made]
-    assert len({one["run"] for one in facts}) == 3
-    for seed, one in enumerate(facts):
-        assert site.end(one["run"], str(one["job"]))["JobState"] == "COMPLETED", site.said(one["run"])
-        assert json.loads((site.runs / one["run"] / "config.json").read_text())["config"]["train"]["seed"] == seed
+        jobs = list(pool.map(lambda seed: site.make(f"TRAIN_SEED={seed}", "TRAIN_MAX_STEPS=1"), range(3)))
+    assert [done.code for done in jobs] == [0, 0, 0], jobs
+    facts = [done.json for done in jobs]
+    assert len({facts_of_job["run"] for facts_of_job in facts}) == 3
+    for seed, submitted in enumerate(facts):
+        assert site.end(submitted["run"], str(submitted["job"]))["JobState"] == "COMPLETED", site.said(submitted["run"])
+        assert json.loads((site.runs / submitted["run"] / "config.json").read_text())["config"]["train"]["seed"] == seed
 
 
 @pytest.mark.timeout(900)
@@ -229,4 +229,4 @@ def test_a_sweep_is_an_array_whose_unfinished_runs_are_submitted_again(site: Sit
     assert site.events(f"{name}-01") == ["started", "stopped", "resumed", "finished"]
     assert site.events(f"{name}-02") == ["started", "finished"]
     done = sweep()
-    assert done.code == 0 and [one["values"]["train.learning_rate"] for one in done.json] == ["0.05", "1e-5"], done.err
+    assert done.code == 0 and [run["values"]["train.learning_rate"] for run in done.json] == ["0.05", "1e-5"], done.err

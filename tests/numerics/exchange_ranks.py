@@ -64,7 +64,7 @@ def outer(ranks: Ranks) -> dict[str, Any]:
     launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     trainer: Any = SimpleNamespace(model=model_of(), model_wrapped=SimpleNamespace())
     local = LocalSteps(context_of(Path(), ranks, launch=launch), trainer)
-    reference = [one.detach().clone().requires_grad_() for one in local.parameters]
+    reference = [tensor.detach().clone().requires_grad_() for tensor in local.parameters]
     nesterov = torch.optim.SGD(reference, lr=0.7, momentum=0.9, nesterov=True)
     gaps, back = [], True
     for turn in range(3):
@@ -73,7 +73,7 @@ def outer(ranks: Ranks) -> dict[str, Any]:
             for parameter in local.parameters:
                 parameter.add_(torch.randn(parameter.shape, generator=chance), alpha=0.01)
         local.window, local.tokens = 4, (turn + 1) * (rank + 1)
-        own = [one.detach().clone() for one in local.parameters]
+        own = [tensor.detach().clone() for tensor in local.parameters]
         share = (rank + 1) / sum(range(1, world + 1))
         for old, mine in zip(reference, own, strict=True):
             mean = mine * share
@@ -81,7 +81,9 @@ def outer(ranks: Ranks) -> dict[str, Any]:
             old.grad = old.detach() - mean
         with local.averaged():
             gaps.append(_gap(local.parameters, [old.detach() - old.grad for old in reference if old.grad is not None]))
-        back = back and all(torch.equal(one, kept) for one, kept in zip(local.parameters, own, strict=True))
+        back = back and all(
+            torch.equal(tensor, original) for tensor, original in zip(local.parameters, own, strict=True)
+        )
         nesterov.step()
         local.synchronise()
         gaps.append(_gap(local.parameters, reference))

@@ -66,7 +66,7 @@ def under_fsdp2() -> Tensor:
         )
     for step in range(MICRO_STEPS):
         loss_of(sharded, distributed.get_rank(), step).backward()
-    return torch.cat([one.grad.full_tensor().reshape(-1) for one in sharded.parameters()])
+    return torch.cat([parameter.grad.full_tensor().reshape(-1) for parameter in sharded.parameters()])
 
 
 def under_deepspeed(stage: int) -> Tensor:
@@ -85,7 +85,7 @@ def under_deepspeed(stage: int) -> Tensor:
         engine.backward(loss_of(engine, distributed.get_rank(), step), scale_wrt_gas=False)
         if step < MICRO_STEPS - 1:
             engine.step()
-    return torch.cat([safe_get_full_grad(one).reshape(-1) for one in engine.module.parameters()])
+    return torch.cat([safe_get_full_grad(parameter).reshape(-1) for parameter in engine.module.parameters()])
 
 
 def main() -> None:
@@ -96,11 +96,11 @@ def main() -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo")
-    wanted = reference()
-    found = under_fsdp2() if strategy == "fsdp2" else under_deepspeed(int(strategy[-1]))
-    error = float((found.double() - wanted).norm() / wanted.norm())
+    expected = reference()
+    gradients = under_fsdp2() if strategy == "fsdp2" else under_deepspeed(int(strategy[-1]))
+    error = float((gradients.double() - expected).norm() / expected.norm())
     if distributed.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps({"error": error, "dtype": str(found.dtype)}))
+        Path(sys.argv[2]).write_text(json.dumps({"error": error, "dtype": str(gradients.dtype)}))
     distributed.destroy_process_group()
 
 

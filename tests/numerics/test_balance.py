@@ -51,6 +51,6 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
 
 
 def test_a_change_is_said_in_words() -> None:
-    said = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
-    assert said == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
-    assert on_page("one-gpu-slower-than-the-others", said)
+    description = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
+    assert description == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
+    assert on_page("one-gpu-slower-than-the-others", description)

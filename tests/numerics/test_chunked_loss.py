@@ -49,12 +49,12 @@ def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolera
     """Compares all at once with chunks of the same model."""
     chunked = copy.deepcopy(model)
     chunk_head(chunked, chunk)
-    (total, gradients), (mine, found) = outcome(model, batch), outcome(chunked, batch)
+    (total, gradients), (mine, computed) = outcome(model, batch), outcome(chunked, batch)
     assert mine.dtype == torch.float32 and float(mine) == pytest.approx(float(total), rel=tolerance)
-    assert set(found) == set(gradients)
-    for name, wanted in gradients.items():
-        assert found[name].dtype == wanted.dtype
-        assert float((found[name] - wanted).norm()) <= tolerance * float(wanted.norm()), name
+    assert set(computed) == set(gradients)
+    for name, expected in gradients.items():
+        assert computed[name].dtype == expected.dtype
+        assert float((computed[name] - expected).norm()) <= tolerance * float(expected.norm()), name
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
@@ -92,10 +92,10 @@ def test_every_family_that_the_plan_chunks(kind: str) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
     batch = Collator("unmasked", 0)([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(SHORT_ROWS)])
-    (total, wanted), _ = outcome(model, batch), chunk_head(model, 5)
-    mine, found = outcome(model, batch)
+    (total, expected), _ = outcome(model, batch), chunk_head(model, 5)
+    mine, computed = outcome(model, batch)
     # Of all weights together: the gradients of some, like a bias of keys, are nothing but rounding.
-    gradient, chunked = (torch.cat([part.flatten() for part in parts.values()]) for parts in (wanted, found))
+    gradient, chunked = (torch.cat([part.flatten() for part in parts.values()]) for parts in (expected, computed))
     assert (
         float(mine) == pytest.approx(float(total), rel=1e-5) and (chunked - gradient).norm() <= 1e-5 * gradient.norm()
     )
@@ -114,12 +114,14 @@ def test_what_becomes_of_the_models_output_does_not_matter() -> None:
     gradient's factor.
     """
     batch, model = Collator("flattened", 3)(ROWS), tuned("llama", "full")
-    total, wanted = outcome(model, batch)
+    total, expected = outcome(model, batch)
     chunk_head(model, CHUNK)
     model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16() * 3)
-    mine, found = outcome(model, batch)
+    mine, computed = outcome(model, batch)
     assert float(mine) == pytest.approx(float(total), rel=1e-6)
-    assert all(float((found[name] - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()) for name in wanted)
+    assert all(
+        float((computed[name] - expected[name]).norm()) <= 1e-5 * float(expected[name].norm()) for name in expected
+    )
 
 
 def test_fp16_keeps_small_gradients() -> None:

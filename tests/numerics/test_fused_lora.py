@@ -46,11 +46,11 @@ def test_loss_and_gradients_are_those_of_peft(folder: Path, checkpointing: bool)
     expected = gradients(model)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     assert fuse_adapters(model) == 14
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    assert len(found) == 29
+    fused = gradients(model)
+    assert fused.keys() == expected.keys()
+    assert len(fused) == 29
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-6, msg=name)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
@@ -80,9 +80,9 @@ def test_in_bf16_gradients_are_as_near_to_exact_ones_as_peft_s(folder: Path, bas
 
     def error() -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = gradients(model)
-        pairs = [(found[name].float(), value) for name, value in reference.items() if "lora_" in name]
-        return sum(float((one - other).norm() / other.norm()) for one, other in pairs) / len(pairs)
+            computed = gradients(model)
+        pairs = [(computed[name].float(), value) for name, value in reference.items() if "lora_" in name]
+        return sum(float((gradient - other).norm() / other.norm()) for gradient, other in pairs) / len(pairs)
 
     plain = error()
     assert fuse_adapters(model) == 14

@@ -43,13 +43,13 @@ def grown(model: Any) -> Any:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=IDS).logits
-    return found
+        computed: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return computed
 
 
 def assert_read_back(name: str, model: Any, folder: Path) -> None:
     """PEFT alone and our own reading give the logits of `model`, before and after merging."""
-    wanted = logits(model)
+    expected = logits(model)
     model.save_pretrained(folder)
     for read in (
         lambda base: PeftModel.from_pretrained(base, str(folder)),
@@ -58,8 +58,8 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             again = read(grown(tiny_model(name)))
-        for found in (logits(again), logits(again.merge_and_unload())):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        for actual in (logits(again), logits(again.merge_and_unload())):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_losses_and_gradients_are_those_of_their_authors(
     keys: dict[str, Any], reference: Any, layout: str, chunk: int
 ) -> None:
-    batch, found = Collator(layout, pad_token_id=3)(ROWS), []
+    batch, losses = Collator(layout, pad_token_id=3)(ROWS), []
     for ours in (True, False):
         model = tiny_model("llama").train()
         if ours and chunk:
@@ -79,10 +79,10 @@ def test_losses_and_gradients_are_those_of_their_authors(
             logits = model(**inputs, use_cache=False).logits.float()
             total = reference(logits.flatten(0, 1), batch["targets"].flatten())
         (total / 49).backward()
-        found.append(
+        losses.append(
             (float(total.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         )
-    (mine, gradient), (theirs, expected) = found
+    (mine, gradient), (theirs, expected) = losses
     assert mine == pytest.approx(theirs, rel=1e-6)
     assert float((gradient - expected).norm() / expected.norm()) < 1e-6
     assert abs(mine - float(token_loss_sum(tiny_model("llama"), batch))) > 0.01, "it is another loss"

@@ -97,12 +97,12 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
     folders: dict[str, Path], quantised_base: Path, mode: str, capsys: Any
 ) -> None:
     assert quantisation_of(folders["llama"]) is None
-    found = load(quantised_base, mode=mode)
+    model = load(quantised_base, mode=mode)
     assert "comes quantised (bitsandbytes nf4): it is used as it is and not quantised again" in capsys.readouterr().err
     fresh = load(folders["llama"], mode="qlora")
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():
-        assert torch.allclose(found(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
+        assert torch.allclose(model(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize(

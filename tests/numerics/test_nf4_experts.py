@@ -55,9 +55,9 @@ def test_experts_take_a_quarter_and_compute_what_they_stand_for(name: str, tmp_p
         assert not packed.requires_grad
     plain = plain_of(model, name).eval()
     with torch.no_grad():
-        found, wanted, full = (one(input_ids=IDS).logits for one in (model.eval(), plain, original.eval()))
-    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
-    assert (found - full).abs().mean() < 0.5 * full.abs().mean(), "within the error of four bits"
+        computed, expected, full = (network(input_ids=IDS).logits for network in (model.eval(), plain, original.eval()))
+    assert (computed - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (computed - full).abs().mean() < 0.5 * full.abs().mean(), "within the error of four bits"
 
 
 def test_adapters_over_quantised_experts_have_the_gradients_of_the_plain_model(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_adapters_over_quantised_experts_have_the_gradients_of_the_plain_model(t
             losses.append(loss.item())
         assert losses[2] < losses[0]
         gradients[recomputed] = [p.grad for p in model.parameters() if p.requires_grad]
-    for one, other in zip(gradients[False], gradients[True], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for expected_gradient, other in zip(gradients[False], gradients[True], strict=True):
+        torch.testing.assert_close(expected_gradient, other, rtol=1e-4, atol=1e-6)

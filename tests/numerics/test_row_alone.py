@@ -71,11 +71,11 @@ def large(name: str) -> Any:
 def rows() -> list[dict[str, Any]]:
     """Rows of 8 to 44 tokens, on both sides of windows, chunks and LongRoPE's switch, and at it."""
     chance = random.Random(5)
-    made = [[chance.randrange(4, 1024) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
-    assert {8, 44} < {len(ids) for ids in made} > {LONG_ROPE_SWITCH, LONG_ROPE_SWITCH + 1}
+    rows_of_tokens = [[chance.randrange(4, 1024) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
+    assert {8, 44} < {len(ids) for ids in rows_of_tokens} > {LONG_ROPE_SWITCH, LONG_ROPE_SWITCH + 1}
     return [
         {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i}
-        for i, ids in enumerate(made)
+        for i, ids in enumerate(rows_of_tokens)
     ]
 
 
@@ -111,10 +111,10 @@ def test_a_row_computes_the_same_in_every_company(name: str, rows: list[dict[str
                 with torch.no_grad():
                     measured = loss_and_tokens(model, collate([rows[index] for index in group]))
                 counts = [sum(label >= 0 for label in rows[index]["labels"][1:]) for index in group]
-                wanted = [sum(expected[index] for index in group), sum(counts)]
-                assert measured.tolist() == pytest.approx(wanted, rel=1e-5), (layout, company, group)
+                expected_sums = [sum(expected[index] for index in group), sum(counts)]
+                assert measured.tolist() == pytest.approx(expected_sums, rel=1e-5), (layout, company, group)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
-    assert [answer.text.strip() for answer in together] == [said for said, _ in written]
+    assert [answer.text.strip() for answer in together] == [answer_alone for answer_alone, _ in written]
     assert [answer.tokens for answer in together] == [count for _, count in written]
 
 
@@ -122,7 +122,7 @@ def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, i
     """Returns what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
     ids = torch.tensor([prompt])
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    made = model.generate(
+    written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=8,
@@ -130,7 +130,7 @@ def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, i
         eos_token_id=end,
         pad_token_id=pad,
     )[0, len(prompt) :].tolist()
-    tokens = [token for token in made if token != end]
+    tokens = [token for token in written if token != end]
     return tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens)
 
 
@@ -178,14 +178,14 @@ def test_noise_goes_by_each_row_and_is_of_neftunes_size(layout: str, rows: list[
     noise, collate = RowNoise(holder, 5.0, 1, (0, 1)), Collator(layout, 0)
 
     def added(batch: list[dict[str, Any]], step: int = 3) -> list[torch.Tensor]:
-        made = collate(batch)
-        noise.begin(made, step)
-        found = embedding(made["input_ids"]) - embedding.weight[made["input_ids"]]
+        batch_tensors = collate(batch)
+        noise.begin(batch_tensors, step)
+        added_noise = embedding(batch_tensors["input_ids"]) - embedding.weight[batch_tensors["input_ids"]]
         lengths = [len(row["input_ids"]) for row in batch]
         lines = (
-            found[0].split(lengths)
+            added_noise[0].split(lengths)
             if layout == "flattened"
-            else [line[:length] for line, length in zip(found, lengths, strict=True)]
+            else [line[:length] for line, length in zip(added_noise, lengths, strict=True)]
         )
         return [line.detach() for line in lines]
 

@@ -31,8 +31,8 @@ def test_slices_are_exact_and_rows_stay_apart_to_the_bit(world: int, families: l
     """
     result = found("slice_ranks", tmp_path, world, families)[0]
     wrong = {
-        kind: one
-        for kind, one in result.items()
-        if one["worst"] > EXACT or one["leak"] > (EXACT if kind in MIXTURES else 0.0) or not one["changed"]
+        kind: facts
+        for kind, facts in result.items()
+        if facts["worst"] > EXACT or facts["leak"] > (EXACT if kind in MIXTURES else 0.0) or not facts["changed"]
     }
     assert wrong == {}

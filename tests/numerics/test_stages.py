@@ -43,24 +43,24 @@ def deviation(family: str, **own: int) -> float:
     model = tiny_model(family, **own).train()
     whole = loss_of(model(**INPUTS, use_cache=False).logits)
     whole.backward()
-    wanted = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     stages = two_stages(model)
     sent, _ = stages[0].run_layers(INPUTS, None)
-    given = sent.detach().requires_grad_()
-    loss = loss_of(stages[1].model(**stages[1].inputs_of(INPUTS, given), use_cache=False).logits)
+    received = sent.detach().requires_grad_()
+    loss = loss_of(stages[1].model(**stages[1].inputs_of(INPUTS, received), use_cache=False).logits)
     loss.backward()
-    torch.autograd.backward(sent, given.grad)
-    found: dict[str, Any] = {}
+    torch.autograd.backward(sent, received.grad)
+    gradients: dict[str, Any] = {}
     for stage in stages:
-        for name, one in stage.model.named_parameters():
-            if one.grad is not None:
-                found[name] = found[name] + one.grad if name in found else one.grad
+        for name, parameter in stage.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
     gaps = [abs(float(loss - whole))]
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         largest = float(gradient.abs().max())
         if largest:
-            gaps.append(float((found[name] - gradient).abs().max()) / largest)
+            gaps.append(float((gradients[name] - gradient).abs().max()) / largest)
     return max(gaps)
 
 
@@ -84,12 +84,14 @@ def answering_deviation(family: str) -> float:
             }
             whole = model(**inputs, **caches[0])
             sent, before = stages[0].run_layers({**inputs, **caches[1]}, None)
-            found = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
+            gradients = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
             caches = [
                 {name: output[name] for name in CACHES if output.get(name) is not None}
-                for output in (whole, before, found)
+                for output in (whole, before, gradients)
             ]
-            gap = max(gap, float((found.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max()))
+            gap = max(
+                gap, float((gradients.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max())
+            )
     return gap
 
 
@@ -105,13 +107,13 @@ def test_stages_answer_as_the_model_does(families: list[str]) -> None:
 
 @pytest.mark.slow
 def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
-    stages, found = two_stages(tiny_model("llama").train()), []
+    stages, logits = two_stages(tiny_model("llama").train()), []
     for token in (5, 6):
         _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), token)
         sent, _ = stages[0].run_layers(inputs, None)
-        found.append(stages[1].model(**stages[1].inputs_of(inputs, sent), use_cache=False).logits[0])
+        logits.append(stages[1].model(**stages[1].inputs_of(inputs, sent), use_cache=False).logits[0])
     own = len(ROWS[0])
-    assert torch.equal(found[0][own:], found[1][own:]) and not torch.equal(found[0][:own], found[1][:own])
+    assert torch.equal(logits[0][own:], logits[1][own:]) and not torch.equal(logits[0][:own], logits[1][:own])
 
 
 @pytest.mark.slow

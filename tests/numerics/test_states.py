@@ -51,15 +51,15 @@ def test_a_loss_scaler_goes_on_where_it_was() -> None:
         16384.0,
         16384.0,
     ]
-    kept = json.loads(json.dumps(scaler_of(first), allow_nan=False))
-    set_scaler(second, kept)
+    saved = json.loads(json.dumps(scaler_of(first), allow_nan=False))
+    set_scaler(second, saved)
     assert scale_of(second) == scale_of(first) == 16384.0
     rest = [1.0, math.inf, 1.0]
     expected = scaled_steps(first.accelerator.scaler, rest)
     assert scaled_steps(second.accelerator.scaler, rest) == expected == [32768.0, 16384.0, 16384.0]
     assert scaled_steps(made().accelerator.scaler, rest) != expected
     none = SimpleNamespace(is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=None))
-    set_scaler(none, kept)
+    set_scaler(none, saved)
     assert scaler_of(none) is None and scale_of(none) is None
 
 
@@ -73,17 +73,17 @@ def test_deepspeeds_loss_scaler_goes_on_where_it_was() -> None:
         )
 
     def scales(trainer: Any) -> list[float | None]:
-        found = []
+        values = []
         for _ in range(6):  # without an overflow, which DeepSpeed tells of through its process group
             trainer.model_wrapped.optimizer.loss_scaler.update_scale(False)
-            found.append(scale_of(trainer))
-        return found
+            values.append(scale_of(trainer))
+        return values
 
     first, second = made(), made()
-    found = first.model_wrapped.optimizer.loss_scaler
-    found.cur_scale, found.cur_iter, found.last_overflow_iter, found.cur_hysteresis = 4096.0, 11, 9, 1
+    scaler = first.model_wrapped.optimizer.loss_scaler
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 4096.0, 11, 9, 1
     set_scaler(second, json.loads(json.dumps(scaler_of(first), allow_nan=False)))
-    assert scale_of(second) == 4096.0 and vars(second.model_wrapped.optimizer.loss_scaler) == vars(found)
+    assert scale_of(second) == 4096.0 and vars(second.model_wrapped.optimizer.loss_scaler) == vars(scaler)
     expected = scales(first)
     assert scales(second) == expected and expected[-1] == 16384.0
     assert scales(made()) != expected
@@ -143,13 +143,13 @@ def test_a_run_made_longer_takes_its_first_step_under_the_new_schedule(steps: in
             scheduler.step()
         return float(optimizer.param_groups[0]["lr"])
 
-    kept = 8 if steps > 8 else 5
+    step = 8 if steps > 8 else 5
     old, old_schedule = made(8)
-    stepped(old, old_schedule, kept)
+    stepped(old, old_schedule, step)
     new, new_schedule = made(steps)
     set_groups(new, json.loads(json.dumps(groups_of(old))))
     set_scheduler(new_schedule, new, json.loads(json.dumps(scheduler_of(old_schedule, old))))
-    undisturbed = stepped(*made(steps), kept)
+    undisturbed = stepped(*made(steps), step)
     assert undisturbed > 0
     assert new.param_groups[0]["lr"] == undisturbed == new_schedule.get_last_lr()[0]
-    assert stepped(new, new_schedule, 1) == stepped(*made(steps), kept + 1)
+    assert stepped(new, new_schedule, 1) == stepped(*made(steps), step + 1)

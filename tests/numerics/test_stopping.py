@@ -40,16 +40,16 @@ def test_it_stops_at_the_same_step_when_resumed(
     args = TrainingArguments(
         output_dir=str(tmp_path), report_to=[], metric_for_best_model="loss", greater_is_better=False, use_cpu=True
     )
-    state, kept = TrainerState(max_steps=9), None
+    state, saved = TrainerState(max_steps=9), None
     parts = [LOSSES[:resumed_at], LOSSES[resumed_at:]] if resumed_at else [LOSSES]
     for part in parts:
-        if kept:
-            state.stateful_callbacks["Patience"] = kept
+        if saved:
+            state.stateful_callbacks["Patience"] = saved
         watch = Patience(
             context_of(tmp_path, train={"early_stopping_patience": patience, "early_stopping_threshold": threshold})
         )
         watch.on_train_begin(args, state, TrainerControl())
-        found = evaluate(watch, args, state, part)
-        assert part is parts[-1] or found is None
-        kept = json.loads(json.dumps(watch.state()))
-    assert found == stops and state.best_global_step == (6 if stops is None else 3)
+        stopped = evaluate(watch, args, state, part)
+        assert part is parts[-1] or stopped is None
+        saved = json.loads(json.dumps(watch.state()))
+    assert stopped == stops and state.best_global_step == (6 if stops is None else 3)

@@ -28,10 +28,12 @@ OTHERS = {"gemma3n_text"}
 )
 def test_slices_of_layers_are_exact(mode: str, families: list[str], tmp_path: Path) -> None:
     result = found("layer_ranks", tmp_path, 2, [mode, *families])[0]
-    wrong = {kind: one for kind, one in result.items() if max(one["loss"], one["gradients"], one["norm"]) > EXACT}
+    wrong = {
+        kind: facts for kind, facts in result.items() if max(facts["loss"], facts["gradients"], facts["norm"]) > EXACT
+    }
     assert result.keys() == set(families) and wrong == {}
-    assert all(one["apart"] and one["alike"] for one in result.values()), result
-    assert all(one["held"] < 0.95 for one in result.values()), "no rank holds all weights"
+    assert all(facts["apart"] and facts["alike"] for facts in result.values()), result
+    assert all(facts["held"] < 0.95 for facts in result.values()), "no rank holds all weights"
 
 
 @pytest.mark.slow

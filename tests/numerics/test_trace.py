@@ -146,10 +146,10 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
     case = replace(PLAIN, gradient_checkpointing=True, device="cuda", mode="full")
     moved = replace(case, activation_offload=True)
     traced_exactly(moved)
-    kept, left = (observe(one, model_of(one))[0] for one in (case, moved))
+    resident, offloaded = (observe(variant, model_of(variant))[0] for variant in (case, moved))
     inputs = 3 * 40 * SMALL["hidden_size"] * 4
     for moment, recomputed in {"backward head": 0, "backward last": inputs}.items():
-        before, after = kept[moment].parts, left[moment].parts
+        before, after = resident[moment].parts, offloaded[moment].parts
         assert before["activations"] - after["activations"] == SMALL["num_hidden_layers"] * inputs
         assert after.get("recompute", 0) - before.get("recompute", 0) == recomputed
 

@@ -35,9 +35,9 @@ def deeper(name: str) -> Any:
 
 
 def stands_for_all(case: Case) -> None:
-    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    most = max(sum(parts.values()) for parts in trace(case)["moments"].values())
     real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
-    assert found == pytest.approx(real, rel=0.001)
+    assert most == pytest.approx(real, rel=0.001)
 
 
 @pytest.mark.parametrize(

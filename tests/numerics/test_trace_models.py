@@ -90,8 +90,8 @@ def test_a_model_of_70_billion_is_traced_in_little_time_and_known_in_less(progra
     words = ["plan", "CONFIG=configs/h200_quad.yaml", "HARDWARE=4xH200", "JSON=1"]
     env = {"SFT_PLAY_CACHE": str(tmp_path)}
     traced, first = seconds_of(lambda: program(*words, "SOURCE=trace", env=env))
-    known, again = seconds_of(lambda: program(*words, env=env))
+    cached, again = seconds_of(lambda: program(*words, env=env))
     reference = importing("peft")
     assert first.code == 0 and first.json["source"] == "trace", first.err
-    assert traced < 5 * reference and known < reference / 4, (traced, known, reference)
+    assert traced < 5 * reference and cached < reference / 4, (traced, cached, reference)
     assert again.json["ranks"] == first.json["ranks"] and again.json["source"] == "trace"

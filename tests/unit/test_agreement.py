@@ -17,7 +17,7 @@ from tests.documents import on_page
 
 
 def facts(rank: int, **changes: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {
+    facts_of_node: dict[str, Any] = {
         "node": f"node {rank} ({'abc'[rank]})",
         "num_nodes": 3,
         "resumed": False,
@@ -28,11 +28,11 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         "kind": "cuda",
         "devices": [],
     }
-    return {**known, **changes}
+    return {**facts_of_node, **changes}
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "said"),
+    ("change", "kind", "message"),
     [
         ({"num_nodes": 2}, UserError, "`NUM_NODES` is not the same on every node: node 0 (a): 3, node 1 (b): 2"),
         ({"versions": {"torch": "2.12.0"}}, HardwareError, "`torch` is `2.13.0` on node 0 (a), `2.12.0` on node 1 (b)"),
@@ -42,9 +42,9 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         ({"resumed": True}, CheckpointError, "node 1 (b): continues the run"),
     ],
 )
-def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], said: str) -> None:
+def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], message: str) -> None:
     (error,) = compare_facts([facts(0), facts(1, **change)])
-    assert type(error) is kind and said in error.render(), error.render()
+    assert type(error) is kind and message in error.render(), error.render()
     assert "versions" not in change or on_page("different-versions-on-machines", error.render())
 
 
@@ -82,7 +82,7 @@ def test_what_a_node_compares(tmp_path: Path) -> None:
         path.write_text(f"model:\n  name: {folder}/tiny\ndata:\n  train_path: {folder}/rows.jsonl\n{extra}")
         return config_here(load_config(path))
 
-    one = here("/home/ann")
-    assert one == here("/home/bob", "launch:\n  join_seconds: 7\n"), "the content is compared after the preparation"
-    assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != one["train.seed"]
+    node = here("/home/ann")
+    assert node == here("/home/bob", "launch:\n  join_seconds: 7\n"), "the content is compared after the preparation"
+    assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != node["train.seed"]
     assert {"python", "torch", "sft_play", "deepspeed", "source of sft_play"} <= versions_here("cpu").keys()

@@ -55,22 +55,22 @@ def test_a_thought_within_the_words_is_apart_too(name: str, tokenizers: dict[str
 @pytest.mark.parametrize("name", CALLING)
 def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
-    one = '{"name": "add", "arguments": {"a": 2, "of": "x y"}}'
-    found = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y")]), [TOOL])
-    assert marks_of(tokenizer).called(found) == AnswerParts("", calls=(one,))
+    written_call = '{"name": "add", "arguments": {"a": 2, "of": "x y"}}'
+    rows = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y")]), [TOOL])
+    assert marks_of(tokenizer).called(rows) == AnswerParts("", calls=(written_call,))
     if name in ("qwen3", "qwen3_5", "mistral"):
-        found = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y"), call(ident="abcdefghj")]), [TOOL])
-        assert found == AnswerParts("", calls=(one, '{"name": "add", "arguments": {}}'))
+        rows = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y"), call(ident="abcdefghj")]), [TOOL])
+        assert rows == AnswerParts("", calls=(written_call, '{"name": "add", "arguments": {}}'))
     if name in ("qwen3", "qwen3_5"):
-        found = learnt(tokenizer, asked("2+2?", content="I add.", tool_calls=[call(a=2, of="x y")]), [TOOL])
-        assert found == AnswerParts("I add.", calls=(one,))
+        rows = learnt(tokenizer, asked("2+2?", content="I add.", tool_calls=[call(a=2, of="x y")]), [TOOL])
+        assert rows == AnswerParts("I add.", calls=(written_call,))
     if name in ("qwen3", "qwen3_5", "gpt_oss"):
-        found = learnt(tokenizer, asked("2+2?", reasoning_content="Sum.", tool_calls=[call(a=2, of="x y")]), [TOOL])
-        assert found == AnswerParts("", "Sum.", (one,))
+        rows = learnt(tokenizer, asked("2+2?", reasoning_content="Sum.", tool_calls=[call(a=2, of="x y")]), [TOOL])
+        assert rows == AnswerParts("", "Sum.", (written_call,))
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "said"),
+    ("name", "raw", "expected"),
     [
         ("qwen3", "<think>\nnot done", AnswerParts("", "not done")),
         ("qwen3_5", "not done", AnswerParts("", "not done")),
@@ -87,9 +87,9 @@ def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any
         ("qwen3", "Oslo<|im_start|>", AnswerParts("Oslo")),
     ],
 )
-def test_what_a_model_may_write(name: str, raw: str, said: AnswerParts, tokenizers: dict[str, Any]) -> None:
+def test_what_a_model_may_write(name: str, raw: str, expected: AnswerParts, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
-    assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == said
+    assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == expected
 
 
 def test_a_template_that_writes_nothing_leaves_answers_as_they_are(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("where", "tuning", "said"),
+    ("where", "tuning", "message"),
     [
         ("cpu", {}, "need an NVIDIA GPU"),
         ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has its own kernels"),
@@ -36,16 +36,16 @@ def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
     ],
 )
 def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
-    where: str, tuning: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    where: str, tuning: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, reasons = importlib.util.find_spec, dict[str, str]()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
+    find_spec, reasons = importlib.util.find_spec, dict[str, str]()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else find_spec(name))
     assert choose_kernels(request(where, **tuning), reasons) == "off"
-    assert (said in "".join(reasons.values())) is (where != "cpu"), "nobody asked about kernels on a CPU"
+    assert (message in "".join(reasons.values())) is (where != "cpu"), "nobody asked about kernels on a CPU"
     with pytest.raises(HardwareError) as caught:
         choose_kernels(request(where, "liger", **tuning), {})
-    assert said in caught.value.message
-    assert ("pip install" in str(caught.value.hint)) is ("installed" in said)
+    assert message in caught.value.message
+    assert ("pip install" in str(caught.value.hint)) is ("installed" in message)
 
 
 def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:

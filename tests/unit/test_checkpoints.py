@@ -47,8 +47,8 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
     assert rotate(run, None, run.checkpoint(8)) == []
 
 
-def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
-    """Publishes step 8 in a process of its own that ends at the `wanted`-th call that changes the folder; returns
+def dies_while_publishing(run: RunFolder, operation: int) -> bool:
+    """Publishes step 8 in a process of its own that ends at the `operation`-th call that changes the folder; returns
     whether it did.
     """
     child = os.fork()
@@ -58,7 +58,7 @@ def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
         def dying(function):
             def wrapper(*arguments, **named):
                 calls[0] += 1
-                if calls[0] == wanted:
+                if calls[0] == operation:
                     os._exit(9)
                 return function(*arguments, **named)
 
@@ -83,7 +83,7 @@ def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there already"])
 def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint(run: RunFolder, again: bool) -> None:
     """Every system call that changes the folder is tried as the last one."""
-    for wanted in range(1, 60):
+    for operation in range(1, 60):
         shutil.rmtree(run.checkpoints)
         save(run, 4)
         if again:
@@ -91,17 +91,19 @@ def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint
         partial = partial_folder(run, 8)
         partial.mkdir()
         (partial / "weights.safetensors").write_text("whole")
-        died = dies_while_publishing(run, wanted)
-        found, skipped = newest_valid(run)
-        assert found is not None, f"nothing valid after dying at call {wanted}"
+        died = dies_while_publishing(run, operation)
+        checkpoint, skipped = newest_valid(run)
+        assert checkpoint is not None, f"nothing valid after dying at call {operation}"
         assert skipped == []
-        assert found.name == "step-000008" or not again, f"the step that was there is lost after dying at call {wanted}"
+        assert checkpoint.name == "step-000008" or not again, (
+            f"the step that was there is lost after dying at call {operation}"
+        )
         clean_up(run)
         assert {path.name[:5] for path in run.checkpoints.iterdir()} <= {"step-", "last"}
-        assert newest_valid(run) == (found, [])
+        assert newest_valid(run) == (checkpoint, [])
         if not died:
-            assert found.name == "step-000008"
-            assert (found / "weights.safetensors").read_text() == "whole"
+            assert checkpoint.name == "step-000008"
+            assert (checkpoint / "weights.safetensors").read_text() == "whole"
             return
     pytest.fail("publishing never came to its end")
 

@@ -212,9 +212,9 @@ def test_code_is_what_git_tracks(
     monkeypatch.setattr(bring, "project", lambda: tmp_path)
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     assert bring.code_files() == sorted([".env.example", "kept.py", odd])
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        said
+        error
         == "note: git does not track yet, and so does not send: `configs/new.yaml`, `sft_play/new.py`; git add sends"
         " them\n"
     )
@@ -226,10 +226,10 @@ def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkey
     (tmp_path / "empty" / "new.py").write_text("x")
     for place, why in ((tmp_path / "empty", "nothing was added"), (tmp_path, "not a git repository")):
         monkeypatch.setattr(bring, "project", lambda place=place: place)
-        with pytest.raises(UserError, match="it tracks none") as found:
+        with pytest.raises(UserError, match="it tracks none") as caught:
             bring.code_files()
-        assert why in found.value.message
-        assert "git clone the project, `make install` in the clone" in (found.value.hint or "")
+        assert why in caught.value.message
+        assert "git clone the project, `make install` in the clone" in (caught.value.hint or "")
 
 
 def test_the_line_of_rsyncs_words_that_matters_is_told() -> None:

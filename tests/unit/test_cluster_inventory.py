@@ -40,7 +40,7 @@ hosts:
 """
     with pytest.raises(UserError) as caught:
         read_inventory(written(tmp_path, text))
-    said = caught.value.render()
+    message = caught.value.render()
     for part in (
         "c.yaml:1: unknown key `netwrk`",
         "did you mean `network`?",
@@ -55,9 +55,9 @@ hosts:
         "c.yaml:7: `address` is `-oProxyCommand=x`",
         "`e f` is not a name",
     ):
-        assert part in said, part
-    assert "has no `address`" not in said, "host `a` has a wrong key in its place"
-    assert said.count("error: ") == 9, said
+        assert part in message, part
+    assert "has no `address`" not in message, "host `a` has a wrong key in its place"
+    assert message.count("error: ") == 9, message
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ hosts:
         ("hosts: {a: root@192.168.77.11}", "hint: a user goes into `user:`, a port into `port:`"),
         ("hosts: {a: 192.168.1.300}", "`address` is `192.168.1.300`; expected a name or an IPv4 address"),
         *(
-            (f"hosts: {{a: {{address: 10.0.0.1, folder: '{one}'}}}}", "`folder` is ")
-            for one in ("~/", "/", "//", "~/../x")
+            (f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}", "`folder` is ")
+            for folder in ("~/", "/", "//", "~/../x")
         ),
         ("hosts: {a: 'fd00::2'}", "ranks meet over IPv4 only"),
         ("hosts: {a: {address: 10.0.0.1, ssh: me@jump}}", "`ssh` is `me@jump`; expected a name or an IP address"),

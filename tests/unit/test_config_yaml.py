@@ -45,8 +45,8 @@ def parsed(text: str) -> object:
     ],
 )
 def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None:
-    found = parsed(f"a: {text}")
-    assert found == {"a": value} and type(found["a"]) is type(value)  # type: ignore[index]
+    values = parsed(f"a: {text}")
+    assert values == {"a": value} and type(values["a"]) is type(value)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfa: 1\r\nb: x\r\n")
     assert read_yaml(path).plain() == {"a": 1, "b": "x"}
     path.write_bytes(b"#" * (5 * 2**20))
-    for wrong, said in (
+    for wrong, message in (
         (path, "expected a configuration file"),
         (tmp_path, "cannot be read"),
         (tmp_path / "missing", "no such file"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             read_yaml(wrong)
 
 

@@ -143,11 +143,11 @@ def test_an_export_has_its_rows_beside_what_else_it_says(indent: int | None, tmp
     export = {"version": 2, "tags": ["a"], "tickets": ROWS}
     path = write(tmp_path / "a.json", json.dumps(export, indent=indent).encode())
     assert rows_of(path) == ROWS
-    one = write(
+    single = write(
         tmp_path / "one.json",
         b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
     )
-    assert [list(row) for row in rows_of(one)] == [["messages"]], "one row of JSON lines"
+    assert [list(row) for row in rows_of(single)] == [["messages"]], "one row of JSON lines"
 
 
 THREAD = {
@@ -203,9 +203,9 @@ def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_name
     write(tmp_path / "a.jsonl.gz", gzip.compress(LINES))
     (tmp_path / "empty.json").mkdir()
     assert rows_of(tmp_path) == rows_of(tmp_path / "**" / "*.jsonl*") == [*ROWS, {"prompt": "last"}]
-    left = LeftOut()
-    list(read_source(DataSource(path=str(tmp_path)), skipped=left))
-    assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
+    left_out = LeftOut()
+    list(read_source(DataSource(path=str(tmp_path)), skipped=left_out))
+    assert left_out.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
         "nothing is passed over in silence"
     )
 
@@ -221,27 +221,27 @@ def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
 
 
 def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
-    path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
+    path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
     source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
-    assert [row["question"] for _, row in read_source(source, skipped=left) if not isinstance(row, DataError)] == [
+    assert [row["question"] for _, row in read_source(source, skipped=left_out) if not isinstance(row, DataError)] == [
         "q3",
         "q5",
     ]
-    assert left.counts == {"not in the filter": len(ROWS) - 2}
+    assert left_out.counts == {"not in the filter": len(ROWS) - 2}
     assert f"keeps none of the {len(ROWS)} rows" in refused(path, filter='prompt == "x"').message
     assert refused(path, filter="prompt ==").place == str(path)
     assert refused(path, filter="nothing == 1").place == f"{path}:1"
 
 
 def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
-    path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
+    path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
 
     def chosen(count: int, seed: int) -> list[int]:
-        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, skipped=left)
+        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, skipped=left_out)
         return [ROWS.index(dict(row)) for _, row in rows if not isinstance(row, DataError)]
 
     ten = chosen(10, 1)
-    assert left.counts == {"not chosen by `rows`": len(ROWS) - 10}
+    assert left_out.counts == {"not chosen by `rows`": len(ROWS) - 10}
     assert len(ten) == 10 and ten == sorted(ten) == chosen(10, 1)
     assert set(ten) < set(chosen(20, 1))
     assert ten != chosen(10, 2)

@@ -122,7 +122,7 @@ def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_
     user = read_user_json(write(tmp_path / "ds.json", json.dumps({"zero_optimization": zero}, indent=1)))
     settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
     assert settings["zero_optimization"][GATHERED] is True
-    assert [one.partition("ds.json")[2] for one in notices] == (
+    assert [notice.partition("ds.json")[2] for notice in notices] == (
         [f":4: `{GATHERED}` is `false`, but the run uses `true`, or DeepSpeed could not save the model"]
         if typed is False
         else []
@@ -200,7 +200,7 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     text, path = REFUSED, tmp_path / "ds.json"
-    found: dict[int, str] = {}
+    errors: dict[int, str] = {}
     for _ in BY_MODELS:
         user = read_user_json(write(path, text))
         settings = resolve(user, make_plan(), CONFIG, hidden_size=64)[0]
@@ -208,19 +208,19 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
             ask_deepspeed(user, settings)
             break
         except UserError as error:
-            said = re.findall(r"ds\.json:(\d+): (.*)", error.render())
-        found |= {int(line): words for line, words in said}
+            reported = re.findall(r"ds\.json:(\d+): (.*)", error.render())
+        errors |= {int(line): words for line, words in reported}
         lines = text.splitlines()
-        for line, _words in said:
+        for line, _words in reported:
             lines[int(line) - 1] = RIGHT[int(line)]
         text = "\n".join(lines)
-    assert found.keys() == BY_MODELS.keys()
-    assert all(found[line].startswith(words) for line, words in BY_MODELS.items()), found
+    assert errors.keys() == BY_MODELS.keys()
+    assert all(errors[line].startswith(words) for line, words in BY_MODELS.items()), errors
     assert list((tmp_path / "cache" / "deepspeed").iterdir()), "what was accepted is not asked again"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('"wandb": {"enabled": true}', "`wandb.enabled` is `true`: `train.report_to: wandb` records the run"),
         ('"prescale_gradients": true', "`prescale_gradients` is `true`: the loss is already scaled"),
@@ -236,9 +236,9 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
         ('"gradient_cliping": 1.0', "unknown DeepSpeed key `gradient_cliping`"),
     ],
 )
-def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     zero = "" if "zero_opt" in text else ', "zero_optimization": {"stage": 2}'
-    assert re.search(rf"ds\.json:2: .*{re.escape(said)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
+    assert re.search(rf"ds\.json:2: .*{re.escape(message)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
     allowed = (
         '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false},'
         ' "gradient_predivide_factor": 1.0}'

@@ -110,8 +110,8 @@ def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None
     run.metrics.write_bytes(rows + b'{"step": "x"}\n{"kind": "train", "step": 3, "what": "\xc3')
     assert [event["event"] for event in read_events(run)] == ["started"]
     assert has_started(run)
-    found = summary_of(run)
-    assert (found.state, found.step, found.loss) == ("killed", 2, 1.5)
+    summary = summary_of(run)
+    assert (summary.state, summary.step, summary.loss) == ("killed", 2, 1.5)
     assert [row["step"] for row in rows_until(run.metrics, 1)] == [1]
 
 
@@ -122,9 +122,9 @@ def test_a_full_disk_gives_one_warning_until_there_is_room_again(
     for path, warned in ((full, True), (full, False), (room, False), (full, True)):
         with side_file(path, "the answers"):
             path.write_text("x") if path == full else append_json_line(path, {"step": 1})
-        said = capsys.readouterr().err
+        error = capsys.readouterr().err
         assert (
             "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues"
-            in said
+            in error
         ) is warned
     assert read_json_lines(room) == [{"step": 1}]

@@ -44,9 +44,9 @@ JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "demo-0.demo"}
 
 def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what the scheduler's variables add to a command."""
-    found = complete_command(words, environ)
-    assert tuple(found[: len(words)]) == words
-    return dict(word.partition("=")[::2] for word in found[len(words) :])
+    completed = complete_command(words, environ)
+    assert tuple(completed[: len(words)]) == words
+    return dict(word.partition("=")[::2] for word in completed[len(words) :])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_signal_reaches_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
         (
@@ -136,10 +136,10 @@ def test_a_signal_reaches_the_program() -> None:
         ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
     ],
 )
-def test_what_a_pod_is_told_in_other_words_is_refused(environ: dict[str, str], said: str) -> None:
+def test_what_a_pod_is_told_in_other_words_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         complete_command(WORDS, environ)
-    assert f"environment: {said}" in caught.value.render()
+    assert f"environment: {message}" in caught.value.render()
 
 
 def test_a_limit_of_restarts_is_a_number() -> None:

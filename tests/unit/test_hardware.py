@@ -64,8 +64,8 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
     ],
 )
 def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
-    found = find_card(driver)
-    assert (found[0] if found else None) == expected
+    card = find_card(driver)
+    assert (card[0] if card else None) == expected
 
 
 @pytest.mark.parametrize(

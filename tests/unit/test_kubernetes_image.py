@@ -35,15 +35,15 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 
 def test_it_is_pinned_and_holds_no_secret() -> None:
-    found = instructions(TEXT)
-    pins = {args.partition("=")[0]: args.partition("=")[2] for name, args in found if name == "ARG"}
-    images = [args.split()[0] for name, args in found if name == "FROM"]
+    lines = instructions(TEXT)
+    pins = {args.partition("=")[0]: args.partition("=")[2] for name, args in lines if name == "ARG"}
+    images = [args.split()[0] for name, args in lines if name == "FROM"]
     assert len(images) == 2, "what builds stays out of what runs"
     for image in images:
         assert re.search(r":[\w.-]*\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", pins.get(image.strip("${}"), image)), (
             image
         )
-    for name, args in found:
+    for name, args in lines:
         assert not (name in ("ENV", "ARG") and re.search(r"TOKEN|SECRET|PASSWORD", args, re.IGNORECASE)), args
         assert (
             not (name == "RUN" and "pip install" in args) or "--constraint constraints.txt" in args or "*==*) " in args

@@ -115,7 +115,7 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "said"),
+    ("line", "kind", "message"),
     [
         ("deepspeed_config: ds.json", "DEEPSPEED", "`deepspeed_config` is `ds.json`; expected a mapping"),
         ("deepspeed_config: [1]", "MULTI_GPU", "`deepspeed_config` is `[1]`; expected a mapping"),
@@ -151,17 +151,21 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
         ("1: 2\ncolour: blue", "MULTI_GPU", "keys that are not understood: `1`, `colour`"),
     ],
 )
-def test_values_of_another_kind_are_refused_with_their_line(tmp_path: Path, line: str, kind: str, said: str) -> None:
-    kept = [one for one in BASE.format(kind=kind).splitlines() if one.partition(":")[0] != line.partition(":")[0]]
+def test_values_of_another_kind_are_refused_with_their_line(tmp_path: Path, line: str, kind: str, message: str) -> None:
+    lines = [
+        base_line
+        for base_line in BASE.format(kind=kind).splitlines()
+        if base_line.partition(":")[0] != line.partition(":")[0]
+    ]
     path = tmp_path / "acc.yaml"
-    path.write_text("\n".join([*kept, line]) + "\n")
+    path.write_text("\n".join([*lines, line]) + "\n")
     with pytest.raises(UserError) as caught:
         read_accelerate_config(path)
-    place = f"{path}:{len(kept) + 1}: "
-    assert said in caught.value.render() and (place in caught.value.render() or "not understood" in said), (
+    place = f"{path}:{len(lines) + 1}: "
+    assert message in caught.value.render() and (place in caught.value.render() or "not understood" in message), (
         caught.value.render()
     )
-    assert caught.value.render().count(said) == 1
+    assert caught.value.render().count(message) == 1
 
 
 @pytest.mark.parametrize(

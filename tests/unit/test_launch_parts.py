@@ -129,8 +129,8 @@ def test_a_disk_without_locks_refuses_no_run(
     run.path.mkdir(parents=True)
     assert holders(run) == []
     with lock_run(run):
-        said = capsys.readouterr().err
-        assert f"warning: {run.path}: this disk has no file locks (No locks available)" in said and "-o flock" in said
-        (found,) = holders(run)
-        assert found.process is not None and found.process.pid == os.getpid(), "`make stop` finds it all the same"
+        error = capsys.readouterr().err
+        assert f"warning: {run.path}: this disk has no file locks (No locks available)" in error and "-o flock" in error
+        (holder,) = holders(run)
+        assert holder.process is not None and holder.process.pid == os.getpid(), "`make stop` finds it all the same"
     assert holders(run) == []

@@ -66,7 +66,7 @@ def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26508: Connection reset by peer.",
         (
@@ -76,8 +76,8 @@ def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> 
         "RuntimeError: [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST)",
     ],
 )
-def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, said: str) -> None:
-    kind, _, text = said.partition(": ")
+def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, message: str) -> None:
+    kind, _, text = message.partition(": ")
     problem = RuntimeError(text) if kind == "RuntimeError" else getattr(distributed, kind)(text)
     what = verdict(problem, RunFolder(tmp_path), Activity())
     assert what["code"] == 75
@@ -127,14 +127,16 @@ pool.submit(int)
 
 
 @pytest.mark.parametrize(
-    ("thread", "found"),
+    ("thread", "expected"),
     [
         ("threading.Thread(target=work, args=('sent', 0.5)).start()", {"sent", "exit-functions"}),
         ("pool.submit(work, 'sent', 0.5)", {"sent", "exit-functions"}),
         ("threading.Thread(target=work, args=('late', 600)).start()", {"exit-functions"}),
     ],
 )
-def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
+def test_threads_get_some_seconds_and_exit_functions_their_turn(
+    tmp_path: Path, thread: str, expected: set[str]
+) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"{BEGIN}{thread}\nend(0)", str(tmp_path)], cwd=ROOT)
     try:
         until(lambda: (tmp_path / "ready").exists() or child.poll() is not None, seconds=240)
@@ -142,7 +144,7 @@ def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, 
     finally:
         child.kill()
         child.wait(timeout=240)
-    assert {path.name for path in tmp_path.iterdir()} - {"ready"} == found
+    assert {path.name for path in tmp_path.iterdir()} - {"ready"} == expected
 
 
 def test_a_card_is_sampled_and_what_fails_is_asked_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,9 +204,9 @@ WORKS = WAITS.replace("torch/distributed/distributed_c10d.py", "datasets/table.p
 
 def blamed(*beats: Beat, stacks: tuple[str, ...] = ()) -> tuple[list[int], str]:
     """Returns the ranks that are blamed, and what is said."""
-    found = {beat.rank: standing(beat, 99.0, stacks[beat.rank] if stacks else "") for beat in beats}
-    loss = hang(found, RunFolder(Path("runs/demo")))
-    return culprits(found), "\n".join([loss.text, *loss.lines])
+    standings = {beat.rank: standing(beat, 99.0, stacks[beat.rank] if stacks else "") for beat in beats}
+    loss = hang(standings, RunFolder(Path("runs/demo")))
+    return culprits(standings), "\n".join([loss.text, *loss.lines])
 
 
 def test_the_rank_that_is_behind_is_blamed() -> None:
@@ -215,12 +217,12 @@ def test_the_rank_that_is_behind_is_blamed() -> None:
 def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
     at = beat(0, "saving", 4), beat(1, "saving", 4)
     assert blamed(*at, stacks=(WAITS, WAITS))[0] == []
-    named, said = blamed(*at, stacks=(WORKS, WAITS))
-    assert named == [0] and said.startswith("rank 0 (here) made no step for 99 s\n")
-    assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in said
+    named, reason = blamed(*at, stacks=(WORKS, WAITS))
+    assert named == [0] and reason.startswith("rank 0 (here) made no step for 99 s\n")
+    assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in reason
     assert (
         "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)"
-        in said
+        in reason
     )
 
 
@@ -233,9 +235,9 @@ def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_i
         beats = [replace(beat(rank, "updating", 4), collectives=count) for rank, count in enumerate(counts)]
         return blamed(*beats, stacks=(WAITS_FOR_GPU,) * 3)
 
-    named, said = begun(41, 40, 41)
+    named, reason = begun(41, 40, 41)
     assert named == [1]
-    assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in said
+    assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in reason
     assert begun(41, 41, 41)[0] == []
     assert begun(41, None, 41)[0] == [], "one that did not tell is not compared"
 

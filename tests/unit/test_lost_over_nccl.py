@@ -78,14 +78,14 @@ os.abort()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("death", "code", "said"),
+    ("death", "code", "message"),
     [
         ("killed", 75, "was killed by SIGKILL"),
         pytest.param("record", 4, "error: row 7 is damaged", marks=pytest.mark.long),
     ],
 )
 def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(
-    death: str, code: int, said: str, tmp_path: Path
+    death: str, code: int, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "run").mkdir()
@@ -106,7 +106,7 @@ def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == code, process.stdout + process.stderr
-    assert said in process.stdout
+    assert message in process.stdout
     assert "rank 1 (" in process.stdout and "rank 0" not in process.stdout
     root_cause = (tmp_path / "run" / "logs" / "launcher.log").read_text().partition("Root Cause")[2]
     assert "exitcode  : -9" in root_cause or "exitcode  : 4" in root_cause, "torchrun itself has seen it"

@@ -27,12 +27,12 @@ LOST = Outcome(
 )
 
 
-def agree(said: Sequence[Facts]) -> list[UserError]:
+def agree(facts: Sequence[Facts]) -> list[UserError]:
     return []
 
 
-def everything(said: Sequence[Facts]) -> Facts:
-    return {"all": said}
+def everything(facts: Sequence[Facts]) -> Facts:
+    return {"all": facts}
 
 
 class Nodes:
@@ -80,7 +80,7 @@ class Nodes:
 
 
 def meet(ours: Machines) -> list[str]:
-    return [one["who"] for one in ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)["all"]]
+    return [machine["who"] for machine in ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)["all"]]
 
 
 def vanish(ours: Machines) -> str:
@@ -117,8 +117,8 @@ def test_absent_machines_are_named_on_every_one() -> None:
 
 
 def test_all_that_differs_is_one_error_on_all() -> None:
-    def judge(said: Sequence[Facts]) -> list[UserError]:
-        return [UserError(f"{len(said)} are here, and differ"), HardwareError("so do their versions")]
+    def judge(facts: Sequence[Facts]) -> list[UserError]:
+        return [UserError(f"{len(facts)} are here, and differ"), HardwareError("so do their versions")]
 
     a, b = Nodes(count=2).run(lambda ours: ours.meet(lambda _: {}, judge, everything)).values()
     assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
@@ -193,7 +193,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(error, RetryableError)
         return error.render()
 
-    assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
+    assert "127.0.0.1:" in (error := ended()) and on_page("connect-call-failed", error) and "NODE_RANK=0" in error
     with socket.create_server(("127.0.0.1", nodes.port)):
         assert "not a launcher of SFT-Play" in ended()
     monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.1)
@@ -229,8 +229,8 @@ def test_a_machine_that_is_lost_between_the_steps_ends_all(vanishes: bool) -> No
             assert isinstance(ended[host], RetryableError) and "before the workers started" in ended[host].message
         else:
             assert type(ended[host]) is DataError
-            said = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
-            assert ended[host].render() == said
+            error = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
+            assert ended[host].render() == error
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -277,9 +277,9 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
                 time.sleep(0.1)
             alone.set()
         assert alone.wait(240)
-        while (found := ours.share_standings(mine)) is None and not ours.ended_elsewhere():
+        while (standings := ours.share_standings(mine)) is None and not ours.ended_elsewhere():
             time.sleep(0.05)
-        return ours.settle(replace(LOST, doing=found or {})).doing
+        return ours.settle(replace(LOST, doing=standings or {})).doing
 
     assert (
         list(Nodes(count=2).run(act).values())

@@ -64,23 +64,23 @@ def test_every_key_with_free_text_is_in_one_list_or_the_other() -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose configuration is a stranger's."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
-    found = RunFolder(tmp_path / "runs" / "theirs")
-    found.path.mkdir(parents=True)
-    found.events.write_text("")
+    folder = RunFolder(tmp_path / "runs" / "theirs")
+    folder.path.mkdir(parents=True)
+    folder.events.write_text("")
     save_config(
-        load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), found.config
+        load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), folder.config
     )
-    saved = json.loads(found.config.read_text())
+    saved = json.loads(folder.config.read_text())
     written: dict[str, Any] = {"launch": {}, "slurm": {}, "kubernetes": {}, "train": {}}
     for key, value in STRANGERS.items():
         section, _, name = key.partition(".")
         inside = saved["config"][section]
         (inside["extra"] if key in extra_keys() else inside)[name] = written[section][name] = value
-    found.config.write_text(json.dumps(saved))
-    (found.path / "theirs.yaml").write_text(
+    folder.config.write_text(json.dumps(saved))
+    (folder.path / "theirs.yaml").write_text(
         json.dumps({"model": {"name": "x/y", "trust_remote_code": True, "revision": "a" * 40}, **written})
     )
-    return found
+    return folder
 
 
 def value_of(loaded: LoadedConfig, key: str) -> Any:
@@ -106,12 +106,12 @@ def test_a_runs_folder_gives_no_command_path_or_address(
     own.write_text(f"extends: {run.path / 'theirs.yaml'}\n")
     words = WAYS[way](run, own)
     loaded = parse_call(words, COMMANDS, environ={}).load_config()
-    said, plain = capsys.readouterr().err, Config(model=ModelConfig())
+    error, plain = capsys.readouterr().err, Config(model=ModelConfig())
     for key in STRANGERS:
         section, _, name = key.partition(".")
         default = None if key in extra_keys() else getattr(getattr(plain, section), name)
         assert value_of(loaded, key) == default, key
-        assert f"`{key}` is not taken from a run's folder: type {variable_name(key)}=..." in said
+        assert f"`{key}` is not taken from a run's folder: type {variable_name(key)}=..." in error
     assert own_words(loaded) == [] and "model.trust_remote_code" in loaded.of_run
     typed = [*words, "LAUNCH_NOTIFY=$MY_NOTIFY", "KUBERNETES_IMAGE=mine:1", "TRAIN_REPORT_TO=mlflow"]
     again = parse_call(typed, COMMANDS, environ={}).load_config()
@@ -164,15 +164,15 @@ def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: P
         "checkpoint": {"x": 1},
     }
     run.deepspeed.write_text(json.dumps(theirs))
-    for found in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
+    for folder in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
         for section, name in (
             ("csv_monitor", "output_path"),
             ("tensorboard", "output_path"),
             ("flops_profiler", "output_file"),
         ):
-            assert Path(found.settings[section][name]).is_relative_to(run.path.absolute()), section
-        assert all(found.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
-        assert not found.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(found.notices) == 7
+            assert Path(folder.settings[section][name]).is_relative_to(run.path.absolute()), section
+        assert all(folder.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
+        assert not folder.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(folder.notices) == 7
     own = tmp_path / "own.json"
     own.write_text(json.dumps(theirs))
     assert load_user_json(own).settings["csv_monitor"]["output_path"] == "/home/me", "a file of one's own is obeyed"

@@ -52,16 +52,16 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
 @given(worlds(), st.integers(0, 3))
 def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
     lengths, batch, slots = world
-    made = [
+    rows_of_tokens = [
         GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT)
         for rank in range(len(slots))
     ]
-    for sampler in made:
+    for sampler in rows_of_tokens:
         sampler.set_epoch(epoch)
-    order, accumulation = made[0].order(), slots[0][1]
-    shares = [list(sampler) for sampler in made]
-    assert {len(share) for share in shares} == {len(made[0])} == {made[0].steps * accumulation}
-    for step in range(made[0].steps):
+    order, accumulation = rows_of_tokens[0].order(), slots[0][1]
+    shares = [list(sampler) for sampler in rows_of_tokens]
+    assert {len(share) for share in shares} == {len(rows_of_tokens[0])} == {rows_of_tokens[0].steps * accumulation}
+    for step in range(rows_of_tokens[0].steps):
         turns = list(zip(*(share[step * accumulation : (step + 1) * accumulation] for share in shares), strict=True))
         rows = Counter(row for turn in turns for micro in turn for row in micro)
         assert rows == Counter(order[step * batch : (step + 1) * batch])
@@ -103,7 +103,7 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
             tokens=sum(lengths),
             label_tokens=sum(lengths) // 2,
         )
-        return plan_of(max_seq_len=512, data=data, more={"shape": replace(SHAPE, model_type=family)}, **changes)
+        return plan_of(max_seq_len=512, data=data, extra={"shape": replace(SHAPE, model_type=family)}, **changes)
 
     return made
 
@@ -144,8 +144,8 @@ def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
     assert plan.pack_tokens == 512 and "as configured" in reasons(plan)
     with pytest.raises(UserError, match=r"`train\.packing` is `on`, but `bloom`"):
         planned([100], family="bloom", packing="on")
-    given = planned([100, 60] * 200, packing="on", grad_accum=3)
-    assert given.ranks[0].accumulation == 3 and given.ranks[0].micro_batch == 4  # 12 packs at most / 3
+    obeyed = planned([100, 60] * 200, packing="on", grad_accum=3)
+    assert obeyed.ranks[0].accumulation == 3 and obeyed.ranks[0].micro_batch == 4  # 12 packs at most / 3
 
 
 def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
@@ -156,8 +156,8 @@ def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan])
     config = Config(model=ModelConfig(name="m", max_seq_len=512))
     request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.unpack and not request.force_checkpointing
-    kept = replace(config, train=TrainConfig(packing="on"))
-    request = remedy(kept, SHAPE, plan, LaunchRequest(), outcome, 0)
+    packed = replace(config, train=TrainConfig(packing="on"))
+    request = remedy(packed, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.force_checkpointing and not request.unpack
     after = planned([100, 60] * 200, unpack=True, batch_size=1)
     assert "packing on -> off" in announcement(config, plan, after, outcome, None, 1)

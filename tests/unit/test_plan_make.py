@@ -20,9 +20,9 @@ SHAPE = shape_of(ModelConfig(name=SMALL))
 
 
 def test_cpu_processes_share_threads_and_memory() -> None:
-    one, plan = plan_of(), plan_of(command_strategy="auto", num_gpus=3)
-    assert (one.device, one.world_size, one.strategy, one.backend) == ("cpu", 1, "single", "none")
-    assert sum(one.ranks[0].memory_bytes.values()) == one.ranks[0].capacity_bytes  # `free` is one of them
+    single, plan = plan_of(), plan_of(command_strategy="auto", num_gpus=3)
+    assert (single.device, single.world_size, single.strategy, single.backend) == ("cpu", 1, "single", "none")
+    assert sum(single.ranks[0].memory_bytes.values()) == single.ranks[0].capacity_bytes  # `free` is one of them
     assert (plan.world_size, plan.strategy, plan.backend) == (3, "ddp", "gloo")
     assert all(rank.capacity_bytes == int(24 * GIB * 0.85 / 3) for rank in plan.ranks)
     assert plan_of(command_strategy="auto").world_size == 2  # without NUM_GPUS
@@ -70,9 +70,9 @@ def test_inputs_of_layers_are_moved_where_the_machine_has_the_memory_for_them() 
     assert "gradient checkpointing on: `train.activation_offload` needs it" in plan.reasons.values()
     assert "16.0 GiB for 1 process" in plan.reasons["offloaded"]
     assert plan.ranks[0].peak_bytes < plan_of("H200", **case | {"activation_offload": "off"}).ranks[0].peak_bytes
-    said = message(HardwareError, with_ram("H200", 12), **case)
-    assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in said
-    assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in said
+    error = message(HardwareError, with_ram("H200", 12), **case)
+    assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in error
+    assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in error
     assert "hint: TRAIN_ACTIVATION_OFFLOAD=off" in message(HardwareError, with_ram("H200", 1), **case)
     assert "moves nothing here" in plan_of(activation_offload="on").notices[0]
     assert "TRAIN_ACTIVATION_OFFLOAD=on" in message(HardwareError, "24GB", **case | {"activation_offload": "off"})
@@ -117,7 +117,7 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
     even = plan_of("H100", **case, data=same_length)  # rows of one length need no padding, and no mask
     assert even.layout == "unmasked" and "0% of padding costs less than a mask" in even.reasons["layout"]
     for family, layout in {"mamba2": "unmasked", "zamba2": "padded"}.items():
-        plan = plan_of(batch_size=4, data=ragged, more={"shape": replace(SHAPE, model_type=family)})
+        plan = plan_of(batch_size=4, data=ragged, extra={"shape": replace(SHAPE, model_type=family)})
         assert plan.layout == layout and f"`{family}` is not among the families" in plan.reasons["layout"]
 
 
@@ -127,10 +127,10 @@ def test_attention() -> None:
     assert "attention varlen: row by row, without a mask" in plan_of().reasons.values()
     assert "T4 has 7.5" in message(HardwareError, "T4", attn_implementation="varlen")
     family = {"shape": replace(SHAPE, model_type="gemma2")}
-    plan = plan_of(more=family)
+    plan = plan_of(extra=family)
     assert (plan.attn_implementation, plan.layout) == ("eager", "unmasked")
     assert "attention eager: transformers has no sdpa kernel for `gemma2`" in plan.reasons.values()
-    assert "no such kernel for `gemma2`" in message(UserError, more=family, attn_implementation="sdpa")
+    assert "no such kernel for `gemma2`" in message(UserError, extra=family, attn_implementation="sdpa")
 
 
 def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
@@ -200,5 +200,5 @@ def test_a_balancing_loss_that_is_asked_for_is_said_to_be_off() -> None:
     from sft_play.plan.architecture import asks_for_router_loss
 
     assert asks_for_router_loss({"text_config": {"output_router_logits": True}}) and not asks_for_router_loss({})
-    plan = plan_of(more={"shape": replace(SHAPE, router_loss=True)})
+    plan = plan_of(extra={"shape": replace(SHAPE, router_loss=True)})
     assert "balancing loss" in plan.notices[0] and not plan_of().notices

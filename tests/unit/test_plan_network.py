@@ -127,7 +127,7 @@ def sliced(hardware: str, size: int, *, moving: bool = False, **launch: Any) -> 
         gradient_checkpointing=True,
         command_strategy="auto",
         sequence_parallel=size,
-        more={"shape": shape},
+        extra={"shape": shape},
         **launch,
     )
 
@@ -152,7 +152,7 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "size", "changes", "said"),
+    ("hardware", "size", "changes", "message"),
     [
         ("8xH100", 3, {}, "does not divide 8 processes"),
         ("8xH100", 8, {}, "28 attention heads cannot be divided evenly"),
@@ -160,8 +160,8 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
         ("1xH100@1Gbit", 2, {"num_nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
     ],
 )
-def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
+def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         sliced(hardware, size, **changes)
     assert caught.value.hint
 
@@ -187,4 +187,4 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
 def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
     case: dict[str, Any] = {"strategy": "ddp", "gradient_checkpointing": True, "optim": "sgd"}
     plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", SMALL, "full", max_seq_len=512, global_batch_size=24, **case)
-    assert any(one.startswith("FASTER on rank 0 (RTX4090) alone: ") for one in plan.notices)
+    assert any(notice.startswith("FASTER on rank 0 (RTX4090) alone: ") for notice in plan.notices)

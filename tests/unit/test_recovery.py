@@ -72,7 +72,7 @@ NCCL = (
 def test_what_is_want_of_memory(short: bool, error: Exception) -> None:
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = error
-    assert [ran_out_of_memory(one) for one in (error, wrapped)] == [short, short]
+    assert [ran_out_of_memory(problem) for problem in (error, wrapped)] == [short, short]
 
 
 # ---- What is tried next
@@ -154,11 +154,11 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
         )  # the first is not the run's
         process.stdin.write("\n")
         process.stdin.flush()
-        said = [process.stderr.readline() for _ in range(2)][1]
-        assert "21.5 GiB on cuda:1" in said and "cuda:0" not in said
+        notice = [process.stderr.readline() for _ in range(2)][1]
+        assert "21.5 GiB on cuda:1" in notice and "cuda:0" not in notice
         if freed:
-            assert said.startswith("waiting for the memory of ended processes to be freed")
+            assert notice.startswith("waiting for the memory of ended processes to be freed")
             becomes(tmp_path, replace(pair, cards=(replace(first, free=1.0), second)))
         _, rest = process.communicate(timeout=240)
     assert process.returncode == 0
-    assert ("still held after 0 s" in said + rest) is not freed
+    assert ("still held after 0 s" in notice + rest) is not freed

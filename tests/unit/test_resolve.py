@@ -180,20 +180,20 @@ def test_a_gated_model_names_the_licence_page_and_the_token(status: int, token: 
     with serve(RefusingHandler, status=status, code="GatedRepo", tokens=shown) as hub:
         done = ask(hub, HF_TOKEN=token or "")
     assert done.returncode == 4 and "error: someone/small: the model is gated" in done.stderr
-    said = "the token that is set has no access to it"
-    assert said in done.stderr if token else on_page("401-403-or-a-gated-model", done.stderr)
+    message = "the token that is set has no access to it"
+    assert message in done.stderr if token else on_page("401-403-or-a-gated-model", done.stderr)
     assert "https://huggingface.co/someone/small" in done.stderr and "HF_TOKEN" in done.stderr
     assert shown[-1] == (f"Bearer {token}" if token else None)
 
 
 @pytest.mark.parametrize(
-    ("code", "revision", "said"),
+    ("code", "revision", "message"),
     [
         ("RepoNotFound", "", "the hub has no such model, or it is private"),
         ("RevisionNotFound", "v9", "the model has no revision `v9`"),
     ],
 )
-def test_a_name_or_revision_that_the_hub_does_not_have(code: str, revision: str, said: str, ask: Ask) -> None:
+def test_a_name_or_revision_that_the_hub_does_not_have(code: str, revision: str, message: str, ask: Ask) -> None:
     with serve(RefusingHandler, status=404, code=code, tokens=[]) as hub:
         done = ask(hub, revision=revision)
-    assert done.returncode == 4 and f"error: someone/small: {said}" in done.stderr
+    assert done.returncode == 4 and f"error: someone/small: {message}" in done.stderr

@@ -260,16 +260,16 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
     """
     job = batch_job(bench.folder, slurm=SlurmConfig(array="0-3", setup=["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID"]))
     task = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3", "SFT_TRAIN_EPOCHS": "7"}
-    said = bench.run((143, 143), 143, job, requeued=True, **task)
+    output = bench.run((143, 143), 143, job, requeued=True, **task)
     asked = bench.asked()
     assert "requeue 1234567_3\n" in asked and "show job 1234567_3 --oneliner\n" in asked and "1234567\n" not in asked
-    assert "slurm job 1234567_3: turn 0" in said and (bench.logs / "slurm-1234567_3.node1.out").exists()
+    assert "slurm job 1234567_3: turn 0" in output and (bench.logs / "slurm-1234567_3.node1.out").exists()
     assert bench.environment(1)["SFT_TRAIN_SEED"] == "3" and "SFT_TRAIN_EPOCHS" not in bench.environment(1)
     assert "RUN_NAME=demo-3" in bench.words(1)
 
 
 @pytest.mark.parametrize(
-    ("codes", "code", "requeued", "changed", "said"),
+    ("codes", "code", "requeued", "changed", "message"),
     [
         ((143, 143), 143, True, {}, ""),
         ((0, 75), 75, True, {}, ""),
@@ -280,12 +280,12 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
     ],
 )
 def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
-    bench: Bench, codes: tuple[int, int], code: int, requeued: bool, changed: dict[str, str], said: str
+    bench: Bench, codes: tuple[int, int], code: int, requeued: bool, changed: dict[str, str], message: str
 ) -> None:
     """Nor is a job that somebody has ended."""
     for name, text in changed.items():
         (bench.folder / name).write_text(text)
-    assert said in bench.run(codes, code, requeued=requeued)
+    assert message in bench.run(codes, code, requeued=requeued)
 
 
 OF_ANOTHER_JOB = {
@@ -310,11 +310,11 @@ OF_THIS_JOB = {
 
 def test_options_for_srun_come_from_the_job_alone(bench: Bench) -> None:
     """sbatch hands every `SLURM_` variable of its shell on to a job, and srun takes most of them for options."""
-    kept = dict.fromkeys((*OF_ANOTHER_JOB, *OF_THIS_JOB))
+    variables = dict.fromkeys((*OF_ANOTHER_JOB, *OF_THIS_JOB))
 
     def seen(**options: Any) -> dict[str, str]:
         bench.run((0, 0), 0, batch_job(bench.folder, slurm=SlurmConfig(**options)), **OF_ANOTHER_JOB, **OF_THIS_JOB)
-        return {name: text for name, text in bench.environment(0).items() if name in kept}
+        return {name: text for name, text in bench.environment(0).items() if name in variables}
 
     assert seen(memory="500") == OF_THIS_JOB
     assert seen(memory="500", options=["--hint=nomultithread"]) == {**OF_THIS_JOB, "SLURM_HINT": "nomultithread"}
@@ -328,9 +328,9 @@ def test_there_is_a_last_turn(bench: Bench) -> None:
 
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None:
     setup = ["module() { return 7; }", "module load cuda/99", "export B=1"]
-    said = bench.run((0, 0), 3, batch_job(bench.folder, slurm=SlurmConfig(setup=setup)))
+    output = bench.run((0, 0), 3, batch_job(bench.folder, slurm=SlurmConfig(setup=setup)))
     number = (bench.folder / "job.sbatch").read_text().splitlines().index(setup[1]) + 1
-    assert "slurm.setup failed with code" in said and f"in line {number} of this script: {setup[1]}" in said, said
+    assert "slurm.setup failed with code" in output and f"in line {number} of this script: {setup[1]}" in output, output
     assert not (bench.folder / "words-0").exists()
 
 
@@ -424,7 +424,7 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["OUT={folder}/mine.sh"], 2, "was not written by `make slurm`"),
         (["SUBMIT=1"], 3, "there is no `sbatch` here"),
@@ -434,14 +434,14 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
     ],
 )
 def test_bad_input_is_one_error_and_loses_nothing(
-    in_process: Program, tmp_path: Path, words: list[str], code: int, said: str
+    in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     foreign, text = tmp_path / "mine.sh", "#!/bin/bash\necho mine\n"
     foreign.write_text(text)
     (tmp_path / "bash").symlink_to(str(shutil.which("bash")))
     done = command(in_process, tmp_path, *(word.format(folder=tmp_path) for word in words), env={"PATH": str(tmp_path)})
     assert done.code == code, done.err
-    assert said in done.out + done.err and done.err.count("error: ") == 1
+    assert message in done.out + done.err and done.err.count("error: ") == 1
     assert foreign.read_text() == text
     assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
 
@@ -500,8 +500,8 @@ def test_scripts_made_in_one_second_are_of_different_runs(
     monkeypatch.setattr("time.strftime", lambda _: "20261121-051500")
     typed = [f"CONFIG={config_file(tmp_path)}", "HARDWARE=4xH100"]
     runs = [in_process("slurm", *typed, f"TRAIN_SEED={seed}", "JSON=1").json for seed in range(3)]
-    assert [one["run"] for one in runs] == [f"demo-20261121-051500{end}" for end in ("", ".2", ".3")]
-    assert [read_config(Path(one["config"])).config.train.seed for one in runs] == [0, 1, 2]
+    assert [facts["run"] for facts in runs] == [f"demo-20261121-051500{end}" for end in ("", ".2", ".3")]
+    assert [read_config(Path(facts["config"])).config.train.seed for facts in runs] == [0, 1, 2]
     refused = in_process("slurm", *typed, f"OUT={tmp_path}/demo.yaml")
     assert refused.code == 2 and len(list((tmp_path / "runs").iterdir())) == 3
 

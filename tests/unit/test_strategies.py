@@ -82,7 +82,7 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
         "command_strategy": "auto",
     }
     plan = plan_of("RTX4090+RTX3060+RTX3070@1Gbit", **case)
-    (warning,) = (one for one in plan.notices if one.startswith("FASTER"))
+    (warning,) = (notice for notice in plan.notices if notice.startswith("FASTER"))
     alone = plan_of("RTX4090", **{**case, "strategy": "auto", "command_strategy": "single"})
     assert plan.stages and f"on rank 0 (RTX4090) alone: {figure(alone.seconds_per_step or 0)} s a step" in warning
     assert "FASTER" in show_plan(plan, why=False), "a warning is shown whatever WHY is"
@@ -93,15 +93,17 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_machines_with_different_gpus_agree_or_refuse(mode: str) -> None:
-    found, case = (
+    expected, case = (
         set(),
         {"name": "HuggingFaceTB/SmolLM3-3B", "mode": mode, "max_seq_len": 1024, "command_strategy": "auto"},
     )
     for rank, size in enumerate(("80GB", "12GB", "8GB")):
         with suppress(HardwareError):
             plan = plan_of(size, **case, num_nodes=3, node_rank=rank)
-            found.add((plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate))
-    assert len(found) <= 1 and all(strategy == "ddp" for strategy, *_ in found)
+            expected.add(
+                (plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate)
+            )
+    assert len(expected) <= 1 and all(strategy == "ddp" for strategy, *_ in expected)
 
 
 def gpus(*free: float) -> Hardware:

@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(place, "llama3", special=["<|im_start|>", END], eos=END, template=CHAT_TEMPLATE)
 
 
-def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
-    return [run.removesuffix(END) for run in learnt_runs(tokenizer, found)]
+def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
+    return [run.removesuffix(END) for run in learnt_runs(tokenizer, rows)]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_an_unknown_template_and_an_empty_system_turn_are_refused(
 def test_an_end_that_the_folder_does_not_call_special_ends_turns(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    made = AutoTokenizer.from_pretrained(folder)
-    made.add_tokens(["<turn_end>"])
-    made.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
-    made.save_pretrained(tmp_path)
+    original = AutoTokenizer.from_pretrained(folder)
+    original.add_tokens(["<turn_end>"])
+    original.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
+    original.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert learnt_runs(tokenizer, rows_of(tokenizer, CHAT[:2])) == ["Four.<turn_end>"]
 
@@ -137,8 +137,8 @@ def test_turns_that_are_not_learnt(folder: Path) -> None:
     ],
 )
 def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message: str, folder: Path) -> None:
-    found = outcome_of(load_tokenizer(folder), messages=flagged(*flags), loss_on=loss_on)
-    assert found.error is not None and message in found.error.message and found.error.place == "rows.jsonl:3"
+    outcome = outcome_of(load_tokenizer(folder), messages=flagged(*flags), loss_on=loss_on)
+    assert outcome.error is not None and message in outcome.error.message and outcome.error.place == "rows.jsonl:3"
 
 
 @pytest.mark.parametrize("words", [f"Four.{END}", f"Fo{END}ur"])
@@ -159,7 +159,7 @@ EXACT = "mask cannot be exact"
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", "no end-of-turn token"),
         ("{% for m in messages[-2:] %}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
@@ -180,8 +180,8 @@ EXACT = "mask cannot be exact"
         "refuses the roles",
     ],
 )
-def test_a_template_that_a_mask_cannot_be_exact_for_is_refused(template: str, said: str, folder: Path) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_template_that_a_mask_cannot_be_exact_for_is_refused(template: str, message: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=message):
         rows_of(load_with(folder, text=template), CHAT)
 
 

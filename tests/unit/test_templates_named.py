@@ -183,14 +183,14 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     for answer in answers:
         messages += [{"role": "user", "content": data.draw(TEXT)}, {"role": "assistant", "content": answer}]
     rows = rows_of(tokenizer, messages)
-    found = learnt_runs(tokenizer, rows)
-    assert len(found) == len(answers)
-    assert all(text.endswith(end) for text in found)
+    learnt_texts = learnt_runs(tokenizer, rows)
+    assert len(learnt_texts) == len(answers)
+    assert all(text.endswith(end) for text in learnt_texts)
     # White space around an answer is the template's and the decoder's matter, between its words it is not.
-    said = sorted(
-        text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in found
+    expected = sorted(
+        text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in learnt_texts
     )
-    assert said == sorted(answer.strip() for answer in answers)
+    assert expected == sorted(answer.strip() for answer in answers)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
         assert all(label in (IGNORED, token) for token, label in zip(row.input_ids, row.labels, strict=True))
@@ -238,8 +238,8 @@ def test_a_distilled_r1_is_refused_with_its_own_template_and_trained_with_the_na
         rows_of(load_with(folder, text=R1), THOUGHT[1:3])
     assert "`data.chat_template: deepseek_r1`" in (caught.value.hint or "")
     tokenizer = load_with(folder, "deepseek_r1")
-    for said in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
-        (row,) = rows_of(tokenizer, [CHAT[1], said])
+    for answer in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
+        (row,) = rows_of(tokenizer, [CHAT[1], answer])
         assert (
             row.prompt_ids
             == load_with(folder, text=R1).apply_chat_template([CHAT[1]], add_generation_prompt=True)["input_ids"]

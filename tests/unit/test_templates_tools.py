@@ -69,8 +69,8 @@ def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(sav
         f"{SYSTEM}{QUESTION}\u2039<think>\n\n</think>\n\n{CALLED}\u203a",
         f"{SYSTEM}{QUESTION}{CALLED}{RESULTS}<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
     ]
-    found = rows_of(tokenizer, CHAT, [TOOL])
-    assert [(row.input_ids, row.labels) for row in found] == [by_hand(tokenizer, row) for row in expected]
+    rows = rows_of(tokenizer, CHAT, [TOOL])
+    assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in expected]
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -88,7 +88,7 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
 
 
 @pytest.mark.parametrize(
-    ("turn", "said"),
+    ("turn", "message"),
     [
         ("{{ m['content'] }}", "does not write the calls of turn 3: the name `add`"),
         (
@@ -105,10 +105,10 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
         ),
     ],
 )
-def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path) -> None:
+def test_what_a_template_does_not_write_is_named(turn: str, message: str, saved: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(own(saved, turn), CHAT, [TOOL])
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint
 
 
@@ -155,9 +155,9 @@ def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_counts_those_that_one
     saved: Path, messages: list[Message], loss_on: str, rows: tuple[str, ...], lost: int
 ) -> None:
     tokenizer = load_with(saved, "qwen3")
-    found = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
-    assert [(row.input_ids, row.labels) for row in found.rows] == [by_hand(tokenizer, row) for row in rows]
-    assert found.thoughts == lost
+    outcome = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
+    assert [(row.input_ids, row.labels) for row in outcome.rows] == [by_hand(tokenizer, row) for row in rows]
+    assert outcome.thoughts == lost
 
 
 def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_what_stands_in_the_answer(

@@ -62,8 +62,8 @@ def test_typed_policies_are_obeyed(tokenizers: Mapping[bool, Any]) -> None:
 
 
 def test_nothing_is_added_that_a_text_has_already(tokenizers: Mapping[bool, Any]) -> None:
-    (found,) = encode_texts(["<s>ab</s>"], tokenizers[True], limit=9)
-    assert tokenizers[True].decode(found.rows[0].input_ids) == "<s>ab</s>"
+    (row,) = encode_texts(["<s>ab</s>"], tokenizers[True], limit=9)
+    assert tokenizers[True].decode(row.rows[0].input_ids) == "<s>ab</s>"
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:

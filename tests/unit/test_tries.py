@@ -37,10 +37,10 @@ def lost(event: str = "started") -> int:
 
 def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert [lost() for _ in range(3)] == [LOST, LOST, 3]
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in said
-        and "the count starts over" in said
+        "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in error
+        and "the count starts over" in error
     )
     assert lost() == LOST, "who submits again has looked at it"
 
