@@ -33,14 +33,14 @@ def _rows(
     """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's
     `left` tokens.
     """
-    before, right = window
+    before, after = window
     for start, end in pairwise(ends.tolist()):
         row = slice(start, end)
         tensors = [
             x[row].transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)[None] for x in (query, key, value)
         ]
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = back >= (0 if causal or right == 0 else -(end - start))
+        seen = back >= (0 if causal or after == 0 else -(end - start))
         if before >= 0:
             seen &= back <= before
         yield row, [x.float() for x in tensors], torch.zeros(back.shape).masked_fill(~seen, float("-inf"))

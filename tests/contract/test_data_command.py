@@ -162,10 +162,10 @@ def test_the_same_rows_for_every_number_of_processes(
     for number in (1, 2):
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache-{number}"))
         summaries.append(data(f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}").json)
-    first, two = summaries
+    first, second = summaries
     for split in ("train", "validation"):
-        assert first[split]["split"].pop("path") != two[split]["split"].pop("path")
-    assert first == two
+        assert first[split]["split"].pop("path") != second[split]["split"].pop("path")
+    assert first == second
     assert first["train"]["split"]["rows"] + first["validation"]["split"]["rows"] == 1500
     assert sum(first[split]["sources"][0]["duplicates"] for split in ("train", "validation")) == 20
 

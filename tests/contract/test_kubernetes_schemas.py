@@ -92,11 +92,11 @@ def problem(document: Document) -> str | None:
 @pytest.mark.parametrize("words", [(), FULL], ids=["plain", "with everything"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: int) -> None:
-    files = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
-    assert [(document["kind"], problem(document)) for document in files] == [
-        (document["kind"], None) for document in files
+    manifests = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
+    assert [(document["kind"], problem(document)) for document in manifests] == [
+        (document["kind"], None) for document in manifests
     ]
-    templates = pods(files)
+    templates = pods(manifests)
     assert templates
     for template in templates:  # custom resources hold pods unchecked
         spec = {"restartPolicy": "Never", **template["spec"]}
@@ -107,9 +107,9 @@ def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_name_what_is_there_and_may_do_little(kind: str) -> None:
     """What every schema takes, and a cluster would refuse, or never start."""
-    files = documents(f"KUBERNETES_KIND={kind}", *FULL)
-    named = {(document["kind"], document["metadata"]["name"]) for document in files}
-    for pod in (template["spec"] for template in pods(files)):
+    manifests = documents(f"KUBERNETES_KIND={kind}", *FULL)
+    named = {(document["kind"], document["metadata"]["name"]) for document in manifests}
+    for pod in (template["spec"] for template in pods(manifests)):
         [container] = pod["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert all(

@@ -81,10 +81,10 @@ def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
             continue
         save_config(loaded, tmp_path / "config.json")
         save_config(read_config(tmp_path / "config.json", of_run=False), tmp_path / "config.json")
-        value_kept = flatten(read_config(tmp_path / "config.json", of_run=False))[key]
-        if isinstance(value_kept, dict) and value.startswith("{"):
+        read_back = flatten(read_config(tmp_path / "config.json", of_run=False))[key]
+        if isinstance(read_back, dict) and value.startswith("{"):
             continue  # a key that takes a mapping reads one
-        assert value_kept == value or value in str(value_kept), f"{key} was given {value!r} and is {value_kept!r}"
+        assert read_back == value or value in str(read_back), f"{key} was given {value!r} and is {read_back!r}"
         taken += 1
     assert {path.name for path in tmp_path.iterdir()} <= {"config.json"}
     assert taken or key not in ("model.name", "data.train_path"), "a check that refuses everything checks nothing"

@@ -170,8 +170,8 @@ def plain_steps(run: RunFolder, model: Any, begin: Callable[[], Any]) -> Iterato
         sampler.set_epoch(epoch)
         for batch in list(sampler)[:remaining]:
             begin()
-            batch_of_rows = collate([rows[index] for index in batch])
-            loss = token_loss_sum(model, batch_of_rows) / label_tokens(batch_of_rows)
+            inputs = collate([rows[index] for index in batch])
+            loss = token_loss_sum(model, inputs) / label_tokens(inputs)
             model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -50,10 +50,10 @@ def same_updates(run: RunFolder, again: RunFolder) -> None:
     same_curves(again.path, run.path)
     trained = [{row for rank in holdings(folder) for row in rank["rows_trained"]} for folder in (again, run)]
     assert trained[0] <= trained[1]
-    first, right = weights(run), weights(again)
-    assert first.keys() == right.keys()
+    first, second = weights(run), weights(again)
+    assert first.keys() == second.keys()
     for name in first:
-        torch.testing.assert_close(first[name], right[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-6)
 
 
 STRATEGIES = {"ddp": "lora", "zero2": "full", "zero1": "lora", "zero3": "full", "fsdp2": "full"}

@@ -101,9 +101,9 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
         {"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()
     ]
     for name in ("matmuls", "attention"):
-        wait = getattr(waits, name)
+        counts = getattr(waits, name)
         report[name] = {
-            phase: {what: n for (p, what), n in wait.items() if p == phase} for phase in ("forward", "backward")
+            phase: {what: n for (p, what), n in counts.items() if p == phase} for phase in ("forward", "backward")
         }
 
 

@@ -84,7 +84,7 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
         worst = max(worst, float((parameter.grad - expected).abs().max()) / max(largest, 1e-9))
     common = [weight.grad for weight in mine.parameters() if weight.grad is not None and slice_of(weight) is None]
     same = alike(common, world)
-    own, p, other = len(ROWS[0]), logits_of(mine, 5), logits_of(mine, 6)
+    own, first, other = len(ROWS[0]), logits_of(mine, 5), logits_of(mine, 6)
     clipped = slicer.clip(mine.parameters(), 1.0)
     mine_count, all_of_it = (sum(parameter.numel() for parameter in model.parameters()) for model in (mine, whole))
     return {
@@ -92,7 +92,7 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
         "gradients": worst,
         "norm": abs(float(clipped - norm)) / float(norm),
         "held": mine_count / all_of_it,
-        "apart": torch.equal(p[own:], other[own:]) and not torch.equal(p[:own], other[:own]),
+        "apart": torch.equal(first[own:], other[own:]) and not torch.equal(first[:own], other[:own]),
         "alike": same,
     }
 

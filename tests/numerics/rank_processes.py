@@ -55,7 +55,7 @@ def run_ranks(world: int, module: str, *words: str, inside: Sequence[str] = ()) 
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def found(
+def results_of_ranks(
     module: str, folder: Path, world: int, words: Sequence[str], inside: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Returns the JSON object that each rank of `tests.numerics.MODULE FOLDER WORDS...` writes."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft_play.training.slow_network import FP16_MOST, narrow_of
-from tests.numerics.rank_processes import found as ranks_found
+from tests.numerics.rank_processes import results_of_ranks
 from tests.programs import need
 
 ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     need("ip")
     if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no network namespace can be made here (it needs root)")
-    return ranks_found("exchange_ranks", tmp_path_factory.mktemp("exchange"), 2, [], inside=ALONE)
+    return results_of_ranks("exchange_ranks", tmp_path_factory.mktemp("exchange"), 2, [], inside=ALONE)
 
 
 def test_fp16_and_bf16_halve_the_bytes_on_the_wire(results: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sft_play.plan.shape import SLICED_MODEL_TYPES
 from tests.families import MIXTURES
-from tests.numerics.rank_processes import found
+from tests.numerics.rank_processes import results_of_ranks
 
 EXACT = 2e-5
 
@@ -29,7 +29,7 @@ def test_slices_are_exact_and_rows_stay_apart_to_the_bit(world: int, families: l
     Mixtures of experts multiply all tokens of an expert together: how many they are decides how the last bits are
     rounded.
     """
-    result = found("slice_ranks", tmp_path, world, families)[0]
+    result = results_of_ranks("slice_ranks", tmp_path, world, families)[0]
     wrong = {
         kind: facts
         for kind, facts in result.items()

@@ -84,14 +84,12 @@ def answering_deviation(family: str) -> float:
             }
             whole = model(**inputs, **caches[0])
             sent, before = stages[0].run_layers({**inputs, **caches[1]}, None)
-            gradients = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
+            answered = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
             caches = [
                 {name: output[name] for name in CACHES if output.get(name) is not None}
-                for output in (whole, before, gradients)
+                for output in (whole, before, answered)
             ]
-            gap = max(
-                gap, float((gradients.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max())
-            )
+            gap = max(gap, float((answered.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max()))
     return gap
 
 

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sft_play.model.parallel import STYLES
 from sft_play.plan.shape import TENSOR_PARALLEL_MODEL_TYPES
 from tests.families import COMPOSITE, FAMILIES
-from tests.numerics.rank_processes import found
+from tests.numerics.rank_processes import results_of_ranks
 
 EXACT = 1e-5
 OTHERS = {"gemma3n_text"}
@@ -27,7 +27,7 @@ OTHERS = {"gemma3n_text"}
     ids=["three", "all"],
 )
 def test_slices_of_layers_are_exact(mode: str, families: list[str], tmp_path: Path) -> None:
-    result = found("layer_ranks", tmp_path, 2, [mode, *families])[0]
+    result = results_of_ranks("layer_ranks", tmp_path, 2, [mode, *families])[0]
     wrong = {
         kind: facts for kind, facts in result.items() if max(facts["loss"], facts["gradients"], facts["norm"]) > EXACT
     }

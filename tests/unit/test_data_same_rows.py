@@ -231,12 +231,12 @@ def test_nulls_that_arrow_cannot_tell_from_missing_keys_are_told(tmp_path: Path)
         ("other", [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}], [True, True, False]),
     ):
         parquet.write_table(pyarrow.Table.from_pylist(list(map(row, rows))), tmp_path / f"{name}.parquet")
-        notes = [
+        examples = [
             understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))
         ]
-        assert [example.filled for example in notes] == expected
+        assert [example.filled for example in examples] == expected
         assert [
-            example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in notes if example.messages
+            example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in examples if example.messages
         ] == rows
 
 

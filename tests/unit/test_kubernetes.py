@@ -53,8 +53,8 @@ def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> 
 
 
 def test_a_trainjob_has_a_runtime_of_its_own() -> None:
-    files = documents("KUBERNETES_KIND=trainjob")
-    runtime, job = of_kind(files, "TrainingRuntime"), of_kind(files, "TrainJob")
+    manifests = documents("KUBERNETES_KIND=trainjob")
+    runtime, job = of_kind(manifests, "TrainingRuntime"), of_kind(manifests, "TrainJob")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 1}
     failure = runtime["spec"]["template"]["spec"]["failurePolicy"]
@@ -63,8 +63,8 @@ def test_a_trainjob_has_a_runtime_of_its_own() -> None:
 
 
 def test_a_job_finds_its_first_pod_by_a_service() -> None:
-    files = documents("KUBERNETES_KIND=job")
-    service, job = of_kind(files, "Service"), of_kind(files, "Job")
+    manifests = documents("KUBERNETES_KIND=job")
+    service, job = of_kind(manifests, "Service"), of_kind(manifests, "Job")
     template = job["spec"]["template"]
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
@@ -87,8 +87,8 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
         "KUBERNETES_QUEUE=team-a",
         "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
     )
-    files = documents_of(result.files)
-    for template in pods(files):
+    manifests = documents_of(result.files)
+    for template in pods(manifests):
         spec, pod, env = template["spec"], container(template), environment(template)
         assert pod["command"] == ["python", "-m", "sft_play.schedulers.entry"]
         assert pod["args"] == [
@@ -118,7 +118,7 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
         assert pod["ports"][0]["containerPort"] == 23456 and spec["terminationGracePeriodSeconds"] >= 120
         assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
         assert spec["tolerations"] == [toleration] and spec["imagePullSecrets"] == [{"name": "registry"}]
-    job = of_kind(files, {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "Job"}[kind])
+    job = of_kind(manifests, {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "Job"}[kind])
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
 
 
@@ -166,9 +166,9 @@ def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
 
 
 def test_one_claim_may_hold_models_and_runs() -> None:
-    files = documents(*CLAIMS, "NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models")
-    assert of_kind(files, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
-    [template] = pods(files)
+    manifests = documents(*CLAIMS, "NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models")
+    assert of_kind(manifests, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
+    [template] = pods(manifests)
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
 
 

@@ -21,9 +21,9 @@ def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: An
         SourceFacts(name=f"s{i}", rows=rows[i], tokens=tokens[i], label_tokens=tokens[i] // 2, weight=weight)
         for i, weight in enumerate(weights)
     ]
-    mixture_found = mixture_of(DataConfig(**data), parts)
-    assert mixture_found is not None
-    return mixture_found
+    result = mixture_of(DataConfig(**data), parts)
+    assert result is not None
+    return result
 
 
 def test_what_an_epoch_is() -> None:

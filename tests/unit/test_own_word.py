@@ -164,15 +164,15 @@ def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: P
         "checkpoint": {"x": 1},
     }
     run.deepspeed.write_text(json.dumps(theirs))
-    for folder in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
+    for user in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
         for section, name in (
             ("csv_monitor", "output_path"),
             ("tensorboard", "output_path"),
             ("flops_profiler", "output_file"),
         ):
-            assert Path(folder.settings[section][name]).is_relative_to(run.path.absolute()), section
-        assert all(folder.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
-        assert not folder.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(folder.notices) == 7
+            assert Path(user.settings[section][name]).is_relative_to(run.path.absolute()), section
+        assert all(user.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
+        assert not user.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(user.notices) == 7
     own = tmp_path / "own.json"
     own.write_text(json.dumps(theirs))
     assert load_user_json(own).settings["csv_monitor"]["output_path"] == "/home/me", "a file of one's own is obeyed"

@@ -52,16 +52,16 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
 @given(worlds(), st.integers(0, 3))
 def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
     lengths, batch, slots = world
-    rows_of_tokens = [
+    samplers = [
         GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT)
         for rank in range(len(slots))
     ]
-    for sampler in rows_of_tokens:
+    for sampler in samplers:
         sampler.set_epoch(epoch)
-    order, accumulation = rows_of_tokens[0].order(), slots[0][1]
-    shares = [list(sampler) for sampler in rows_of_tokens]
-    assert {len(share) for share in shares} == {len(rows_of_tokens[0])} == {rows_of_tokens[0].steps * accumulation}
-    for step in range(rows_of_tokens[0].steps):
+    order, accumulation = samplers[0].order(), slots[0][1]
+    shares = [list(sampler) for sampler in samplers]
+    assert {len(share) for share in shares} == {len(samplers[0])} == {samplers[0].steps * accumulation}
+    for step in range(samplers[0].steps):
         turns = list(zip(*(share[step * accumulation : (step + 1) * accumulation] for share in shares), strict=True))
         rows = Counter(row for turn in turns for micro in turn for row in micro)
         assert rows == Counter(order[step * batch : (step + 1) * batch])

@@ -199,11 +199,11 @@ def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_a_steady_gain_is_certain_and_better_only_where_more_is_better() -> None:
     first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
-    scores, rising = (
-        paired_difference(first, [score + 0.05 for score in first], more_is_better=direction)
-        for direction in (True, False)
+    difference, rising = (
+        paired_difference(first, [score + 0.05 for score in first], more_is_better=more_is_better)
+        for more_is_better in (True, False)
     )
-    assert (scores.n, scores.better, scores.worse, scores.verdict) == (20, 20, 0, "better")
+    assert (difference.n, difference.better, difference.worse, difference.verdict) == (20, 20, 0, "better")
     assert rising.verdict == "higher", (
         "of a library's metric, such as an error rate, only the user knows what is better"
     )
@@ -214,7 +214,7 @@ def test_the_interval_is_of_resampled_means() -> None:
     gaps = np.array(second) - np.array(first)
     draws = np.random.default_rng(0)
     means = [gaps[draws.integers(0, 4, size=4)].mean() for _ in range(1000)]
-    scores = paired_difference(first, second)
-    assert (scores.low, scores.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
-    assert scores.verdict == "too few to compare", "n = 4"
+    difference = paired_difference(first, second)
+    assert (difference.low, difference.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
+    assert difference.verdict == "too few to compare", "n = 4"
     assert paired_difference(first * 5, second * 5).verdict == "undecided"
