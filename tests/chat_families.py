@@ -1,6 +1,4 @@
-"""Families by how they write thoughts and calls: tokenizers with templates that say, in short, what the published ones
-say.
-"""
+"""Model families by how they write thoughts and calls: tokenizers with short versions of the published templates."""
 
 from __future__ import annotations
 
@@ -144,7 +142,7 @@ class ChatFamily(NamedTuple):
     special: list[str]
     eos: str
     template: str | None = None
-    """Its own; `None` for `named`."""
+    """The family's template; `None` if it is `named`."""
     named: str | None = None
     """`data.chat_template`."""
     thoughts: bool = True
@@ -181,7 +179,7 @@ CHAT_FAMILIES = {
 
 
 def save_family(folder: Path, name: str) -> Path:
-    """Writes a family's tokenizer."""
+    """Write a family's tokenizer."""
     family = CHAT_FAMILIES[name]
     return save_tokenizer(folder, "llama3", special=family.special, bos="<s>", eos=family.eos, template=family.template)
 
@@ -197,10 +195,10 @@ TOOL = {
 
 
 def call(*, ident: str = "abcdefghi", **arguments: Any) -> dict[str, Any]:
-    """Returns a call of `add`."""
+    """Return a call of `add`."""
     return {"id": ident, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
 def asked(question: str, **answer: Any) -> list[Message]:
-    """Returns a question and its answer."""
+    """Return a question and its answer."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": "", **answer}]

@@ -1,6 +1,4 @@
-"""Small tokenizers that split text as those of model families do, with the families' own special tokens. Built in a
-second.
-"""
+"""Small tokenizers that split text as model families do, with their special tokens, built in a second."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ def save_tokenizer(
     rstrip: bool = False,
     template: str | None = None,
 ) -> Path:
-    """Writes a tokenizer's folder. `rstrip`: special tokens swallow the white space after them, as Phi-3's do."""
+    """Write a tokenizer's folder; with `rstrip` special tokens swallow the white space after them, as in Phi-3."""
     from tokenizers import AddedToken, Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -98,10 +96,10 @@ def save_tokenizer(
 
 
 def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
-    """Returns tokens and labels of a row whose learnt parts stand between marks.
+    """Return tokens and labels of a row whose learnt parts are between marks.
 
-    A part is tokenised behind all that comes before it; alone where its first letters would change the token before,
-    which a model that continues cannot do.
+    A part is tokenised after all that precedes it, but alone if its first letters would change the token before: a
+    model that continues cannot do that.
     """
     text, before, ids, labels = "", list[int](), list[int](), list[int]()
     for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
@@ -117,8 +115,8 @@ def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
 
 
 def load_with(folder: Path, template: str | None = None, *, text: str | None = None, **data: Any) -> Any:
-    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`; or as
-    `text` says.
+    """Return a folder's tokenizer with the chat template `template` and other keys of `data`, or with the template
+    `text`.
     """
     return load_tokenizer(
         folder, chat_format(DataConfig(chat_template=template, **data)) if text is None else ChatFormat(template=text)
@@ -128,7 +126,7 @@ def load_with(folder: Path, template: str | None = None, *, text: str | None = N
 def outcome_of(
     tokenizer: Any, *, limit: int = 4096, overlong: Any = "error", loss_on: Any = "assistant", **example: Any
 ) -> EncodedExample:
-    """Returns what training makes of an example, which is given by its `messages` or `input_ids`."""
+    """Return the encoding of an example with `messages` or `input_ids`."""
     config = Config(
         model=ModelConfig(name="tiny", max_seq_len=limit),
         data=DataConfig(overlong=overlong),
@@ -143,7 +141,7 @@ def outcome_of(
 def rows_of(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: Any = "assistant"
 ) -> Sequence[Encoded]:
-    """Returns the rows that training makes of a conversation. Raises `DataError`."""
+    """Return a conversation's training rows, or raise `DataError`."""
     outcome = outcome_of(tokenizer, messages=messages, tools=tools, loss_on=loss_on)
     if outcome.error:
         raise outcome.error
@@ -151,7 +149,7 @@ def rows_of(
 
 
 def learnt_runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
-    """Returns the text of each unbroken run of learnt tokens."""
+    """Return the text of each unbroken run of learnt tokens."""
     runs: list[list[int]] = []
     for row in rows:
         runs.append([])

@@ -25,13 +25,13 @@ class DocumentedCommand:
 
 
 def documents() -> list[Path]:
-    """Returns every Markdown file that users read."""
+    """Return every Markdown file that users read."""
     folders = [ROOT / "docs", ROOT / "examples", ROOT / "accelerate_configs", ROOT / "deepspeed", ROOT / "benchmarks"]
     return [ROOT / "README.md", *sorted(p for folder in folders for p in folder.rglob("*.md"))]
 
 
 def documented_commands() -> list[DocumentedCommand]:
-    """Returns the lines of all shell blocks, continuation lines joined, comments and blank lines left out."""
+    """Return the lines of all shell blocks, continuation lines joined, comments and blank lines left out."""
     commands = []
     for path in documents():
         text = path.read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 
 def sections_of_troubleshooting() -> dict[str, str | None]:
-    """Returns anchor -> the message that docs/troubleshooting.md quotes under it, if it quotes one."""
+    """Return anchor -> the message that docs/troubleshooting.md quotes under it, if it quotes one."""
     sections: dict[str, str | None] = {}
     for part in TROUBLESHOOTING.read_text(encoding="utf-8").split("\n## ")[1:]:
         quoted = re.search(r"^```text\n(.*?)\n```", part, re.M | re.S)
@@ -58,7 +58,7 @@ def sections_of_troubleshooting() -> dict[str, str | None]:
 
 
 def on_page(anchor: str, shown: str) -> bool:
-    """Whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` there stands for
+    """Return whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` matches
     anything.
     """
     quoted = sections_of_troubleshooting()[anchor]

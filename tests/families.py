@@ -15,7 +15,7 @@ from typing import Any
 from tests.tiny_models import save_model
 
 VOCAB = 1088
-"""More than `tiny_models.build_tokenizer` writes: some tokenizer classes add tokens of their own."""
+"""More than `tiny_models.build_tokenizer` writes: some tokenizer classes add further tokens."""
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64,
     "intermediate_size": 128, "ffn_dim": 128, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
@@ -146,13 +146,13 @@ FAMILIES = tuple(name for name in (*DENSE, *MIXTURES, *HYBRIDS) if name not in U
 
 
 def _taken(config_class: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of `values` that a configuration class has a field for."""
+    """Return those of `values` that a configuration class has a field for."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in values.items() if name in fields}
 
 
 def tiny_config(name: str, **own: Any) -> Any:
-    """Returns a fresh configuration of a family; `own` overrides it (its text part's)."""
+    """Return a fresh configuration of a family; `own` overrides it (its text part's)."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class: Any = CONFIG_MAPPING[name]
@@ -172,7 +172,7 @@ LONG_ROPE_SWITCH = 24
 
 
 def long_rope(name: str) -> dict[str, Any]:
-    """Returns LongRoPE's settings, as Phi-3.5's, for rows of more than `LONG_ROPE_SWITCH` tokens."""
+    """Return LongRoPE's settings, as Phi-3.5's, for rows of more than `LONG_ROPE_SWITCH` tokens."""
     half = COMMON["head_dim"] // 2
     rope: dict[str, Any] = {
         "rope_type": "longrope",
@@ -189,7 +189,7 @@ def long_rope(name: str) -> dict[str, Any]:
 
 
 def tiny_model(name: str, device: str = "cpu", *, attention: str | None = None, **own: Any) -> Any:
-    """Returns the causal model of `tiny_config`, for a family that has none the image-text model; weights by seed 0."""
+    """Return the causal model of `tiny_config`, for a family that has none the image-text model; weights by seed 0."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -206,5 +206,5 @@ def tiny_model(name: str, device: str = "cpu", *, attention: str | None = None, 
 
 
 def build_family(folder: Path, name: str, **own: Any) -> Path:
-    """Writes `tiny_model` with a tokenizer as an ordinary Hugging Face folder, and returns `folder`."""
+    """Write `tiny_model` with a tokenizer as an ordinary Hugging Face folder, and return `folder`."""
     return save_model(tiny_model(name, **own), folder)

@@ -1,5 +1,5 @@
-"""What is kept of a family beside its trained weights, found by publishing a tiny model of it: a row of the second
-table in `docs/models.md`.
+"""What publishing a tiny model keeps of a family in addition to its weights: a row of the second table in
+`docs/models.md`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Facts(NamedTuple):
 
 
 def left_out(own: Tensors) -> Tensors:
-    """Returns tensors that no class takes: a head that predicts, and one for scores."""
+    """Return tensors that no class takes: a head that predicts, and one for scores."""
     return {"mtp.fc.weight": torch.randn(8, 8), "score.weight": torch.randn(1, 64)}
 
 
 def facts_of(name: str, folder: Path) -> Facts:
-    """Publishes a tiny model of a family as full tuning and merging do, checks it against its base, and returns what
-    was found.
+    """Publish a tiny model of a family as full tuning and merging do, check it against its base, and return the
+    findings.
     """
     base, out = build_with(folder / "base", name, left_out), folder / "out"
     settings = base / "generation_config.json"
@@ -69,7 +69,7 @@ def facts_of(name: str, folder: Path) -> Facts:
 
 
 def _in_words(pattern: str) -> str:
-    """Returns what the tensors are that a family goes without, by the pattern of its class."""
+    """Return a description of the tensors that a family ignores, by its class's pattern."""
     for part in ("mtp", "visual"):
         if part in pattern:
             return f"`{part}`"
@@ -77,7 +77,7 @@ def _in_words(pattern: str) -> str:
 
 
 def _rope(model: Any, text: Any) -> str:
-    """Returns whether positions are rotary angles, of one kind or by the kind of layer."""
+    """Return whether positions are rotary angles, of one kind or by the kind of layer."""
     parameters = getattr(text, "rope_parameters", None)
     if not parameters or not any("inv_freq" in name for name, _ in model.named_buffers()):
         return "-"
@@ -86,7 +86,7 @@ def _rope(model: Any, text: Any) -> str:
 
 
 def _decayed(model: Any) -> str:
-    """Returns the trained weights without a matrix that weight decay pulls to 0."""
+    """Return the trained weights without a matrix that weight decay pulls to 0."""
     lora.free_text_part(model)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = [

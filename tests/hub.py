@@ -1,5 +1,5 @@
-"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset or model, and one
-that takes a model.
+"""Hubs on this machine with the part of the protocol that libraries use: one serves a dataset or model, one receives a
+model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(handler: type[HubHandler], **facts: Any) -> Iterator[str]:
-    """Serves with such a handler, to which `facts` are attributes; yields the address for `HF_ENDPOINT`."""
+    """Serve with such a handler, to which `facts` are attributes; yield the address for `HF_ENDPOINT`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), facts))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -112,7 +112,7 @@ class FilesHandler(HubHandler):
 
 @dataclass
 class Repository:
-    """What the hub has, and where it is asked."""
+    """The hub's content and its requests."""
 
     url: str = ""
     name: str = ""
@@ -124,7 +124,7 @@ class Repository:
 
 @contextmanager
 def serve_repository(**facts: Any) -> Iterator[Repository]:
-    """Yields an empty hub, or one with a repository that is `known`."""
+    """Yield an empty hub, or one with a repository that is `known`."""
     repository = Repository(**facts)
     with serve(RepositoryHandler, repository=repository) as repository.url:
         yield repository

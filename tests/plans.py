@@ -33,7 +33,7 @@ CPU = Hardware(
 def planned(
     config: Config | LoadedConfig, hardware: Hardware | str = CPU, launch: LaunchRequest | None = None, **fields: Any
 ) -> Plan:
-    """Returns the plan of a configuration; `more`: further fields of the request."""
+    """Return the plan of a configuration; `fields`: further fields of the request."""
     if isinstance(config, LoadedConfig):
         config, fields = config.config, {"typed": config.typed} | fields
     fields = {"shape": shape_of(config.model)} | fields if "shape" not in fields else fields
@@ -48,10 +48,10 @@ def plan_of(
     mode: Any = "lora",
     rows: int | None = None,
     data: Prepared | None = None,
-    extra: Mapping[str, Any] = MappingProxyType({}),
+    request_fields: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Plan:
-    """Return the plan with fields of configuration and launch by name; `extra`: further fields of the request."""
+    """Return the plan with fields of configuration and launch by name, and with further fields of the request."""
     hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
 
     def part(kind: type) -> dict[str, Any]:
@@ -69,16 +69,16 @@ def plan_of(
     assert not changes, changes
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
     data = data or (prepared_rows(rows, most_labels=50) if rows else None)
-    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **extra)
+    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **request_fields)
 
 
 def with_ram(hardware: str, gib: int) -> Hardware:
-    """Returns described hardware whose machine's memory is known."""
+    """Return described hardware whose machine's memory is known."""
     return replace(parse_hardware(hardware), ram_bytes=gib * GIB, ram_known=True)
 
 
 def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
-    """Returns the rendered error of a plan that must be refused."""
+    """Return the rendered error of a plan that must be refused."""
     with pytest.raises(kind) as error:
         plan_of(*arguments, **changes)
     assert error.value.exit_code == kind.exit_code
@@ -92,7 +92,7 @@ def counts(plan: Plan) -> tuple[int, ...]:
 
 
 def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
-    """Returns what a plan says of a rank on the CPU, with `changes`."""
+    """Return the plan of a rank on the CPU, with `changes`."""
     values: dict[str, Any] = {
         "device": "cpu",
         "device_name": "cpu",
@@ -108,7 +108,7 @@ def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
 def prepared_rows(
     rows: int = 320, *, longest: int = 100, each: int = 60, trained: int = 20, **changes: Any
 ) -> Prepared:
-    """Returns what preparation says about rows of `each` tokens, `trained` of them labels."""
+    """Return the prepared facts of rows of `each` tokens, `trained` of them labels."""
     values: dict[str, Any] = {
         "path": "train",
         "rows": rows,
@@ -123,7 +123,7 @@ def prepared_rows(
 
 
 def simple_plan(**changes: Any) -> Plan:
-    """Returns the plan of one fp32 process on the CPU, with `changes`."""
+    """Return the plan of one fp32 process on the CPU, with `changes`."""
     values: dict[str, Any] = {
         "world_size": 1, "num_nodes": 1, "device": "cpu", "backend": "none", "strategy": "single", "source": "formula",
         "precision": "fp32", "weights_dtype": "float32", "attn_implementation": "sdpa", "layout": "flattened",
@@ -136,7 +136,7 @@ def simple_plan(**changes: Any) -> Plan:
 
 
 def prepared_model(folder: Path, train: PreparedSplit | None = None, **changes: Any) -> Prepared:
-    """Returns what preparation says about a model folder, without data unless `train` is given."""
+    """Return the prepared facts of a model folder, without data unless `train` is set."""
     values: dict[str, Any] = {
         "name": str(folder),
         "path": str(folder),

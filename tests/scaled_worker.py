@@ -15,9 +15,7 @@ from sft_play.training.faults import end
 
 
 def scale_on_cpus() -> None:
-    """Every `Accelerator` made from here on for fp16 has torch's loss scaler and fp16 autocast, as it would on a
-    GPU.
-    """
+    """Give every later `Accelerator` for fp16 torch's loss scaler and fp16 autocast, as on a GPU."""
     make = accelerate.Accelerator.__init__
 
     @wraps(make)

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, slurmctld and two slurmd on the loopback, in a folder of its own.
+"""A real Slurm on this machine: munge, slurmctld and two slurmd on the loopback, in a separate folder.
 
     with slurm_lab() as slurm:
         slurm.run("sinfo", "-N")
@@ -75,28 +75,28 @@ class SlurmLab:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What programs need that talk to it."""
+        """Return the environment of programs that talk to it."""
         return {"SLURM_CONF": str(self.folder / "etc" / "slurm.conf"), "PATH": os.environ["PATH"]}
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Runs one of Slurm's programs."""
+        """Run one of Slurm's programs."""
         return subprocess.run(
             words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=240, check=check
         )
 
     def job(self, number: str) -> dict[str, str]:
-        """Returns what `scontrol show job` says: `JobState`, `Restarts`, `ExitCode`, ..."""
+        """Return what `scontrol show job` says: `JobState`, `Restarts`, `ExitCode`, ..."""
         description = self.run("scontrol", "show", "job", number, "--oneliner").stdout
         return dict(word.partition("=")[::2] for word in description.split() if "=" in word)
 
     def logs(self) -> str:
-        """Returns the ends of the daemons' own logs."""
+        """Return the ends of the daemons' own logs."""
         files = sorted((self.folder / "log").glob("slurm*.log"))
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
     def wait(self, number: str, ready: Callable[[dict[str, str]], bool], *, logs: Path) -> dict[str, str]:
-        """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that
-        Slurm gives it.
+        """Wait until a job is in the expected state, and return its facts; release a requeued job from Slurm's two
+        minutes.
         """
         deadline, pending = time.monotonic() + 500, 0.0
         while not ready(facts := self.job(number)):
@@ -112,13 +112,13 @@ class SlurmLab:
         return facts
 
     def end(self, number: str, logs: Path) -> dict[str, str]:
-        """Waits until a job has ended for good."""
+        """Wait until a job has ended for good."""
         return self.wait(number, lambda facts: facts["JobState"] in GONE, logs=logs)
 
 
 @contextlib.contextmanager
 def slurm_lab() -> Iterator[SlurmLab]:
-    """Starts the cluster, and ends it however the body ends."""
+    """Start the cluster, and ends it however the body ends."""
     need(*SLURM)
     if os.geteuid() != 0:
         unavailable("Slurm's daemons need root")
@@ -183,7 +183,7 @@ def _start(lab: SlurmLab) -> None:
 
 
 def _end(folder: Path) -> None:
-    """Ends the daemons and what jobs of this cluster have left: each process of it knows its configuration."""
+    """End the daemons and what jobs of this cluster have left: each process of it knows its configuration."""
     family = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -20,7 +20,7 @@ ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @cache
 def register() -> None:
-    """Lets `varlen_attn` run on a CPU, forward and backward."""
+    """Let `varlen_attn` run on a CPU, forward and backward."""
     from torch.nn.attention import varlen
 
     varlen._varlen_attn.register_kernel("cpu")(_forward)
@@ -30,9 +30,7 @@ def register() -> None:
 def _rows(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, window: Any
 ) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-    """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's
-    `left` tokens.
-    """
+    """Yield each row's place, its query, key and value [1, H, t, D] in fp32, and its causal or window mask."""
     before, after = window
     for start, end in pairwise(ends.tolist()):
         row = slice(start, end)

@@ -1,4 +1,4 @@
-"""The one way to wait for something in a test."""
+"""Waits for a condition in a test."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def until(
     pause: float = 0.02,
     explanation: Callable[[], object] = str,
 ) -> None:
-    """Returns when `happened()` is true; fails after `seconds`, or when `process` ends first, with what it or `said()`
-    tells.
+    """Return once `happened()` is true; fail after `seconds`, or if `process` ends first, with its output or
+    `explanation()`.
     """
     deadline = time.monotonic() + seconds
     while not happened():

@@ -49,7 +49,7 @@ READ_LATER = {
 }
 """Of these, what changes nothing, or is done for a forked process too."""
 ALWAYS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-"""What is so where a test leaves it open."""
+"""Environment of a process unless a test sets it."""
 LIBRARIES = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
     "torch.utils.tensorboard", "accelerate.commands.launch", "transformers.trainer",
@@ -63,13 +63,13 @@ ROOM = 2**14
 
 
 def module_of(words: Sequence[str]) -> int:
-    """Returns the place of MODULE in `python [-u] -m MODULE ...`; 0 for another command."""
+    """Return the place of MODULE in `python [-u] -m MODULE ...`; 0 for another command."""
     place = 3 if list(words[1:2]) == ["-u"] else 2
     return place if list(words[:1]) == [sys.executable] and list(words[place - 1 : place]) == ["-m"] else 0
 
 
 def inside(words: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """Returns whose namespaces a command of `tests/lan.py` enters, its folder there, and what it starts there."""
+    """Return whose namespaces a command of `tests/lan.py` enters, its folder there, and what it starts there."""
     match words:
         case ["nsenter", "-t", host, "-n", "-u", "-m", "--", "env", "-C", folder, *rest]:
             return host, folder, rest
@@ -85,7 +85,7 @@ def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def folders_of(env: Mapping[str, str]) -> list[str]:
-    """Returns the folders of PYTHONPATH."""
+    """Return the folders of PYTHONPATH."""
     return [folder for folder in env.get("PYTHONPATH", "").split(":") if folder]
 
 
@@ -156,7 +156,7 @@ allowed = False
 
 @functools.cache
 def _server() -> tuple[str, dict[str, str]]:
-    """Starts the server of this test process; returns where it listens, and what it read at its start."""
+    """Start the server of this test process; return where it listens, and what it read at its start."""
     address = f"\0sft-play-tests-{os.getpid()}"
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     variables |= ALWAYS | {
@@ -175,7 +175,7 @@ def _server() -> tuple[str, dict[str, str]]:
 
 
 def server_for(env: Mapping[str, str]) -> str | None:
-    """Returns where a server listens that may fork processes with this environment; with a GPU none: CUDA does not
+    """Return the address of a server that may fork processes with this environment; none with a GPU: CUDA does not
     survive a fork.
     """
     if (
@@ -193,7 +193,7 @@ def server_for(env: Mapping[str, str]) -> str | None:
 
 
 def serve() -> NoReturn:
-    """Forks a process for each request, tells its pid and then its status, until the tests' process has gone."""
+    """Fork a process for each request, and send its pid and then its status, until the test process has ended."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     _import_libraries()
     subprocess._fork_exec = _fork_exec  # type: ignore[attr-defined]
@@ -255,7 +255,7 @@ def _forget_our_modules() -> None:
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """In a child of the server: turns into what was asked for."""
+    """Turn a child of the server into the requested process."""
     try:
         if request["session"]:
             os.setsid()
@@ -270,9 +270,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
 
 
 def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
-    """In place of `_posixsubprocess.fork_exec`: forks where the program would be a Python that this one can stand
-    for.
-    """
+    """Replace `_posixsubprocess.fork_exec`: fork if the program would be a Python that this one can stand in for."""
     words = [os.fsdecode(word) for word in args]
     env_list = others[3]
     env = (
@@ -308,7 +306,7 @@ _execute, _spawn, _read = subprocess._fork_exec, os.posix_spawn, read_at_start(o
 
 
 def _posix_spawn(path: str, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
-    """In place of `os.posix_spawn`; signals are set back in any case."""
+    """Replace `os.posix_spawn`; signals are reset in any case."""
     if not module_of(argv) or read_at_start(env) != _read or options.keys() - {"setsigdef"}:
         return _spawn(path, argv, env, **options)
     if pid := os.fork():
@@ -330,7 +328,7 @@ def _open_descriptors() -> list[int]:
 
 
 def _set_descriptors(standard: Sequence[int], keep: Sequence[int]) -> None:
-    """Makes `standard` the descriptors 0 to 2 (-1: as they are) and closes all others but `keep`."""
+    """Make `standard` the descriptors 0 to 2 (-1: as they are) and close all others but `keep`."""
     copies = [os.dup(standing) if standing >= 0 else -1 for standing in standard]
     for place, standing in enumerate(copies):
         if standing >= 0:
@@ -342,9 +340,7 @@ def _set_descriptors(standard: Sequence[int], keep: Sequence[int]) -> None:
 
 
 def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Runs `python [-u] -m MODULE ...` in this process, which was forked just now, and ends as the interpreter
-    would.
-    """
+    """Run `python [-u] -m MODULE ...` in this freshly forked process, and end as the interpreter would."""
     os.environ.clear()
     os.environ.update(env)
     _show(words, env)  # over strings that libc's `environ` no longer names
@@ -401,7 +397,7 @@ def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _stream(descriptor: int, mode: str, *, at_once: bool = False) -> Any:
-    """Returns a standard stream as Python opens it; `None` where the descriptor is closed."""
+    """Return a standard stream as Python opens it; `None` where the descriptor is closed."""
     try:
         raw = open(descriptor, mode + "b", closefd=False)  # noqa: SIM115
     except OSError:
@@ -413,7 +409,7 @@ def _stream(descriptor: int, mode: str, *, at_once: bool = False) -> Any:
 
 
 def _show(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes command line and environment where the kernel shows them to others (proc(5)), as far as there is room."""
+    """Write command line and environment where the kernel shows them to others (proc(5)), as far as they fit."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     for start, end, parts in zip(
         fields[45:49:2], fields[46:49:2], (words, [f"{k}={v}" for k, v in env.items()]), strict=True

@@ -1,4 +1,4 @@
-"""`make bench` as a user types it (C21): some steps, their speed and memory beside the plan, and what they teach it."""
+"""`make bench` as a user types it (C21): some steps, speed and memory next to the plan, and how they correct it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_any_text_survives_make_and_shell(value: str) -> None:
     "words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"]
 )
 def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, ...]) -> None:
-    """By their processor time: `import torch` takes 1.8 s on a quiet machine, and more on a busy one, as they do."""
+    """Compare processor time with that of `import torch` (1.8 s on a quiet machine), which a busy machine slows too."""
     seconds = min(seconds_of(lambda: program(*words))[0] for _ in range(3))
     assert seconds < 0.3 * importing("torch"), seconds
 

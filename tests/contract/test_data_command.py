@@ -1,5 +1,5 @@
 """`make data`: what it prints, keeps in the cache and refuses; the same rows for any number of processes; nothing
-half-made when stopped.
+half-written after a stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Data = Callable[..., Done]
 def data(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Data]:
-    """Runs `make data JSON=1` on `key: value` lines, in this process."""
+    """Run `make data JSON=1` on `key: value` lines, in this process."""
     for name, value in (("RUNS_DIR", tmp_path / "runs"), ("SFT_PLAY_CACHE", tmp_path / "cache"), ("HF_HUB_OFFLINE", 1)):
         monkeypatch.setenv(name, str(value))
 
@@ -71,7 +71,7 @@ def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 
 def answers(done: Done, split: str = "train") -> list[str]:
-    """Returns the answers of a prepared split, read by `datasets`."""
+    """Return the answers of a prepared split, read by `datasets`."""
     import datasets
 
     assert done.code == 0, done.err
@@ -125,7 +125,7 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
 
 
 def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(tmp_path: Path, tiny: Path) -> None:
-    """In a process of its own, as the launcher starts it."""
+    """Run it in a separate process, as the launcher does."""
     file = write_rows(tmp_path / "rows.jsonl", pairs(40))
     document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.validation: 0.2"])
     env = environment(tmp_path / "cache", tmp_path / "runs") | {"PYTHONPROFILEIMPORTTIME": "1"}
@@ -398,7 +398,7 @@ class Running:
         assert len(self.workers) == 2
 
     def end(self) -> tuple[int, str]:
-        """Waits for its end, and for that of its processes."""
+        """Wait for its end, and for that of its processes."""
         err = self.process.communicate(timeout=240)[1]
         assert not psutil.wait_procs(self.workers, timeout=240)[1], "its processes end with it"
         return self.process.returncode, err

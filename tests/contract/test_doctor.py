@@ -1,6 +1,4 @@
-"""Each finding of `make doctor`, provoked by the condition that it is about: stub packages, fake tools, limits, taken
-ports.
-"""
+"""Each finding of `make doctor`, provoked by its condition: stub packages, fake tools, limits, ports in use."""
 
 from __future__ import annotations
 
@@ -52,15 +50,13 @@ class Doctor:
         }
 
     def tool(self, name: str, script: str) -> None:
-        """Puts an executable on the PATH."""
+        """Put an executable on the PATH."""
         path = self.bin / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
     def torch(self, *, cuda: str | None, fails: str = "", broken: str = "") -> None:
-        """Puts another torch in front of the installed one; `fails` is what it says of every GPU, `broken` of being
-        imported.
-        """
+        """Put another torch before the installed one; `fails` is its error for GPUs, `broken` that of its import."""
         package = self.folder / "stubs" / "torch"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(
@@ -82,7 +78,7 @@ class Doctor:
     def findings(
         self, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
     ) -> Mapping[str, Mapping[str, Any]]:
-        """Runs it; returns id -> finding."""
+        """Run it; return id -> finding."""
         process = subprocess.run(
             [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"],
             cwd=self.working,
@@ -151,12 +147,12 @@ def another_version(doctor: Doctor) -> None:
 
 
 def blocked(variable: str) -> Spoil:
-    """Puts a folder below a file."""
+    """Put a folder below a file."""
     return lambda doctor: doctor.environment.update({variable: str(doctor.bin / "sh" / "inside")})
 
 
 def gpus(machine: Machine, **torch: Any) -> Spoil:
-    """Moves to a machine, with another torch where `torch` says something of it."""
+    """Move to a machine, with another torch if `torch` describes one."""
 
     def spoil(doctor: Doctor) -> None:
         doctor.environment |= machine.environment(doctor.folder / "machine")

@@ -53,7 +53,7 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
     assert re.search(
         r"skipped in \[/pairs\] :smile:: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out
     )
-    assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown letter for letter"
+    assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown verbatim"
 
 
 def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:

@@ -1,5 +1,4 @@
-"""What is rendered is accepted by the schemas of Kubernetes, by the official models of the operators and by rules for
-what both miss.
+"""Rendered manifests pass Kubernetes' schemas, the operators' official models and rules for what both miss.
 
 The packages come with the development tools (ADR 2).
 """
@@ -36,7 +35,7 @@ Document = dict[str, Any]
 
 
 def builtin_problem(document: Document) -> str | None:
-    """Returns what the schema of a built-in kind says against a document."""
+    """Return the error of a built-in kind's schema for a document."""
     validation = pytest.importorskip("kubernetes_validate")
     try:
         validation.validate(document, VERSION, strict=True)
@@ -46,9 +45,7 @@ def builtin_problem(document: Document) -> str | None:
 
 
 def lost(written: Any, accepted: Any, where: str = "") -> Iterator[str]:
-    """Yields what a model that ignores unknown fields did not keep, and what it put an empty text for: required, and
-    not given.
-    """
+    """Yield fields that a model dropped as unknown or filled with an empty text because they were missing."""
     if isinstance(written, Mapping) and isinstance(accepted, Mapping):
         yield from (f"{where}.{key}" for key in written if key not in accepted)
         yield from (f"{where}.{key}: missing" for key, value in accepted.items() if key not in written and value == "")
@@ -61,7 +58,7 @@ def lost(written: Any, accepted: Any, where: str = "") -> Iterator[str]:
 
 
 def read_by_trainer(document: Document) -> Any:
-    """Returns a document as the official models of Trainer v2 have it."""
+    """Return a document as read by the official models of Trainer v2."""
     pytest.importorskip("kubeflow_trainer_api")
     from kubeflow_trainer_api import models
 
@@ -69,7 +66,7 @@ def read_by_trainer(document: Document) -> Any:
 
 
 def read_by_operator(document: Document) -> Any:
-    """Returns a document as the official models of the Training Operator have it."""
+    """Return a document as read by the official models of the Training Operator."""
     pytest.importorskip("kubeflow.training")
     from kubeflow.training import ApiClient, models
 
@@ -81,7 +78,7 @@ def read_by_operator(document: Document) -> Any:
 
 
 def problem(document: Document) -> str | None:
-    """Returns what the schema of any of our documents says."""
+    """Return the error of the schema for one of our documents."""
     read = {"PyTorchJob": read_by_operator, "TrainJob": read_by_trainer, "TrainingRuntime": read_by_trainer}.get(
         document["kind"]
     )
@@ -106,7 +103,7 @@ def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_name_what_is_there_and_may_do_little(kind: str) -> None:
-    """What every schema takes, and a cluster would refuse, or never start."""
+    """Check what every schema accepts but a cluster would refuse or never start."""
     manifests = documents(f"KUBERNETES_KIND={kind}", *FULL)
     named = {(document["kind"], document["metadata"]["name"]) for document in manifests}
     for pod in (template["spec"] for template in pods(manifests)):

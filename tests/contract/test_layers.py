@@ -27,9 +27,7 @@ UNUSED = (
 
 
 def test_a_launcher_starts_without_torch() -> None:
-    """That no module of layers 0 to 2 imports a heavy package, but the store of several machines, is import-linter's
-    contract.
-    """
+    """import-linter's contract covers the imports of layers 0 to 2; only the store of several machines is exempt."""
     code = "import sys, sft_play.__main__, sft_play.launch.commands; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True

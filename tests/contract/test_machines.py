@@ -1,6 +1,4 @@
-"""Machines that are not here, from `make plan` to the refusal of `make train`: what a user of each of them reads
-(B20).
-"""
+"""What users of other machines read, from `make plan` to the refusal of `make train` (B20)."""
 
 from __future__ import annotations
 

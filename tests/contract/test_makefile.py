@@ -140,7 +140,7 @@ AWKWARD = ['"; touch x; "', "$(touch x)", "$(shell touch x)", "`touch x`", "two 
     [("test", "TESTS"), ("bench-preparation", "ROWS"), ("install", "PYTHON")],
 )
 def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value: str, tmp_path: Path) -> None:
-    """Runs the recipe with programs that write their arguments down, typed and from the environment."""
+    """Run the recipe with programs that write their arguments down, typed and from the environment."""
     (tmp_path / "Makefile").write_text(MAKEFILE)
     for program in (tmp_path / "v/bin/python", tmp_path / "scripts/install.sh"):
         program.parent.mkdir(parents=True)

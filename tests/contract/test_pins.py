@@ -17,7 +17,7 @@ WITH_PYTHON = {"pip", "setuptools", "wheel"}
 
 
 def pinned() -> list[Requirement]:
-    """Returns the lines of `constraints.txt`."""
+    """Return the lines of `constraints.txt`."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [Requirement(text) for line in lines if (text := line.partition("#")[0].strip())]
 

@@ -1,4 +1,4 @@
-"""`make report` and `make ui`: what a run left, as a page in Chromium and behind the server's check."""
+"""`make report` and `make ui`: a run's files as a page in Chromium and behind the server's check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\
 
 
 def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -> Path:
-    """Writes the files that a run leaves."""
+    """Write the files that a run leaves."""
     folder = runs / name
     evaluation = folder / "eval" / "step-000040"
     ranks = [{"rank": number, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for number in (0, 1)]
@@ -153,7 +153,7 @@ def test_a_spike_stays_in_a_thinned_curve() -> None:
 
 @contextmanager
 def served(runs: Path, *words: str, **variables: str) -> Iterator[str]:
-    """Runs `make ui` and yields its address."""
+    """Run `make ui` and yield its address."""
     env = {**os.environ, "RUNS_DIR": str(runs), "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-m", "sft_play", "ui", "PORT=18600", "JSON=1", *words]
     with subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
@@ -221,7 +221,7 @@ def test_others_need_the_token(runs: Path, in_process: Program) -> None:
 
 
 def million_rows(runs: Path) -> tuple[float, Any]:
-    """Returns in how many seconds the curves of a million rows were there, and the curves."""
+    """Return the seconds until the curves of a million rows arrived, and the curves."""
     path = runs / "first" / "metrics.jsonl"
     row = '{{"kind": "train", "step": {}, "loss": 2.5, "rank_loss": [2.0, 2.0]}}\n'
     with path.open("w") as stream:

@@ -52,7 +52,7 @@ def make_run(runs: Path, name: str, *events: str, best: str = "loss") -> RunFold
 
 
 def hold(run: RunFolder, **variables: str) -> subprocess.Popen[str]:
-    """Starts a process that holds a run's lock as its launcher does, and records how it ends."""
+    """Start a process that holds a run's lock as a launcher does and records how it ends."""
     words = [sys.executable, "-c", HOLDER, str(run.path)]
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **variables}

@@ -1,5 +1,5 @@
-"""What a stranger's text, file, folder or configuration can make this program do: nothing. And where tokens are
-refused.
+"""A stranger's text, file, folder or configuration makes this program do nothing; tokens are refused in the wrong
+places.
 """
 
 from __future__ import annotations
@@ -233,9 +233,7 @@ def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> Non
 
 
 def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
-    """A variable that a profile or an image exports would hold for every model; a word that is typed is for this
-    command.
-    """
+    """A variable that a profile or an image exports would apply to every model; a typed word applies to one command."""
     path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
     for name in (tmp_path, "x/y"):
         path.write_text(f"model: {{name: {name}, revision: {'a' * 40}}}\ndata: {{train_path: rows.jsonl}}\n")
@@ -251,7 +249,7 @@ def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
 
 
 def trainable(folder: Path, model: Path) -> Path:
-    """Writes the configuration of a run of one step, and its rows."""
+    """Write the configuration of a run of one step, and its rows."""
     data, config = folder / "d.jsonl", folder / "c.yaml"
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     config.write_text(
@@ -262,7 +260,7 @@ def trainable(folder: Path, model: Path) -> Path:
 
 
 def change(path: Path, **values: Any) -> None:
-    """Changes fields of a JSON file."""
+    """Change fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
@@ -293,7 +291,7 @@ def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, program: Program, tmp_path: Path) -> None:
-    """Not unasked, nor for a copied run whose configuration trusts its base's code."""
+    """Code needs this user's consent, also for a copied run whose configuration trusts its base's code."""
     mark, config = with_code / "ran", trainable(tmp_path, with_code)
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", stdin="y\ny\ny\n", timeout=240)
     done.refused(4, "comes with its own Python code")
@@ -480,7 +478,7 @@ def model(tiny: Path, tmp_path: Path) -> Path:
 
 
 def refuse_model(folder: Path, message: str) -> None:
-    """Holds that neither a base model nor a trained one is taken from `folder`."""
+    """Assert that `folder` is refused as a base model and as a trained one."""
     with pytest.raises(DataError, match=message):
         check_folder(folder, "x")
     with pytest.raises(CheckpointError, match=message):

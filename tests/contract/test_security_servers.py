@@ -31,7 +31,7 @@ def test_addresses(typed: str | None, address: str, own: bool) -> None:
 
 
 def answer(guard: Guard, *headers: tuple[str, str], kind: str = "http", path: str = "/") -> int:
-    """Returns the status that the guard answered by itself; 200 when the application was reached."""
+    """Return the guard's status, or 200 if the request reached the application."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""`make stamp` as a user calls it: one stamp, two stamps, and and what is not there."""
+"""`make stamp` as a user calls it: one stamp, two stamps, and what is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.test_stamp import stamp
 
 
 def make_run(runs: Path, name: str, stamp: Stamp, launch: dict[str, Any] | None = None, **plan: Any) -> None:
-    """Writes as much of a run as the command reads."""
+    """Write the files of a run that the command reads."""
     run = runs / name
     stamp.save(run)
     dataclasses.replace(stamp, step=40).save(run / "checkpoints" / "step-000040")
@@ -126,4 +126,4 @@ def test_the_command_that_repeats_a_run_is_its_own(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, world_size=2)
     again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]
     assert again.startswith("make train-deepspeed ") and "NUM_GPUS=2" in again and "DEEPSPEED_CONFIG=" in again
-    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it letter for letter"
+    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it verbatim"

@@ -1,6 +1,4 @@
-"""What people type from the guides that they know: taken, or refused with words that are accepted when they are typed
-as shown.
-"""
+"""Commands from other guides are accepted, or refused with a suggestion that works as typed."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ GOOD = "data: {train_path: a.jsonl, val_path: b.jsonl}\ntrain: {eval_strategy: s
 
 
 def suggestions(message: str) -> list[list[str]]:
-    """Returns each `NAME=value ...` between backticks of the hints, a command before it or not, without those that
-    leave the value open.
+    """Return each `NAME=value ...` in backticks of the hints, with its command if any, but not those with an open
+    value.
     """
     hints = " ".join(re.findall(r"^hint: (.*)$", message, re.M))
     commands = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
@@ -44,7 +42,7 @@ def suggestions(message: str) -> list[list[str]]:
 
 
 def accepted(command: str, words: list[str], folder: Path) -> Call:
-    """Parses and loads what is typed, over a pretrained model's file, or one of random weights."""
+    """Parse and load what is typed over the configuration of a pretrained model, or of one with random weights."""
     call = parse_call(words if words[0].startswith("train-") else [command, *words], COMMANDS)
     for model in (
         "{name: m}",
@@ -143,7 +141,7 @@ OF_LAUNCH = [
 def test_an_option_in_the_environment_is_refused_with_what_to_type(
     in_process: Program, tmp_path: Path, name: str
 ) -> None:
-    """A second machine would start a run of its own otherwise."""
+    """Otherwise a second machine would start a separate run."""
     option = name.removeprefix("SFT_")
     words = ["train-deepspeed", *(["CONFIG=smoke"] if option != "CONFIG" else [])]
     done = in_process(*words, env={name: "a b"})

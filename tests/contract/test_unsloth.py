@@ -1,4 +1,4 @@
-"""A configuration that asks for Unsloth is carried out in the environment beside this one, or refused by name."""
+"""A configuration that asks for Unsloth runs in the separate Unsloth environment, or is refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = "import sys; sys.prefix = sys.argv.pop(1); from sft_play.__main__ impo
 
 @pytest.fixture
 def beside(cache: Path, tmp_path: Path):
-    """Runs a command as the Python of the environment `env` under `tmp_path`."""
+    """Run a command as the Python of the environment `env` under `tmp_path`."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "env"), *words]

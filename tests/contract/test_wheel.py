@@ -26,7 +26,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the wheel; what SFT-Play depends on is this environment's."""
+    """Install the wheel into an environment that uses this one's dependencies, and return its programs."""
     folder = tmp_path_factory.mktemp("wheel")
     words = [
         sys.executable,
@@ -70,7 +70,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
-    """Runs a program of the environment in `tmp_path`, without PYTHONPATH; returns what it printed."""
+    """Run a program of the environment in `tmp_path`, without PYTHONPATH; return what it printed."""
     env = environment(cache, tmp_path / "runs", {"PATH": f"{installed}:{os.defpath}"})
     del env["PYTHONPATH"], env["RUNS_DIR"]
 

@@ -1,6 +1,4 @@
-"""Each benchmark and each script runs, at its smallest size: what they measure then says nothing, that they measure it
-is the test.
-"""
+"""Each benchmark and script runs at its smallest size; the figures mean nothing then."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def run(words: Sequence[str], env: dict[str, str], cwd: Path = ROOT) -> subproce
 
 
 def copied(folder: Path) -> Path:
-    """Returns a copy of what scripts read and write."""
+    """Return a copy of what scripts read and write."""
     for name in (
         "accelerate_configs",
         "configs",
@@ -95,7 +93,7 @@ def small(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", [pytest.param(n, marks=LONG if n in ("training", "local_steps") else ()) for n in BENCHMARKS]
 )
 def test_a_benchmark_runs(name: str, cache: Path, small: Path, tmp_path: Path) -> None:
-    """It ends with 1 where a bound does not hold."""
+    """It ends with 1 if a bound does not hold."""
     if name == "training":
         pytest.importorskip("trl")
     words, expected = BENCHMARKS[name]

@@ -1,5 +1,5 @@
-"""A model that has learnt its rows scores 1, whatever marks its family writes round thoughts and calls: `train`,
-`eval`, `infer`.
+"""A model that has learnt its rows scores 1, whatever its family's marks for thoughts and calls: `train`, `eval`,
+`infer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BASE_STOP = 7
 
 
 def rows_of_family(name: str) -> list[dict[str, Any]]:
-    """Returns four conversations: with a thought, after an earlier answer, with a call, and its result."""
+    """Return four conversations: with a thought, after an earlier answer, with a call, and its result."""
     family = CHAT_FAMILIES[name]
 
     def thought(text: str) -> dict[str, Any]:

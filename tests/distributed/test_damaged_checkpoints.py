@@ -1,6 +1,4 @@
-"""Each file of a checkpoint spoilt in each way: the checkpoint before it is taken, and it is said which file was
-wrong.
-"""
+"""After damage to any file of a checkpoint a run resumes from the one before, and names the file."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flips one bit in the middle."""
+    """Flip one bit in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -66,9 +64,7 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFold
 
 
 def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path, tmp_path: Path) -> None:
-    """As a user: of three checkpoints two are spoilt in different ways, and the run ends, to the bit, as it would
-    have.
-    """
+    """With two of three checkpoints damaged in different ways the run still ends with the same bits."""
     rows = ragged_rows(tmp_path / "train.jsonl", 12)
     config = tmp_path / "demo.yaml"
     config.write_text(

@@ -104,7 +104,7 @@ def test_a_resume_on_another_day_trains_on_the_same_rows(tmp_path: Path, dated: 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_machines_prepare_the_rows_of_node_0s_day(tmp_path: Path, dated: Path) -> None:
-    """Node 1 has the rows of another day in its cache."""
+    """Node 1 has another day's rows in its cache."""
     launcher = Launcher(tmp_path, dated)
     caches = [{"SFT_PLAY_CACHE": str(tmp_path / f"cache{rank}")} for rank in range(2)]
     words = [sys.executable, "-m", "sft_play", "data", f"CONFIG={launcher.config}", "MODEL_MAX_SEQ_LEN=256"]

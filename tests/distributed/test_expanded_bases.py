@@ -1,6 +1,4 @@
-"""Weights in MXFP4, as OpenAI's gpt-oss come, and in FP8, as DeepSeek V3 comes, train as the same model in bfloat16
-does.
-"""
+"""Weights in MXFP4, as in OpenAI's gpt-oss, and in FP8, as in DeepSeek V3, train like the same model in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.family_runs import Road, travel, weights
 
 
 def packed(shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random blocks of 32 numbers and their scales for experts of `shape` (experts, in, out), as OpenAI's files
+    """Return random blocks of 32 numbers and their scales for experts of `shape` (experts, in, out), as OpenAI's files
     have them.
     """
     experts, width, out = shape
@@ -30,7 +28,7 @@ def packed(shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_both(plain: Path, mxfp4: Path) -> None:
-    """Writes one model twice, its experts in bfloat16 and in MXFP4."""
+    """Write one model twice, its experts in bfloat16 and in MXFP4."""
     for folder in (plain, mxfp4):
         build_family(folder, "gpt_oss", dtype="bfloat16")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(plain / "model.safetensors").items()}
@@ -65,7 +63,7 @@ def test_it_is_planned_trained_merged_and_asked_as_in_bfloat16(tmp_path: Path) -
 
 
 def build_fp8(folder: Path, family: str, block: tuple[int, int], scale: str = "weight_scale_inv") -> None:
-    """Writes a model whose linear layers are in FP8, each block of `block` numbers with a scale."""
+    """Write a model whose linear layers are in FP8, each block of `block` numbers with a scale."""
     build_family(folder, family, dtype="bfloat16")
     files = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

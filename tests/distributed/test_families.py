@@ -1,5 +1,5 @@
-"""Every decoder family goes the whole road under LoRA and full tuning, and its row in `docs/models.md` says what was
-tuned.
+"""Every decoder family trains, resumes, merges and answers under LoRA and full tuning, and its row in `docs/models.md`
+says what was tuned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = [
 
 
 def check_lora(road: Road) -> None:
-    """What the plan counts has adapters, all of them trained; no router has one, and no routed expert."""
+    """Assert that all modules of the plan, and no router or routed expert, have trained adapters."""
     assert road.plan and road.trained
     adapter = weights(road.trained)
     parts = {part for name in road.adapted() for part in name.split(".")}

@@ -1,6 +1,4 @@
-"""What else goes wrong around a run, with real processes: each time one clear error, or the run goes on as if nothing
-had been.
-"""
+"""Other faults around a run, with real processes: each is one clear error, or the run continues unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.broad
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
-    """Commands with a base model and a cache of their own."""
+    """Return commands with a separate base model and cache."""
     launcher_of_base = Launcher(tmp_path, build_tiny_llama(tmp_path / "base"))
     launcher_of_base.environment["SFT_PLAY_CACHE"] = str(tmp_path / "cache")
     return launcher_of_base
@@ -72,7 +70,7 @@ def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launc
 
 @pytest.mark.long
 def test_rows_of_metrics_are_as_durable_as_their_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
-    """On a disk that forgets what was not synced, as at a power cut."""
+    """The disk forgets what was not synced, as at a power cut."""
     need("mkfs.ext4")
     image, disk = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
@@ -134,7 +132,7 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
 @pytest.mark.long
 @pytest.mark.skipif(not can_mount(), reason="needs root and namespaces")
 def test_a_run_resumes_under_another_host_name(launcher: Launcher) -> None:
-    """Two processes and a name that nothing resolves: what is local goes over the loopback."""
+    """Two local processes use the loopback if the host name does not resolve."""
     words = [
         sys.executable,
         "-m",
@@ -217,7 +215,7 @@ def test_a_user_without_a_home_trains(launcher: Launcher, tmp_path: Path) -> Non
 
 
 def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp_path: Path) -> None:
-    """The path of a socket has at most 107 letters; the run would wait for its first batch."""
+    """A socket's path has at most 107 letters; otherwise the run would wait for its first batch forever."""
     folder = tmp_path / "x" / ("y" * 100)
     folder.mkdir(parents=True)
     words = ("train", f"CONFIG={launcher.config}", "TRAIN_DATALOADER_NUM_WORKERS=2", "RUN_NAME=one")

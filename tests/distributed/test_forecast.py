@@ -1,5 +1,5 @@
 """After a run of the same configuration the forecast is within 15 % of real runs on this CPU, and each run shows it
-beside what happened.
+next to the measured figures.
 """
 
 from __future__ import annotations

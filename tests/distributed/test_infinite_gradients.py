@@ -1,6 +1,4 @@
-"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler once that has searched long
-enough.
-"""
+"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler after a long search."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ TOKEN = 4
 
 
 def spoilt(base: Path, eps: float = 1e-36) -> Path:
-    """A token whose embedding is zero, before norms that add next to nothing: as the first of a row it stays zero in
-    every layer, where the gradient of each norm is 1e18 times what comes in.
+    """Build a model with a token whose embedding is zero and norms with a tiny epsilon: as the first of a row it stays
+    zero in every layer, where each norm multiplies the gradient by 1e18.
     """
     build_tiny_llama(base, tie_word_embeddings=False, rms_norm_eps=eps)
     weights = load_file(base / "model.safetensors")
@@ -37,7 +35,7 @@ def spoilt(base: Path, eps: float = 1e-36) -> Path:
 
 
 def spoilt_run(path: Path, base: Path, trial: Trial) -> RunFolder:
-    """Makes a run whose rows all begin with the token."""
+    """Make a run whose rows all begin with the token."""
     run = make_run(path, base, trial)
     prepared = json.loads(run.prepared.read_text())
     columns = datasets.load_from_disk(prepared["train"]["path"]).to_dict()
@@ -49,7 +47,7 @@ def spoilt_run(path: Path, base: Path, trial: Trial) -> RunFolder:
 
 
 def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
-    """Trains as `train` does, with a loss scaler."""
+    """Train as `train` does, with a loss scaler."""
     arguments, variables = command(run)
     arguments = ["tests.scaled_worker" if word == "sft_play.train" else word for word in arguments]
     return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=400, check=False)

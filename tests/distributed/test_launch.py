@@ -24,7 +24,7 @@ def launcher(tmp_path: Path, tiny: Path) -> Launcher:
 
 
 def changed_at(run: Path) -> dict[Path, int]:
-    """Returns when each file of a run was written last; its lock says only who looks at it."""
+    """Return when each file of a run was last written, except its lock."""
     return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix != ".lock" and path != run}
 
 
@@ -102,7 +102,7 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
 
 
 def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> None:
-    """Both a JSON of one's own and what `make setup-accelerate` writes say nothing of gathering weights at a save."""
+    """Neither a user's JSON nor that of `make setup-accelerate` sets the gathering of weights at a save."""
     (launcher.folder / "ds.json").write_text(
         '{"zero_optimization": {"stage": 3,\n "stage3_gather_16bit_weights_on_model_save": false}}'
     )

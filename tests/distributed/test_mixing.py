@@ -1,5 +1,5 @@
-"""Two sources with weights, packed: what is really trained is near the weights, and goes on after a crash as if there
-was none.
+"""Two sources with weights, packed: the trained share is near the weights, and a resume after a crash trains the same
+rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAYS = {
 def test_weights_are_what_is_trained_and_resume_is_exact_under_every_strategy(
     strategy: str, config: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """Packed, with dropout, cut off in the middle."""
+    """The runs are packed, have dropout, and are cut off in the middle."""
     import datasets
 
     env = environment(cache, tmp_path)

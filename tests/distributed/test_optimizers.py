@@ -52,7 +52,7 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 def outcome(word: str) -> str:
-    """Returns what docs/training.md must say of an optimizer."""
+    """Return what docs/training.md must say of an optimizer."""
     chosen = OPTIMIZERS[word]
     if chosen.refused:
         return "refused"
@@ -215,8 +215,8 @@ def test_muon_steps_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path:
 
 
 def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path, tmp_path: Path) -> None:
-    """The same rows, step by step, under plain torch: evaluation and files have the averaged weights, training goes on
-    from the others.
+    """Compare with plain torch step by step: evaluation and files use the averaged weights, training continues from the
+    others.
     """
     settings = ("train.optim: schedule_free_adamw", "train.lr_scheduler_type: constant", "train.eval_steps: 4")
     trial = Trial(settings=settings, plan=(("optim", "schedule_free_adamw"),))

@@ -1,6 +1,4 @@
-"""Ranks with slices of a line (`launch.sequence_parallel`), of layers (`launch.tensor_parallel`) or other layers each
-(`launch.strategy: pipeline`) compute what one process does (contract B16).
-"""
+"""Sequence parallelism, tensor parallelism and pipelines compute what one process does (contract B16)."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, run: Path, cache: Path, words: Sequence[str]) -> Path:
-    """Trains a run unless that is done: in one process, or by `make train-distributed` where `NUM_GPUS` is given."""
+    """Train a run unless it exists: in one process, or by `make train-distributed` with `NUM_GPUS`."""
     command = "train-distributed" if any(word.startswith("NUM_GPUS") for word in words) else "train"
     if not run.exists():
         must_run([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, run.parent))
@@ -85,7 +83,7 @@ def same_weights(result: Path, expected: Path) -> None:
 
 
 def held_as_planned(run: Path) -> None:
-    """Each rank holds the weights, gradients and states of the optimizer that the plan says, within 2 %."""
+    """Assert that each rank holds the planned weights, gradients and optimizer states within 2 %."""
     plan, folder = Plan.load(run / "plan.json"), RunFolder(run)
     for rank in plan.ranks:
         measured, parts = read_json(folder.rank_holdings(rank.rank)), rank.memory_bytes
@@ -96,7 +94,7 @@ def held_as_planned(run: Path) -> None:
 
 
 def answers(run: Path) -> list[str]:
-    """Returns what the model answered at the end of training."""
+    """Return what the model answered at the end of training."""
     path = run / "eval" / f"step-{STEPS:06}" / "predictions.jsonl"
     return [json.loads(line)["answer"] for line in path.read_text().splitlines()]
 
@@ -212,7 +210,7 @@ def test_stages_compute_in_bf16_with_adapters_in_fp32(
 def test_a_model_from_scratch_is_the_same_in_every_way(
     words: list[str], config: Path, cache: Path, session_runs: Path
 ) -> None:
-    """By four processes, as guides have it: data, layers in slices, layers one after the other, and two by two."""
+    """Four processes, as in guides: data parallel, tensor parallel, pipeline, and two by two."""
     scratch = config.parent / "scratch.yaml"
     shape = "init: random, vocab_size: 1024, hidden_size: 64, attention_heads: 4, layers: 4, tokenizer"
     scratch.write_text(config.read_text().replace("{name:", f"{{{shape}:"))

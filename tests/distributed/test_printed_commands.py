@@ -32,7 +32,7 @@ class Desk:
         return run_program(list(words), self.env, cwd=self.folder, stdin="")
 
     def follow(self, text: str) -> set[str]:
-        """Types every command of a text; returns their names."""
+        """Type every command of a text; return their names."""
         printed = dict.fromkeys(PRINTED.findall(text))
         for line in printed:
             words = [word.replace("$$", "$") for word in shlex.split(line)]  # as make takes it

@@ -1,4 +1,4 @@
-"""`SOURCE=probe`: two steps of the worst batch by real workers; what they needed corrects every later plan."""
+"""`SOURCE=probe`: two steps of the worst batch by real workers; their figures correct every later plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`train.profile` and `make profile`: traces of the ranks that were asked for, in words, and an update that does not
-know of it.
-"""
+"""`train.profile` and `make profile`: traces of the requested ranks, explained, while the update stays the same."""
 
 from __future__ import annotations
 

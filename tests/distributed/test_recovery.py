@@ -1,5 +1,5 @@
-"""Out of memory for real: allocations that fail (rlimit) and a kill by the kernel (cgroup); the run goes on to the same
-losses.
+"""Out of memory for real: allocations that fail (rlimit) and a kill by the kernel (cgroup); the run continues to the
+same losses.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def limit_address_space(process: psutil.Process, mebibytes: int) -> None:
-    """Lets a process take no more than this above what it has."""
+    """Let a process allocate at most this many bytes more."""
     size = status(process.pid, "VmSize") + mebibytes * MIB
     resource.prlimit(process.pid, resource.RLIMIT_AS, (size, size))
 
 
 def end(launch: Started) -> str:
-    """Waits for a launch that succeeds; returns its line about the recovery."""
+    """Wait for a launch that succeeds; return its line about the recovery."""
     code, output = launch.end()
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("recovering: ")]
@@ -43,14 +43,14 @@ def end(launch: Started) -> str:
 
 
 def status(pid: int, name: str) -> int:
-    """Returns bytes of a field of `/proc/PID/status`, as VmPeak."""
+    """Return the bytes of a field of `/proc/PID/status`, such as VmPeak."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) * 1024
 
 
 @pytest.fixture(scope="module")
 def undisturbed(config: str, variables: dict[str, str]) -> tuple[Path, int]:
-    """A run with half the micro-batch from the start, and the most address space that its worker took."""
+    """Return a run with half the micro-batch from the start, and its worker's peak address space."""
     peak = 0
     with start(variables, "train", config, "TRAIN_BATCH_SIZE=4", name="undisturbed") as launch:
         while launch.process.poll() is None:
@@ -63,8 +63,8 @@ def undisturbed(config: str, variables: dict[str, str]) -> tuple[Path, int]:
 
 
 def require_same(run: Path, reference: Path, copies: int = 1) -> None:
-    """Each step stands there once, with the losses, norms and learning rates of the undisturbed run; `copies`: ranks
-    that train the same rows.
+    """Assert that each step is logged once, with the undisturbed run's losses, norms and rates; `copies`: ranks with
+    the same rows.
     """
     rows, expected = metrics(run), metrics(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
@@ -176,7 +176,7 @@ def test_shards_and_parts_go_on_from_their_checkpoint(
 
 
 def held_by(folder: Path) -> int:
-    """Returns the bytes of a cgroup's processes, without the page cache."""
+    """Return the bytes of a cgroup's processes, without the page cache."""
     fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return int(fields["anon"])
 

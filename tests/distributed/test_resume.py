@@ -1,6 +1,4 @@
-"""`make resume` of a run on another number of processes and under another strategy, and of what an older version
-wrote.
-"""
+"""`make resume` on another number of processes, under another strategy, and of an older version's run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run resumed on as many, fewer and more ranks: to the bit on as many, the same updates on another number, and no
-pickle anywhere.
+"""A run resumed on as many, fewer and more ranks: bit for bit on as many, with the same updates on another number, and
+without pickles.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
 DROPOUT = 0.1
 HERE = 5
-"""The checkpoint to go on from: in the middle of the second epoch (an epoch has 3 steps)."""
+"""The checkpoint to resume from: in the middle of the second epoch (an epoch has 3 steps)."""
 NO_PICKLE = (".safetensors", ".json", ".txt", ".jinja", ".model", ".md")
 LONG = pytest.mark.long
 
 
 def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) -> Trial:
-    """Another number of ranks draws otherwise, so only a run that keeps its own has `dropout`; with `full` the base's
-    attention does.
-    """
+    """Return a trial; only one that keeps its number of ranks has `dropout`, since others draw other masks."""
     settings = ("train.save_steps: 1", f"tuning.lora.dropout: {dropout}")
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))

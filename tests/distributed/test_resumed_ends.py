@@ -1,5 +1,5 @@
-"""Runs ended between their last step and their `model/`, resumed: published without another step, and only from whole
-checkpoints.
+"""Runs ended between their last step and their `model/`, resumed: published without another step, and only from
+complete checkpoints.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def mounted(place: Path) -> Iterator[Path]:
-    """A disk of 64 MB of its own."""
+    """Mount a disk of 64 MB."""
     place.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], capture_output=True, text=True, check=False
@@ -53,7 +53,7 @@ def mounted(place: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Takes all space that is left on the disk of `path`."""
+    """Fill the disk of `path`."""
     with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(2**20))
@@ -61,9 +61,7 @@ def fill(path: Path) -> None:
 
 @contextlib.contextmanager
 def training(run: RunFolder, console: Path) -> Iterator[subprocess.Popen[str]]:
-    """The workers of a run, ended with the test. What they say to the console goes to a file, on a disk that is not
-    full.
-    """
+    """Yield the workers of a run and end them; their output goes to a file on a disk that is not full."""
     arguments, variables = command(run)
     with console.open("w") as output:
         process = subprocess.Popen(arguments, env=variables, stdout=output, stderr=subprocess.DEVNULL, text=True)
@@ -128,7 +126,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """Returns size and checksum of each file."""
+    """Return size and checksum of each file."""
     files = read_json(checkpoint / "manifest.json")["files"]
     return {name: facts for name, facts in files.items() if name not in TIMED}
 

@@ -32,7 +32,7 @@ SECRETS = {
 
 @contextmanager
 def arguments_watched() -> Iterator[None]:
-    """Looks at the arguments of every process for what was planted, and fails where it is seen."""
+    """Watch the arguments of every process, and fail if they contain a planted token."""
     seen, over = Counter[str](), threading.Event()
 
     def look() -> None:
@@ -51,7 +51,7 @@ def arguments_watched() -> Iterator[None]:
 
 
 def planted_in(folder: Path) -> list[str]:
-    """Returns the files below `folder` that hold one of the tokens."""
+    """Return the files below `folder` that hold one of the tokens."""
     secrets = [value.encode() for value in SECRETS.values()]
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     assert files
@@ -60,9 +60,7 @@ def planted_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
-    """A run, made with tokens in the environment while the arguments of all processes are watched; and everything that
-    it printed.
-    """
+    """Train with tokens in the environment while all arguments are watched; return the run and its output."""
     place = Place(tmp_path_factory.mktemp("security"))
     model = build_tiny_llama(place.folder / "model")
     (place.folder / "data.jsonl").write_text(question_rows(0, 24, longest=6))

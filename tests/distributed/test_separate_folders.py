@@ -21,7 +21,7 @@ def launcher(tmp_path: Path, tiny: Path) -> Launcher:
 
 
 def on_both(launcher: Launcher, *words: str) -> list[tuple[int, str]]:
-    """Returns code and words of the two nodes."""
+    """Return exit code and output of the two nodes."""
     shared = ("MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}")
     nodes = [
         launcher.start(*words, f"NODE_RANK={rank}", *shared, RUNS_DIR=str(launcher.folder / f"runs{rank}"))

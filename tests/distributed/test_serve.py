@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @contextlib.contextmanager
 def served(place: Place, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Yields a server and what it says of itself."""
+    """Yield a server and its status."""
     log = place.folder / "serve.log"
     with log.open("w") as stderr:
         server = subprocess.Popen(
@@ -86,13 +86,13 @@ def client(url: str) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def chat(client: openai.OpenAI) -> Callable[..., Any]:
-    """Asks the question with more parameters."""
+    """Return a function that asks the question with further parameters."""
     return lambda **options: client.chat.completions.create(**({"model": "demo", "messages": QUESTION} | options))
 
 
 @pytest.fixture(scope="module")
 def answer(place: Place) -> str:
-    """What `make infer` says."""
+    """Return the answer of `make infer`."""
     return place.call("infer", "RUN=demo", f"PROMPT={QUESTION[0]['content']}").out.removesuffix("\n")
 
 

@@ -20,7 +20,7 @@ LOCAL = (OFF, "launch.local_steps: 4", "train.save_steps: 3", "train.eval_steps:
 
 
 def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(trained: Trained, tmp_path: Path) -> None:
-    """Evaluations and saves stand between the averages of steps 4 and 8, and change nothing."""
+    """Evaluations and saves between the averages of steps 4 and 8 change nothing."""
     import torch
 
     run = trained(Trial(strategy="ddp", ranks=HALVES, mode="lora", settings=LOCAL, plan=(("warmup_steps", 1),)))

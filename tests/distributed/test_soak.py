@@ -65,7 +65,7 @@ class Soak:
         return RunFolder(self.folder / "runs" / name)
 
     def processes(self) -> Iterator[tuple[psutil.Process, str]]:
-        """Yields every living process of the newest launch with its role."""
+        """Yield every living process of the newest launch with its role."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) != str(self.launches) or process.status() == psutil.STATUS_ZOMBIE:
@@ -75,7 +75,7 @@ class Soak:
                 yield process, "agent" if agent else "rank" if rank else "launcher" if "sft_play" in line else "helper"
 
     def launch(self, run: RunFolder, *, kill_before: float | None) -> int | None:
-        """Starts the command; returns its code, or `None` where it was killed within about `kill_before` seconds."""
+        """Start the command; return its code, or `None` if it was killed within about `kill_before` seconds."""
         self.launches += 1
         run.phase.unlink(missing_ok=True)  # an earlier launch's
         argv = [sys.executable, "-m", "sft_play", *self.words, f"RUN_NAME={run.name}"]
@@ -110,7 +110,7 @@ class Soak:
         return 0 if complete else None
 
     def _kill_in_time(self, process: subprocess.Popen[str], run: RunFolder, before: float) -> str | None:
-        """Sends SIGKILL at a random moment; returns to what, `None` where the launch ended first."""
+        """Send SIGKILL at a random moment; return its target, or `None` if the launch ended first."""
         aim = self.chance.choices(list(AIMS), list(AIMS.values()))[0]
         moment, begun = self.chance.uniform(0.05, before) if aim == "any" else 0.0, time.monotonic()
         while process.poll() is None:
@@ -130,7 +130,7 @@ class Soak:
         return None
 
     def check_checkpoints(self, run: RunFolder) -> None:
-        """No published checkpoint is incomplete, and no more is lost than the save interval."""
+        """Assert that published checkpoints are complete and at most one save interval is lost."""
         newest, skipped = newest_valid(run)
         assert not skipped
         reached = max((row["step"] for row in read_json_lines(run.metrics) if row["kind"] == "train"), default=0)
@@ -139,7 +139,7 @@ class Soak:
 
 
 def exact(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns the rows of metrics in their order, without what a clock decides; JSON keeps every bit of a float."""
+    """Return the metrics rows in order without timings; JSON keeps every bit of a float."""
     rows = [row for row in read_json_lines(run.metrics) if row["kind"] in ("train", "eval")]
     return [{name: value for name, value in row.items() if not CLOCKED.search(name)} for row in rows]
 

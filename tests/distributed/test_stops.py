@@ -1,5 +1,5 @@
-"""Stops on request in every phase, with real processes: the exit code, in time, nothing lost; then the same command
-goes on to the bit.
+"""Stops on request in every phase, with real processes: exit in time with the right code, lose nothing, and continue
+bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS, EVERY = 6, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A configuration and the run that nobody disturbed."""
+    """A configuration and its undisturbed run."""
 
     config: Path
     environment: dict[str, str]
@@ -42,16 +42,14 @@ class Place:
         return start(self.environment, *self.words, f"CONFIG={self.config}", *words, name=name)
 
     def complete(self, name: str, *words: str) -> str:
-        """The same command to its end; it must succeed. Returns what it said."""
+        """Run the same command to its end and return its output; it must succeed."""
         with self.start(name, *words) as launch:
             code, output = launch.end()
         assert code == 0, output
         return output
 
     def require_same(self, launch: Started, *words: str) -> str:
-        """Completes a launch that was stopped, to the figures and weights of the run that nobody disturbed; returns
-        what it said.
-        """
+        """Complete a stopped launch to the undisturbed run's figures and weights; return its output."""
         output = self.complete(launch.run.name, *words)
         assert figures(launch.run) == figures(launch.run.parent / "whole"), output
         assert weights(launch.run) == weights(launch.run.parent / "whole")
@@ -88,7 +86,7 @@ def double(tmp_path_factory: pytest.TempPathFactory, tiny: Path, cache: Path) ->
 
 
 def figures(run: Path) -> dict[str, list[list[Any]]]:
-    """Returns everything that a resumed run must repeat to the bit, each step once."""
+    """Return everything that a resumed run must repeat to the bit, each step once."""
     return {kind: [[row[key] for key in keys] for row in metrics(run, kind)] for kind, keys in EXACT.items()}
 
 
@@ -114,7 +112,7 @@ def loading(launch: Started) -> bool:
 
 
 def before_steps(launch: Started) -> bool:
-    """The rows of an earlier attempt are removed just before the first step."""
+    """Return whether metrics exist: a resume removes an earlier attempt's rows just before its first step."""
     return (launch.run / "metrics.jsonl").is_file()
 
 
@@ -139,7 +137,7 @@ def publishing(launch: Started) -> bool:
 
 
 def stop(launch: Started, moment: Callable[[Started], bool], number: int, target: str = "launcher") -> int:
-    """Sends a signal at a moment; returns the exit code, which must come in time."""
+    """Send a signal at a moment; return the exit code, which must arrive in time."""
     with launch:
         launch.wait_for(lambda: moment(launch))
         everybody = [psutil.Process(launch.process.pid), *launch.family()]
@@ -185,7 +183,7 @@ def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
 
 @pytest.mark.parametrize("numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGHUP)])
 def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.Signals, ...]) -> None:
-    """A terminal that is closed sends SIGHUP to all processes; a login manager SIGTERM before."""
+    """A closed terminal sends SIGHUP to all processes, a login manager SIGTERM first."""
     launch = double.start(f"session-{len(numbers)}")
     with launch:
         launch.wait_for(lambda: stepping(launch))

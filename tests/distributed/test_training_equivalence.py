@@ -106,7 +106,7 @@ def test_every_split_and_strategy_gives_the_same_updates(
 
 
 def check_holdings(run: Path, baseline: Path, way: str) -> None:
-    """Shards sum to the whole, none exceeds 0.6, and ranks trained and scored disjoint rows."""
+    """Assert that shards sum to the whole, none exceeds 0.6, and ranks trained and scored disjoint rows."""
     (whole,), ranks = holdings(RunFolder(baseline)), holdings(RunFolder(run))
     for part in ("rows_trained", "rows_scored"):
         assert sorted(row for rank in ranks for row in rank[part]) == whole[part]

@@ -59,7 +59,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def foreign(place: Place, folder: Path, **settings: Any) -> Path:
-    """Writes an adapter that is not the zero function by PEFT's own `save_pretrained`."""
+    """Write an adapter that is not the zero function by PEFT's own `save_pretrained`."""
     torch.manual_seed(3)
     base = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
     adapted: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings))
@@ -153,7 +153,7 @@ def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None
 
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
 def test_one_step_equals_pefts_own(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of an adapter with settings of others, as `PeftModel.from_pretrained(..., is_trainable=True)` trains it."""
+    """Compare an adapter with foreign settings to `PeftModel.from_pretrained(..., is_trainable=True)`."""
     folder = foreign(place, tmp_path / "adapter", **settings)
     words = [
         f"MODEL_ADAPTER={folder}",

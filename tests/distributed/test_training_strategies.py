@@ -119,7 +119,7 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
 def test_a_loss_that_is_no_number_stops_before_the_update(
     strategy: str, ranks: tuple[tuple[int, int], ...], added: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
-    """The first step is warm-up; the update of step 2 makes weights so large that the loss of step 3 is no number."""
+    """After a warm-up step, the update of step 2 makes weights so large that the loss of step 3 is NaN."""
     settings = ("train.save_steps: 2", *NO_EVALUATION, *added)
     run = make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
     assert train(run).returncode != 0
@@ -147,8 +147,8 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3", "fsdp2"))]
 )
 def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path) -> None:
-    """One row holds a token whose embedding is no number; every rank stops before the update, and that row's rank has
-    its file.
+    """A row has a token whose embedding is NaN: every rank stops before the update, and that row's rank writes its
+    file.
     """
     base = build_tiny_llama(tmp_path / "base", tie_word_embeddings=False)
     run = make_run(tmp_path / "run", base, Trial(strategy=strategy, ranks=HALVES, settings=NO_EVALUATION))
@@ -198,7 +198,7 @@ def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny:
 
 
 def spikes(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns them in order, without the time of day."""
+    """Return them in order, without the time of day."""
     lines = [json.loads(line) | {"time": None} for line in (run.logs / "spikes.jsonl").read_text().splitlines()]
     return sorted(lines, key=lambda line: (line["step"], line["rank"]))
 
@@ -226,7 +226,7 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
 
 
 def test_a_checkpoint_comes_before_its_scores_which_a_resumed_run_takes_up(tiny: Path, tmp_path: Path) -> None:
-    """A learning rate that falls at each evaluation falls alike in a resumed run, which makes none of them again."""
+    """A rate that falls at each evaluation falls alike in a resumed run, which repeats no evaluation."""
     settings = (
         "train.eval_strategy: epoch",
         "train.eval_steps: null",
@@ -247,7 +247,7 @@ def test_a_checkpoint_comes_before_its_scores_which_a_resumed_run_takes_up(tiny:
 
 
 def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
-    """Returns TensorBoard's curves: name -> (step, value)."""
+    """Return TensorBoard's curves: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.tensorboard))
@@ -256,7 +256,7 @@ def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_another_strategy_than_planned_is_refused_before_the_first_batch(tiny: Path, tmp_path: Path) -> None:
-    """accelerate drops DeepSpeed without a word when it is told that there is no GPU: plain DDP would run."""
+    """accelerate silently drops DeepSpeed if it believes that there is no GPU: plain DDP would run."""
     run = make_run(tmp_path / "run", tiny, Trial(strategy="zero2", ranks=HALVES))
     train(run, ACCELERATE_USE_CPU="true")
     end = ended_with(run)

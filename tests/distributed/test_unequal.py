@@ -1,5 +1,5 @@
-"""Ranks with micro-batches and micro-steps of their own: the same updates as one process, and shares that follow
-measured speed (B11).
+"""Ranks with different micro-batches and micro-steps: the same updates as one process, and shares that follow measured
+speed (B11).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONG = pytest.mark.long
 def test_ranks_with_their_own_micro_steps_make_the_same_updates(
     strategy: str, slots: tuple[tuple[int, int], ...], pack: int, trained: Trained
 ) -> None:
-    """Also where one of three ranks has no rows at all."""
+    """This includes a world in which one of three ranks has no rows."""
     alone, run = trained(Trial()), trained(Trial(strategy=strategy, ranks=slots, plan=(("pack_tokens", pack),)))
     same_curves(run.path, alone.path)
     for part in ("rows_trained", "rows_scored"):
@@ -66,7 +66,7 @@ PLANNED = ((4, 2), (4, 3))
 
 
 def slowed(run: RunFolder) -> RunFolder:
-    """Trains `run` with rank 1 held at a quarter of a core from its first step on."""
+    """Train `run` with rank 1 limited to a quarter of a core from its first step."""
     arguments, variables = command(run)
     with (
         quota(0.25) as group,
@@ -92,7 +92,7 @@ def slowed(run: RunFolder) -> RunFolder:
 
 
 def heavy(*added: str, named: bool, **changes: Any) -> Trial:
-    """Returns a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
+    """Return a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
     settings = (
         f"train.max_steps: {STEPS}",
         f"train.global_batch_size: {ROWS}",
@@ -129,12 +129,14 @@ def heavy_alone(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunF
 
 @pytest.fixture(scope="module")
 def half_speed(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """The kernel holds rank 1 to a part of a core; the plan says that devices differ, so that it is believed soon."""
+    """Return a run whose rank 1 is limited to part of a core, under a plan with different devices, so that shares
+    change soon.
+    """
     return slowed(make_run(tmp_path_factory.mktemp("slowed") / "run", heavier, heavy(named=True)))
 
 
 def share_of_rank_0(rows: list[dict[str, Any]]) -> float:
-    """Returns its part of the trained tokens."""
+    """Return its part of the trained tokens."""
     counts = [sum(row["rank_tokens"][rank] for row in rows) for rank in (0, 1)]
     return float(counts[0] / sum(counts))
 
@@ -145,7 +147,7 @@ def whole_steps(run: RunFolder) -> list[dict[str, Any]]:
 
 @pytest.mark.quiet
 def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone: RunFolder) -> None:
-    """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
+    """The trained rows stay those of one process, with unequal shares from the first step and others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
     same_curves(run.path, heavy_alone.path)
     changes = rows(run, "balance")
@@ -166,7 +168,7 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
 
 
 def test_a_run_goes_on_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone: RunFolder, tmp_path: Path) -> None:
-    """With those of its plan, until ranks are measured again."""
+    """A resumed run uses the shares of its plan until ranks are measured again."""
     unequal = must_train(make_run(tmp_path / "unequal", heavier, heavy(named=False)))
     slots = ((2, 8), (1, 1))
     again = resume_from(

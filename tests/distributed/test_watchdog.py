@@ -1,6 +1,4 @@
-"""Ranks, agents and launchers that are killed, frozen or made to wait from outside: the cause is named, and everyone
-stops or restarts.
-"""
+"""Ranks, agents and launchers that are killed or frozen from outside: the cause is named, and all stop or restart."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run seen while it goes: the panel on a terminal, `make watch`, the page's record and the report, and a slowed rank
-named in each.
-"""
+"""A slowed rank is named in the terminal's panel, in `make watch`, on the page and in the report."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SHAPES = {"first.weight": (13, 7), "first.bias": (13,), "second.weight": (5, 13)
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns every state of every parameter, put together."""
+    """Return every state of every parameter, put together."""
     state_files = StateFiles(folder, range(read_facts(folder).files))
     states = {}
     for name, shape in SHAPES.items():

@@ -41,9 +41,7 @@ STRATEGIES: Mapping[str, CommandStrategy] = {"train": "single", "train-distribut
 
 
 def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
-    """Does what `make COMMAND WORDS` does before its workers start, with rows that are already prepared; returns one
-    for each rank.
-    """
+    """Do what `make COMMAND WORDS` does before its workers start, with prepared rows; return one start per rank."""
     with on_machine(environment):
         call = parse_call([command, *words], COMMANDS)
         options, loaded = read_options(call, call.load_config(), STRATEGIES[command])

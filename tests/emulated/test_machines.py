@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.broad, pytest.mark.slow, pytest.mark.cold]  # its work
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is typed on a machine, and what must come of it."""
+    """What is typed on a machine, and its expected result."""
 
     machine: str
     command: str = "train"
@@ -52,7 +52,7 @@ CASES = {
     "H200, every weight, recomputed": Case(
         machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
     ),
-    "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
+    "4080 with 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
     "two RTX 3090, a process each": PAIR,
     "two RTX 3090, a stage each": replace(PAIR, words=("LAUNCH_STRATEGY=pipeline",)),
     "two RTX 3090, slices of layers": replace(PAIR, words=("LAUNCH_TENSOR_PARALLEL=2",)),

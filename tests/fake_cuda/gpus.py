@@ -25,10 +25,9 @@ class Card:
 
 
 def visible(machine: Mapping[str, Any], environment: Mapping[str, str]) -> list[Card]:
-    """Returns what CUDA shows of a described machine (`tests.nvml_double.Machine`) under `CUDA_VISIBLE_DEVICES`.
+    """Return what CUDA shows of a described machine (`tests.nvml_double.Machine`) under `CUDA_VISIBLE_DEVICES`.
 
-    That are numbers or beginnings of UUIDs, up to the first unknown one. Of a card that is split, CUDA shows slices
-    only.
+    It has numbers or prefixes of UUIDs, up to the first unknown one; of a split card CUDA shows only slices.
     """
     whole, slices = [], []
     for card in machine["cards"]:
@@ -64,8 +63,8 @@ class Event:
 
 
 def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
-    """What replaces names in `torch.cuda` that would ask the driver. `asked` gets the card of each question that makes
-    a context.
+    """Return replacements of the names in `torch.cuda` that ask the driver; `asked` gets the card of each call that
+    creates a context.
     """
     current = [0]
 
@@ -158,7 +157,7 @@ def _numpy(self: torch.Tensor, **_: Any) -> Any:
 
 @contextmanager
 def fake_gpus(cards: Sequence[Card]) -> Iterator[list[int]]:
-    """Everything inside sees `cards`; yields the list of those on which a question has made a context, in order."""
+    """Show `cards` to everything inside; yield the list of those with a context, in order."""
     asked: list[int] = []
     replaced = {f"torch.cuda.{name}": value for name, value in _driver(cards, asked).items()} | {
         "torch.version.cuda": "13.0",

@@ -1,6 +1,4 @@
-"""Compiles `guard.cpp` beside the torch that is installed. Imports no torch: the library must be loaded before it
-is.
-"""
+"""Compiles `guard.cpp` against the installed torch without importing it: the library must be loaded first."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def compiled(cache: Path) -> Path:
-    """Returns the shared library, which `cache` keeps for the torch that is installed."""
+    """Return the shared library, which `cache` keeps for the torch that is installed."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.submodule_search_locations
     torch = Path(spec.submodule_search_locations[0])

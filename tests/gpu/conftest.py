@@ -17,7 +17,7 @@ def two_gpus() -> None:
 
 
 def written(folder: Path, model: Path, lines: str) -> str:
-    """Writes rows and a configuration; returns it as a word of a command."""
+    """Write rows and a configuration; return it as a word of a command."""
     data = ragged_rows(folder / "train.jsonl", 32)
     (folder / "run.yaml").write_text(
         f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{lines}\n"

@@ -1,5 +1,5 @@
-"""What a plan predicts by trace beside what two real steps on a GPU needed: allocated within 2 %, with reserve and
-context within 5 %, or 100 MiB.
+"""A plan's traced memory against two real steps on a GPU: allocated within 2 %, with reserve and context within 5 % or
+100 MiB.
 """
 
 from __future__ import annotations

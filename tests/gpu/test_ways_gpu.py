@@ -1,4 +1,4 @@
-"""Ways to train on a real card: losses beside a CPU's, types, memory within the plan, contexts, waits for the device.
+"""Ways to train on a real card: losses against a CPU's, types, memory within the plan, contexts, waits for the device.
 
 Each way is one worker, started by `tests.fake_cuda.worker` without a guard; the CPU's own curve comes from the same
 code.
@@ -67,7 +67,7 @@ class Lab:
     def train(
         self, name: str, *words: str, command: str = "train", hidden: bool = False, **plan: Any
     ) -> tuple[list[Start], list[dict[str, Any]]]:
-        """Returns what was started and what each rank reports; `hidden` trains on the CPU, `plan` changes fields of the
+        """Return what was started and what each rank reports; `hidden` trains on the CPU, `plan` changes fields of the
         plan.
         """
         if name not in self.kept:
@@ -81,7 +81,7 @@ class Lab:
         return self.kept[name]
 
     def losses(self, name: str, *words: str, **options: Any) -> list[float]:
-        """Returns the loss of each step."""
+        """Return the loss of each step."""
         return column(self.train(name, *words, **options)[0][0].run, "loss")
 
 

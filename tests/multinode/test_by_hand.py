@@ -38,12 +38,12 @@ class Lan2(Typed):
         self.launch(k, *words, *run, *place, **env)
 
     def start_all(self, *words: str, nodes: int = 2, **options: str) -> None:
-        """Types the same on every host, with one process each."""
+        """Type the same on every host, with one process each."""
         for k in range(nodes):
             self.start(k, "train-distributed", "NUM_GPUS=1", *words, nodes=nodes, **options)
 
     def end_all(self) -> list[tuple[int, str]]:
-        """Returns code and words of everything that was started."""
+        """Return exit code and output of everything that was started."""
         ended = [(self.end(number=k), self.said(k)) for k in range(len(self.started))]
         self.started = []
         return ended
@@ -81,9 +81,7 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
 
 @pytest.mark.long
 def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
-    """As Debian writes it into /etc/hosts: without the meeting node 0 would offer its loopback interface to the
-    others.
-    """
+    """Debian's /etc/hosts names the loopback: without the rendezvous node 0 would offer it to the others."""
     hosts = two.folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     done = two.net.run(0, ["mount", "--bind", hosts, "/etc/hosts"])
@@ -98,9 +96,7 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("cut", ["while it trains", "before the first step"])
 def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: Path, tiny: Path) -> None:
-    """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared
-    disk hangs imports.
-    """
+    """The launcher behind the cut ends by itself, also before the first step, as when a shared disk blocks imports."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
         three.start_all("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
@@ -163,7 +159,7 @@ def test_a_cut_off_machine_joins_the_restart_when_it_is_back(tmp_path: Path, tin
 
 @pytest.mark.long
 def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -> None:
-    """The same rows in another folder, and a cache of its own; unequal numbers are remembered per node."""
+    """A node has the same rows in another folder and a separate cache; unequal numbers are remembered per node."""
     for k, count in enumerate((1, 2)):
         folder = two.folder / f"home{k}"
         folder.mkdir()

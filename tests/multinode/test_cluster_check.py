@@ -1,5 +1,5 @@
-"""`make cluster-check` on three machines with links of 1 Gb/s: what is well is said to be, and each planted fault is
-found.
+"""`make cluster-check` on three machines with links of 1 Gb/s: healthy facts are reported as such, and each planted
+fault is found.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
 
 
 def copy_project(folder: Path) -> None:
-    """Makes a project that nobody edits while machines are compared."""
+    """Make a project that nobody edits while machines are compared."""
     shutil.copytree(ROOT / "sft_play", folder / "sft_play", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "constraints.txt", folder)
@@ -54,45 +54,45 @@ def copy_project(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check said."""
+    """The result of a check."""
 
     code: int
     json: dict[str, Any]
 
     def found(self, host: str, severity: str | None = None) -> dict[str, str]:
-        """Returns id -> text and remedy of a host's findings."""
+        """Return id -> text and remedy of a host's findings."""
         rows = self.json["hosts"][host]["findings"]
         return {row["id"]: f"{row['text']} | {row['remedy']}" for row in rows if severity in (None, row["severity"])}
 
     def fails(self) -> dict[str, set[str]]:
-        """Returns host -> ids of what keeps it from taking part, where there is something."""
+        """Return host -> ids of what keeps it from taking part, if anything."""
         return {host: set(some) for host in self.json["hosts"] if (some := self.found(host, "fail"))}
 
     def says(self, host: str, name: str, *parts: str) -> None:
-        """Asserts that a finding's text and remedy hold these."""
+        """Assert that a finding's text and remedy contain these."""
         text = self.found(host)[name]
         assert all(part in text for part in parts), text
 
     def speeds(self) -> list[float]:
-        """Returns the speeds from the first host to the others, Mbit/s."""
+        """Return the speeds from the first host to the others, Mbit/s."""
         return [host["mbit"] for host in self.json["hosts"].values() if host["mbit"] is not None]
 
 
 def check(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, *words: str, **top: Any) -> Checked:
-    """Types the command on the first machine."""
+    """Type the command on the first machine."""
     done = typed(net, *command(net, hosts, **top), "JSON=1", *words)
     assert done.stdout, done.stderr
     return Checked(done.returncode, json.loads(done.stdout))
 
 
 def command(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, **top: Any) -> tuple[str, str]:
-    """Returns the words of a check, and writes the inventory that they name."""
+    """Return the words of a check, and writes the inventory that they name."""
     defaults = {"folder": str(net.folder / "project"), **top.pop("defaults", {})}
     return "cluster-check", f"CLUSTER={net.inventory(net.folder / 'cluster.yaml', hosts, defaults=defaults, **top)}"
 
 
 def typed(net: Lan, *words: str, k: int = 0, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    """Types a command in the project of host `k`."""
+    """Type a command in the project of host `k`."""
     argv = [net.python, "-m", "sft_play", *words]
     return net.run(k, argv, timeout=timeout, cwd=net.folder / "project", env={"PYTHONPATH": ""})
 
@@ -106,7 +106,7 @@ def assert_nothing_runs(net: Lan) -> None:
 
 
 def python_with(net: Lan, name: str, **variables: str) -> str:
-    """Returns an interpreter that starts with variables of its own."""
+    """Return an interpreter that starts with further variables."""
     path = net.folder / name
     settings = " ".join(f"{name}={value!r}" for name, value in variables.items())
     path.write_text(f'#!/bin/sh\nexport {settings}\nexec {net.python} "$@"\n')
@@ -148,7 +148,7 @@ def test_several_faults_at_once(net: Lan) -> None:
 
 @contextlib.contextmanager
 def mounted(net: Lan, k: int, *mounts: Sequence[str | Path]) -> Iterator[None]:
-    """Mounts something on a host; the last word of each is the place."""
+    """Mount something on a host; the last word of each is the place."""
     for words in mounts:
         done = net.run(k, ["mount", *words])
         assert done.returncode == 0, done.stderr
@@ -170,7 +170,7 @@ def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
 
 @pytest.mark.long
 def test_a_closed_port(net: Lan) -> None:
-    """The master's, which another one gets round."""
+    """The master's port is blocked; another one avoids that."""
     with firewall(net, 0, "tcp dport 29500 drop"):
         checked, other = check(net), check(net, None, "MASTER_PORT=29507")
     assert checked.fails() == {"node1": {"port-closed"}} and checked.speeds() == []
@@ -248,7 +248,7 @@ def test_a_slow_network(net: Lan) -> None:
 
 @pytest.mark.long
 def test_ctrl_c(net: Lan) -> None:
-    """In the middle of it: the command ends soon, and no process of it goes on anywhere."""
+    """A signal in the middle ends the command soon and all its processes everywhere."""
     typing = Typed(net, net.folder)
     process = typing.launch(0, *command(net), cwd=net.folder / "project", PYTHONPATH="")
     typing.until(lambda: len(net.pids(2)) > QUIET + 1)  # a probe is there

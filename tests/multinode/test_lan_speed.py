@@ -41,14 +41,14 @@ HEAVIER: Mapping[str, Any] = {
 
 
 def write_rows(folder: Path, count: int, words: int) -> None:
-    """Writes rows that differ in their number only."""
+    """Write rows that differ in their number only."""
     rows = [{"prompt": "say", "completion": f"I say {i:02d} " + "so " * words} for i in range(count)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
 def held(machines: Home) -> Iterator[Callable[[], None]]:
-    """Yields what puts the one worker of each host under that host's quota."""
+    """Yield a function that puts the one worker of each host under its quota."""
     with contextlib.ExitStack() as stack:
         groups = [stack.enter_context(quota(share)) for share in SPEEDS]
 
@@ -61,7 +61,7 @@ def held(machines: Home) -> Iterator[Callable[[], None]]:
 
 
 def trained_at_unequal_speeds(machines: Home, balance: str) -> list[dict[str, Any]]:
-    """Trains on three hosts of which the third has half the speed from its first steps on; returns the logged steps."""
+    """Train on three hosts of which the third has half the speed from its first steps on; return the logged steps."""
     steps = STEPS[balance]
     words = (f"LAUNCH_BALANCE={balance}", f"TRAIN_MAX_STEPS={steps}", "TRAIN_SAVE_STRATEGY=no")
     with held(machines) as hold:
@@ -75,14 +75,14 @@ def trained_at_unequal_speeds(machines: Home, balance: str) -> list[dict[str, An
 
 
 def part_of(rank: int, rows: list[dict[str, Any]]) -> float:
-    """Returns a rank's part of the trained tokens."""
+    """Return a rank's part of the trained tokens."""
     return float(sum(row["rank_tokens"][rank] for row in rows) / sum(sum(row["rank_tokens"]) for row in rows))
 
 
 @pytest.mark.quiet
 def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path) -> None:
-    """The kernel holds the workers, and nobody sleeps: tokens per second with and without `launch.balance`, and each
-    rank's own count.
+    """The kernel limits the workers: compare tokens per second with and without `launch.balance`, and each rank's
+    count.
     """
     with home(tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER)) as machines:
         write_rows(machines.own(0, "models"), 48, 60)
@@ -107,7 +107,7 @@ FIXED = ("TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TR
 
 
 def bytes_of(hosts: Lan2, name: str, steps: int, *words: str) -> int:
-    """Returns what the interfaces of three hosts sent in a whole run of full tuning."""
+    """Return what the interfaces of three hosts sent in a whole run of full tuning."""
     before = sum(map(hosts.net.sent_bytes, range(3)))
     hosts.start_all(*FIXED, *words, f"TRAIN_MAX_STEPS={steps}", name=name, nodes=3)
     all_ended_with_0(hosts.end_all())

@@ -42,13 +42,13 @@ class Site:
         )
 
     def make(self, *words: str, command: str = "slurm") -> Done:
-        """Types `make slurm SUBMIT=1`, or another command, with these words."""
+        """Type `make slurm SUBMIT=1`, or another command, with these words."""
         submit = () if "SUBMIT=0" in words else ("SUBMIT=1",)
         words = (command, f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", "JSON=1", *submit, *words)
         return run_program(list(words), self.environment, cwd=self.folder, timeout=240)
 
     def submit(self, name: str, *words: str) -> str:
-        """Returns the number of the job."""
+        """Return the number of the job."""
         done = self.make(f"RUN_NAME={name}", *words)
         assert done.code == 0, done.err
         return str(done.json["job"])
@@ -70,11 +70,11 @@ class Site:
         self.slurm.wait(number, ready, logs=self.runs / name / "slurm")
 
     def wait_for_step(self, name: str, number: str) -> None:
-        """Waits until the run has made some steps."""
+        """Wait until the run has made some steps."""
         self.wait(name, number, lambda _: len(self.steps(name)) >= 3)
 
     def end(self, name: str, number: str) -> dict[str, str]:
-        """Waits until the job has ended for good; returns its facts."""
+        """Wait until the job has ended for good; return its facts."""
         return self.slurm.end(number, self.runs / name / "slurm")
 
 
@@ -102,8 +102,8 @@ def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, messa
 
 
 def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site) -> None:
-    """In a folder whose name holds what sbatch and shells read in their own way; the data are missing, which no second
-    turn would mend.
+    """The folder's name has characters that sbatch and shells interpret; the missing data are an error that no retry
+    would fix.
     """
     (site.folder / "rows.jsonl").unlink()
     out = site.folder / "jobs 100%j #1 'x' $(touch made)"
@@ -170,7 +170,7 @@ def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> 
 
 
 def test_jobs_submitted_at_once_are_different_runs(site: Site) -> None:
-    """Each without a name; the last of three scripts of one second would be the only one left."""
+    """None has a name: the last of three scripts of one second would replace the others."""
     with ThreadPoolExecutor(3) as pool:
         jobs = list(pool.map(lambda seed: site.make(f"TRAIN_SEED={seed}", "TRAIN_MAX_STEPS=1"), range(3)))
     assert [done.code for done in jobs] == [0, 0, 0], jobs

@@ -29,12 +29,12 @@ pytestmark = pytest.mark.broad
 
 
 def worlds(run: RunFolder) -> list[int]:
-    """The numbers of ranks that made the steps, one after the other."""
+    """Return the world sizes of the steps, in order."""
     return [count for count, _ in itertools.groupby(len(row["rank_rows"]) for row in metrics(run.path))]
 
 
 def events(run: RunFolder) -> list[str]:
-    """What node 0 recorded."""
+    """Return node 0's events."""
     rows = [json.loads(line) for line in run.events.read_text().splitlines()]
     return [row["event"] for row in rows if row["node"] == 0]
 
@@ -114,7 +114,7 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
     run = machines.run("three")
     steps = metrics(run.path)[-1]["step"] + 2
     assert "has no random states" not in machines.resume("three", f"TRAIN_MAX_STEPS={steps}"), (
-        "each rank goes on with its own"
+        "each rank continues with its own"
     )
     assert [row["step"] for row in metrics(run.path)] == list(range(1, steps + 1))
     assert losses(run)[:12] == pytest.approx(machines.alone("TRAIN_MAX_STEPS=12"), rel=1e-5)
@@ -209,7 +209,7 @@ def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_an_ssh_connection_that_breaks_stops_the_run_saved(machines: Home) -> None:
-    """The launcher behind it hears what it hears when a person's terminal closes: all save and leave."""
+    """The launcher behind it gets the signal of a closed terminal: all save and leave."""
     machines.train("loose", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
     machines.until_step("loose", 2)
     for pid in machines.net.pids(0):
@@ -225,7 +225,7 @@ def test_an_ssh_connection_that_breaks_stops_the_run_saved(machines: Home) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_what_cannot_be_started(machines: Home) -> None:
-    """Each fault is one error with its remedy, and no run is begun."""
+    """Each fault is one error with its remedy, and no run starts."""
     faults: list[tuple[dict[str, Any], str, str]] = [
         (
             {"python": "/nowhere/bin/python"},
@@ -246,8 +246,8 @@ def test_what_cannot_be_started(machines: Home) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_install(machines: Home) -> None:
-    """An environment that cannot be filled (no network), then one that is there: what failed is said, and the same
-    command goes on.
+    """An environment that cannot be filled (no network), then one that is there: the failure is reported, and the same
+    command continues.
     """
     project = machines.own(1, "project")
     machines.write_inventory(python=".venv/bin/python")
@@ -266,7 +266,7 @@ def test_install(machines: Home) -> None:
 
 @pytest.mark.long
 def test_one_disk_for_all(tmp_path: Path, tiny: Path) -> None:
-    """Runs, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is
+    """Run, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is
     written twice.
     """
     with home(tmp_path, tiny, 2, own=["project"]) as machines:

@@ -1,4 +1,4 @@
-"""One of two ranks that exchange gradients or weights over gloo, and say what came of it: run by `test_compression.py`.
+"""One of two ranks that exchange gradients or weights over gloo and write the result: run by `test_compression.py`.
 
     torchrun -m tests.numerics.exchange_ranks FOLDER
 
@@ -29,7 +29,7 @@ STEPS = 3
 
 
 def sent_bytes() -> int:
-    """Returns the bytes that all interfaces of this namespace have sent."""
+    """Return the bytes that all interfaces of this namespace have sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
@@ -40,7 +40,7 @@ def model_of() -> Any:
 
 
 def sent_by(kind: str, ranks: Ranks) -> int:
-    """Returns what a later backward pass under DDP sends with this compression."""
+    """Return what a later backward pass under DDP sends with this compression."""
     ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
     plan = simple_plan(strategy="ddp", world_size=ranks.world, warmup_steps=None)
     context = context_of(Path(), ranks, plan=plan, launch={"compression": kind}, train={"seed": 1})
@@ -59,7 +59,7 @@ def sent_by(kind: str, ranks: Ranks) -> int:
 
 
 def outer(ranks: Ranks) -> dict[str, Any]:
-    """Three outer steps from weights and token counts that differ, beside torch's own Nesterov on the weighted mean."""
+    """Compare three outer steps from different weights and token counts to torch's Nesterov on the weighted mean."""
     rank, world = ranks.rank, ranks.world
     launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     trainer: Any = SimpleNamespace(model=model_of(), model_wrapped=SimpleNamespace())

@@ -27,7 +27,7 @@ IDS = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(1)
 
 
 def prepared(kind: str, mode: str) -> Any:
-    """Returns a tiny model to train; adapters hold what a step would have put there."""
+    """Return a tiny model to train; adapters hold what a step would have put there."""
     model = tiny_model(kind).train()
     lora.free_text_part(model)
     if mode == "lora":
@@ -46,7 +46,7 @@ def prepared(kind: str, mode: str) -> Any:
 
 
 def logits_of(model: Any, first: int) -> Tensor:
-    """Returns the logits [T, V] of rows in one line, of which the first begins with token `first`."""
+    """Return the logits [T, V] of rows in one line, of which the first begins with token `first`."""
     _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), first)
     with torch.no_grad():
         logits: Tensor = model(**inputs, use_cache=False).logits[0]
@@ -54,7 +54,7 @@ def logits_of(model: Any, first: int) -> Tensor:
 
 
 def alike(tensors: list[Tensor], world: int) -> bool:
-    """Whether these are the same bits on all ranks."""
+    """Return whether these are the same bits on all ranks."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     parts = [torch.empty_like(flat) for _ in range(world)]
     distributed.all_gather(parts, flat)
@@ -62,7 +62,7 @@ def alike(tensors: list[Tensor], world: int) -> bool:
 
 
 def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[str, float]:
-    """Returns what the module's docstring says of a family."""
+    """Return the figures of a family that the module's docstring describes."""
     whole, mine = prepared(kind, mode), prepared(kind, mode)
     whole_loss = whole(input_ids=IDS, labels=IDS).loss
     whole_loss.backward()

@@ -1,4 +1,4 @@
-"""Two gloo ranks under the policies that a GPU gets in bf16: the gradient of 16 micro-steps beside its sum in fp32.
+"""Two gloo ranks under the policies that a GPU gets in bf16: the gradient of 16 micro-steps against its sum in fp32.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.numerics.narrow_gradients fsdp2 RESULT
 
@@ -25,7 +25,7 @@ def model() -> nn.Module:
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    """Returns the loss of a micro-batch; a few of them are far larger than the others, which a narrow sum would
+    """Return the loss of a micro-batch; a few of them are far larger than the others, which a narrow sum would
     lose.
     """
     generator = torch.Generator().manual_seed(100 * rank + step)
@@ -35,7 +35,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 
 
 def reference() -> Tensor:
-    """Returns the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes,
+    """Return the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes,
     [weights].
     """
     flat = []

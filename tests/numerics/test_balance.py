@@ -19,7 +19,7 @@ def test_alike_ranks_keep_equal_shares_through_noise() -> None:
     chance, chooser = random.Random(0), ShareChooser(plan, 8)
 
     def look(*paces: float) -> Shares | None:
-        """Judges 10 steps of 32 rows by ranks of these seconds per row."""
+        """Judge 10 steps of 32 rows by ranks of these seconds per row."""
         return chooser.look([[pace * 160, 160, 16_000, 40] for pace in paces], EQUAL)
 
     for _ in range(500):
@@ -37,7 +37,7 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
     )
 
     def shares_after(paces: tuple[float, float], shares: Shares) -> Shares:
-        """Judges 10 looks at ranks of these seconds per row, each at 10 steps with the shares of that time."""
+        """Judge 10 looks at ranks of these seconds per row, each at 10 steps with the shares of that time."""
         for _ in range(10):
             counts = [10 * rows for rows in spans(32, shares)]
             work = zip(paces, counts, shares, strict=True)

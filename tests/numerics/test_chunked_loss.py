@@ -25,7 +25,7 @@ FACTOR = 0.37
 
 
 def tuned(kind: str, way: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns a model that is tuned in one of the ways that a run can be, with adapters that are not zero."""
+    """Return a model that is tuned in one of the ways that a run can be, with adapters that are not zero."""
     model = tiny_model(kind, tie_word_embeddings=tied).to(dtype).train()
     if way == "frozen head":
         model.requires_grad_(False)
@@ -38,7 +38,7 @@ def tuned(kind: str, way: str, *, tied: bool = False, dtype: torch.dtype = torch
 
 
 def outcome(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss and all gradients of one backward pass."""
+    """Return the loss and all gradients of one backward pass."""
     model.zero_grad()
     total = token_loss_sum(model, batch)
     (total * FACTOR).backward()
@@ -46,7 +46,7 @@ def outcome(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor
 
 
 def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolerance: float = 1e-5) -> None:
-    """Compares all at once with chunks of the same model."""
+    """Compare all at once with chunks of the same model."""
     chunked = copy.deepcopy(model)
     chunk_head(chunked, chunk)
     (total, gradients), (mine, computed) = outcome(model, batch), outcome(chunked, batch)

@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: exact where they can be, close where not, and as few bytes on the wire as promised."""
+"""Compressed gradients: exact where possible, else close, and as few bytes on the wire as promised."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.numerics.rank_processes import results_of_ranks
 from tests.programs import need
 
 ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-"""A network namespace of its own, so that its interface counts nothing else."""
+"""A separate network namespace, whose interface counts nothing else."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What both ranks of `tests.numerics.exchange_ranks` found, in one network namespace."""
+    """Return the results of both ranks of `tests.numerics.exchange_ranks`, in one network namespace."""
     need("ip")
     if shutil.which("unshare") is None or subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no network namespace can be made here (it needs root)")

@@ -22,7 +22,7 @@ from tests.tiny_models import build_tiny_llama
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Returns a tiny Llama with adapters that are not the zero function, and its tokenizer."""
+    """Return a tiny Llama with adapters that are not the zero function, and its tokenizer."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)

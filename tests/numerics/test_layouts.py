@@ -33,7 +33,7 @@ EXACT, LEAK = 2e-5, 1e-3
 
 
 def random_model(kind: str, attention: str) -> Any:
-    """Returns a random model of a family as training prepares it, with weights large enough to show what leaks."""
+    """Return a random model of a family as training prepares it, with weights large enough to show what leaks."""
     kernels.register()
     varlen_on_cpu.register()
     model = tiny_model(kind, attention=attention, **(SPARSE if kind in ("deepseek_v32", "glm_moe_dsa") else {})).train()
@@ -48,7 +48,7 @@ def random_model(kind: str, attention: str) -> Any:
 def computed(
     model: Any, batches: list[list[list[int]]], layout: str, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns the logits of each row's positions but the last, and the gradient of the loss of all rows."""
+    """Return the logits of each row's positions but the last, and the gradient of the loss of all rows."""
     collate, logits_of_rows = Collator(layout, 0, model.config._attn_implementation, device), []
     model.zero_grad()
     for rows in batches:
@@ -71,9 +71,7 @@ def computed(
 
 
 def mixes(model: Any, alone: tuple[list[torch.Tensor], torch.Tensor], layout: str, device: str = "cpu") -> bool:
-    """Whether rows of one batch have other logits or gradients than alone; `True` too where the kernel cannot compute
-    the model.
-    """
+    """Return whether rows of a batch have other logits or gradients than alone, or the kernel fails."""
     try:
         logits, gradient = computed(model, [ROWS], layout, device)
     except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -87,8 +85,8 @@ def mixes(model: Any, alone: tuple[list[torch.Tensor], torch.Tensor], layout: st
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_lists_are_what_every_family_computes(kind: str) -> None:
-    """Logits and gradients of rows in one batch, under every kernel, are those of each row alone, just where the lists
-    say so.
+    """Under every kernel, logits and gradients of rows in a batch are those of each row alone exactly if the lists say
+    so.
 
     `varlen` as on CPUs, and as on GPUs, in place of whose kernels are those of `tests.varlen_on_cpu`. Flattened rows
     are recomputed.
@@ -121,7 +119,7 @@ def test_every_family_of_the_lists_is_tried() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_norms_in_fp32_are_cast_for_the_kernel_as_autocast_casts_for_sdpa(device: str) -> None:
-    """Trained norms of queries and keys return fp32 under autocast, beside values in bf16."""
+    """Trained norms of queries and keys return fp32 under autocast, while values are in bf16."""
     dtypes = []
     for attention in ("varlen", "sdpa"):
         with torch.autocast("cpu", torch.bfloat16):

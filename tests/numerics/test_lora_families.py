@@ -25,14 +25,14 @@ IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1
 
 
 def adapted(name: str, targets: Any = "auto") -> Any:
-    """Returns a tiny model with adapters that are no longer the zero function."""
+    """Return a tiny model with adapters that are no longer the zero function."""
     return grown(
         add_adapters(grown(tiny_model(name)), LoraSettings(r=2, target_modules=targets), BASE, torch.float32)[0]
     )
 
 
 def grown(model: Any) -> Any:
-    """Gives every parameter that starts as zeros, which would hide what comes before it, small numbers."""
+    """Give small numbers to every parameter that starts as zeros, since it would hide what precedes it."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,7 +48,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def assert_read_back(name: str, model: Any, folder: Path) -> None:
-    """PEFT alone and our own reading give the logits of `model`, before and after merging."""
+    """Assert that PEFT alone and our loading give the logits of `model`, before and after merging."""
     expected = logits(model)
     model.save_pretrained(folder)
     for read in (

@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def by_hand(model: Any) -> tuple[float, int]:
-    """Returns the summed loss and label tokens, one row at a time by transformers' own loss."""
+    """Return the summed loss and label tokens, one row at a time by transformers' own loss."""
     total, count = 0.0, 0
     for row in ROWS:
         labels = torch.tensor([row["labels"]])
@@ -96,7 +96,7 @@ def with_weights(*weights: float | None) -> list[dict[str, Any]]:
 
 
 def trained_on(rows: list[dict[str, Any]], layout: str, chunk: int, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns loss and gradient of a step."""
+    """Return loss and gradient of a step."""
     model, batch = tiny_model("llama").train(), Collator(layout, pad_token_id=3)(rows)
     if chunk:
         chunk_head(model, chunk)

@@ -32,7 +32,7 @@ CHAT: list[Message] = [
 
 @functools.cache
 def folder_of(name: str, place: Path) -> Path | str:
-    """Returns the folder of a tokenizer, or why there is none."""
+    """Return the folder of a tokenizer, or why there is none."""
     if shutil.which("npm") is None:
         return "npm is not installed"
     packed = subprocess.run(

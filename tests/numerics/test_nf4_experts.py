@@ -22,14 +22,14 @@ IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1
 
 
 def load(folder: Path, name: str, **changes: Any) -> Any:
-    """Returns the model that training of `mode: qlora` gets."""
+    """Return the model that training of `mode: qlora` gets."""
     build_family(folder / name, name)
     config = Config(model=ModelConfig(name=str(folder / name)), tuning=TuningConfig(mode="qlora"))
     return load_for_training(config, simple_plan(nf4_experts=True, **changes), prepared_model(folder / name))[0]
 
 
 def plain_of(model: Any, name: str) -> Any:
-    """Returns the unquantised model with the weights that a quantised one stands for."""
+    """Return the unquantised model with the weights that a quantised one stands for."""
     plain, base = tiny_model(name), model.get_base_model()
     with torch.no_grad():
         for parameter in expert_names(plain):

@@ -32,7 +32,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def packed(rows: list[dict[str, Any]], micro: int) -> list[list[dict[str, Any]]]:
-    """Returns the micro-batches of a step with all rows."""
+    """Return the micro-batches of a step with all rows."""
     lengths = [len(row["input_ids"]) for row in rows]
     sampler = GlobalBatchSampler(COUNT, COUNT, [(micro, COUNT)], 0, 0, lengths=lengths, pack_tokens=LIMIT)
     packs = [[rows[index] for index in batch] for batch in sampler if batch]

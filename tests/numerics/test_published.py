@@ -1,6 +1,4 @@
-"""What a base's folder holds beside the weights that are trained is in every whole model that is published, or the base
-is refused.
-"""
+"""Everything in a base's folder that is not trained is in every published full model, or the base is refused."""
 
 from __future__ import annotations
 
@@ -194,7 +192,7 @@ def test_a_model_whose_text_part_was_trained_keeps_its_tower(tmp_path: Path) -> 
 
 
 def build_untied(folder: Path) -> Path:
-    """Writes a model whose files hold a head of its own, though its configuration says that it is the embedding."""
+    """Write a model whose files have a separate head, although its configuration ties it to the embedding."""
     build_tiny_llama(folder, tie_word_embeddings=False)
     change_config(folder, tie_word_embeddings=True)
     return folder

@@ -1,4 +1,4 @@
-"""A row computes the same in every company: alone, in micro-batches of any size, in one line, padded, evaluated and
+"""A row computes the same with any other rows: alone, in micro-batches of any size, in one line, padded, evaluated and
 prompted in batches. Whole runs are `tests/distributed/test_update_alone.py`'s.
 """
 
@@ -57,7 +57,7 @@ QUICK = (
 
 
 def large(name: str) -> Any:
-    """Returns a random model with weights large enough to show where a token stands."""
+    """Return a random model with weights large enough to show where a token stands."""
     family, own = CASES[name]
     model = tiny_model(family, attention="eager" if family in WITHOUT_SDPA else "sdpa", **own).eval()
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_a_row_computes_the_same_in_every_company(name: str, rows: list[dict[str
 
 
 def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, int]:
-    """Returns what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
+    """Return what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
     ids = torch.tensor([prompt])
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     written = model.generate(

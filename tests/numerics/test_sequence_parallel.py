@@ -26,8 +26,7 @@ def test_slices_are_exact_and_rows_stay_apart_to_the_bit(world: int, families: l
     """Logits and gradients; with 4 ranks 2 grouped keys are repeated. Another token in the first row changes no bit of
     the others' logits.
 
-    Mixtures of experts multiply all tokens of an expert together: how many they are decides how the last bits are
-    rounded.
+    Mixtures of experts multiply all tokens of an expert at once, so their number changes the rounding of the last bits.
     """
     result = results_of_ranks("slice_ranks", tmp_path, world, families)[0]
     wrong = {

@@ -1,8 +1,8 @@
 """The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta
 device).
 
-Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan asks for in
-a process of its own (`tests/contract/test_plan_families.py`).
+Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan does in a
+separate process (`tests/contract/test_plan_families.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def trained(model: Any) -> int:
 
 
 def largest_layer(model: Any) -> int:
-    """Returns the most parameters under one number of the decoder's longest list."""
+    """Return the most parameters under one number of the decoder's longest list."""
     sizes: Counter[str] = Counter()
     for name, parameter in model.get_decoder().named_parameters():
         if match := re.search(r"(?:^|\.)(?:layers|h|blocks)\.\d+", name):

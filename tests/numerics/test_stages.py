@@ -27,7 +27,7 @@ def loss_of(logits: Any) -> torch.Tensor:
 
 
 def two_stages(model: Any) -> list[Stage]:
-    """Returns the two halves of a model's layers."""
+    """Return the two halves of a model's layers."""
     layers = model.config.get_text_config().num_hidden_layers
     middle, stages = max(1, layers // 2), []
     for first, last in ((0, middle), (middle, layers)):
@@ -39,7 +39,7 @@ def two_stages(model: Any) -> list[Stage]:
 
 
 def deviation(family: str, **own: int) -> float:
-    """Returns how far loss and gradients of two stages are from the whole model's."""
+    """Return how far loss and gradients of two stages are from the whole model's."""
     model = tiny_model(family, **own).train()
     whole = loss_of(model(**INPUTS, use_cache=False).logits)
     whole.backward()
@@ -65,7 +65,7 @@ def deviation(family: str, **own: int) -> float:
 
 
 def answering_deviation(family: str) -> float:
-    """Returns how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left,
+    """Return how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left,
     and four tokens.
     """
     model = tiny_model(family).eval()

@@ -25,7 +25,7 @@ from sft_play.training.stopping import scale_of
 
 
 def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[float]:
-    """Returns the scale after each step of a model of one weight with such gradients."""
+    """Return the scale after each step of a model of one weight with such gradients."""
     weight, scales = torch.nn.Parameter(torch.ones(1)), []
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for gradient in gradients:

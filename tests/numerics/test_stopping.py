@@ -1,4 +1,4 @@
-"""Early stopping stops where it should, says why, and counts on after a resume as if there had been none."""
+"""Early stopping stops at the right step, says why, and continues to count after a resume."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
 
 
 def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float]) -> int | None:
-    """Evaluates as the trainer does: logged, then asked about, then compared. Returns the step that stopped it, if one
-    did.
-    """
+    """Evaluate as the trainer does: log, then ask, then compare; return the step that stopped it, if any."""
     for loss in losses:
         state.global_step += 1
         control = TrainerControl()

@@ -16,7 +16,7 @@ from tests.numerics.rank_processes import results_of_ranks
 
 EXACT = 1e-5
 OTHERS = {"gemma3n_text"}
-"""Its layers add inputs of their own; the plan's formulas do not know them."""
+"""Its layers have further inputs, which the plan's formulas do not know."""
 
 
 @pytest.mark.slow

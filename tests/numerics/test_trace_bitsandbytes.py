@@ -59,7 +59,7 @@ def test_bitsandbytes_holds_what_its_stand_in_does(
 
 
 def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
-    """Returns the peaks of two steps of a model that transformers and bitsandbytes quantised."""
+    """Return the peaks of two steps of a model that transformers and bitsandbytes quantised."""
     settings = settings_of(case.architecture)
     dtype = dtype_of(case.weights_dtype)
     AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)

@@ -22,7 +22,7 @@ LAYERS = 6
 
 
 def deeper(name: str) -> Any:
-    """Returns the family's tiny configuration with more layers of the same kinds."""
+    """Return the family's tiny configuration with more layers of the same kinds."""
     if name == "nemotron_h":
         return tiny_config(name)  # it has four kinds
     own = OWN.get(COMPOSITE[name][0] if name in COMPOSITE else name, {})

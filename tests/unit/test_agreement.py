@@ -1,4 +1,4 @@
-"""What the machines of a run must agree on, and the errors that say where they do not."""
+"""What the machines of a run must agree on, and the errors for differences."""
 
 from __future__ import annotations
 

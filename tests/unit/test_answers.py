@@ -21,7 +21,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def learnt(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> AnswerParts:
-    """Returns the parts of what a row learns of its last answer."""
+    """Return the parts of a row's last answer that are learnt."""
     row = rows_of(tokenizer, messages, tools)[-1]
     return parts_of(tokenizer, row.input_ids[len(row.prompt_ids) : -1])
 

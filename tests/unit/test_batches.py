@@ -28,13 +28,13 @@ def samplers(rows: int, batch: int, slots: Sequence[Slots]) -> list[GlobalBatchS
 
 
 def steps(sampler: GlobalBatchSampler) -> list[list[list[int]]]:
-    """Returns the micro-batches of each optimizer step."""
+    """Return the micro-batches of each optimizer step."""
     micro, count = list(sampler), sampler.turns
     return [micro[start : start + count] for start in range(0, len(micro), count)]
 
 
 def global_batches(rows: int, batch: int, slots: Sequence[Slots]) -> list[list[int]]:
-    """Returns the sorted rows of each optimizer step over all ranks."""
+    """Return the sorted rows of each optimizer step over all ranks."""
     shares = [steps(sampler) for sampler in samplers(rows, batch, slots)]
     return [sorted(row for part in step for micro in part for row in micro) for step in zip(*shares, strict=True)]
 
@@ -76,7 +76,7 @@ def prepared(draw: st.DrawFn) -> Rows:
 
 
 def pairs_of_flattened(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Returns (row, position of the context, target) of every trained token."""
+    """Return (row, position of the context, target) of every trained token."""
     positions = batch["position_ids"][0].tolist()
     row_of = torch.tensor([position == 0 for position in positions]).cumsum(0).tolist()
     learnt = zip(batch["logits_to_keep"].tolist(), batch["targets"].tolist(), strict=True)

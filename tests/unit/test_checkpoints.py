@@ -48,9 +48,7 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
 
 
 def dies_while_publishing(run: RunFolder, operation: int) -> bool:
-    """Publishes step 8 in a process of its own that ends at the `operation`-th call that changes the folder; returns
-    whether it did.
-    """
+    """Publish step 8 in a process that ends at its `operation`-th change of the folder; return whether it did."""
     child = os.fork()
     if child == 0:
         calls = [0]
@@ -82,7 +80,7 @@ def dies_while_publishing(run: RunFolder, operation: int) -> bool:
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there already"])
 def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint(run: RunFolder, again: bool) -> None:
-    """Every system call that changes the folder is tried as the last one."""
+    """The process ends at each system call that changes the folder."""
     for operation in range(1, 60):
         shutil.rmtree(run.checkpoints)
         save(run, 4)

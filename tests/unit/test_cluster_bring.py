@@ -1,5 +1,5 @@
-"""What comes to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program that
-runs the command here.
+"""What is copied to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program
+that runs the command here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.ya
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project's folder of another machine; beside it, in `here`, this machine's."""
+    """Return another machine's project folder; this machine's is next to it, in `here`."""
     need("rsync")
     programs, home = tmp_path / "bin", tmp_path / "home"
     for folder in (programs, home / "sft-play", tmp_path / "here"):
@@ -82,7 +82,7 @@ def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
 def test_what_is_replaced_or_leaves_the_project_is_set_aside(
     there: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a folder that we have filled: an edit made there is kept and said, and what was never brought stays."""
+    """In a folder that we filled, an edit there is kept and reported, and other files stay."""
     odd = [os.fsdecode(b"caf\xe9.py"), "-e sh", "it's $HOME", "sub/x.py"]
     (here / "sub").mkdir()
     for name in odd:

@@ -79,7 +79,7 @@ TOO_OLD = {"id": "driver-too-old", "severity": "error", "text": "driver 550 is t
     ],
 )
 def test_one_fault(machines: Path, changes: dict[str, Any], name: str, severity: str, part: str) -> None:
-    """It is found on that machine alone, with a remedy."""
+    """It is reported for that machine alone, with a remedy."""
     answers = compared(say(machines, 0), say(machines, 1, **changes), say(machines, 2))
     assert answers["desktop"].findings == answers["old"].findings == []
     [finding] = answers["laptop"].findings

@@ -138,7 +138,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
-    """The variables reach the inventory; a command without one is told so, and other commands know none of them."""
+    """The variables change the inventory; a command without one is refused, and other commands do not have them."""
     path = written(tmp_path, GOOD)
     done = in_process("cluster-check", f"CLUSTER={path}", "CLUSTER_HOSTS=nobody")
     assert done.code == 2

@@ -1,4 +1,4 @@
-"""Command lines as people type them: every form that is taken, and what is said about the others."""
+"""Command lines as people type them: every accepted form, and the errors for the others."""
 
 from __future__ import annotations
 

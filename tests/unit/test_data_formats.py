@@ -1,4 +1,4 @@
-"""Rows of every format as data sets write them, and what is said of those that cannot be learnt from."""
+"""Rows of every format as data sets write them, and the errors for unusable ones."""
 
 from __future__ import annotations
 

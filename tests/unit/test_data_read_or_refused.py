@@ -1,6 +1,4 @@
-"""What rows say beside their text, under the names that data sets have: it is used, or refused by name, never trained
-over.
-"""
+"""Columns next to a row's text, under the names of known data sets, are used or refused by name, never ignored."""
 
 from __future__ import annotations
 

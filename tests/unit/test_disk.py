@@ -1,4 +1,4 @@
-"""How much room a launch asks for, what a run does when its disk is full, and files that a crash has torn."""
+"""The space that a launch requires, a run on a full disk, and files torn by a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents become clean text, or say why not."""
+"""Documents become clean text or are refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The container's entry point: every scheduler's variables become our own command line, signals go on, 75 becomes
-175.
+"""The container's entry point: every scheduler's variables become our own command line, signals are passed on, 75
+becomes 175.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "demo-0.demo"}
 
 
 def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the scheduler's variables add to a command."""
+    """Return what the scheduler's variables add to a command."""
     completed = complete_command(words, environ)
     assert tuple(completed[: len(words)]) == words
     return dict(word.partition("=")[::2] for word in completed[len(words) :])
@@ -77,7 +77,7 @@ def test_what_is_no_training_stays_as_it_is() -> None:
     assert complete_command(["plan", "CONFIG=x"], PYTORCHJOB) == ["plan", "CONFIG=x"]
     assert added(("resume", "RUN=demo"), PYTORCHJOB).get("LAUNCH_AUTO_RESUME") is None
     assert added(("train", "CONFIG=x"), {}) == {"ACCELERATE_CONFIG": "none"}, (
-        "without RUN_NAME there is nothing to go on with"
+        "without RUN_NAME there is nothing to continue"
     )
 
 

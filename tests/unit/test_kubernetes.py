@@ -29,7 +29,7 @@ def environment(template: Any) -> dict[str, Any]:
 
 
 def noted(words: tuple[str, ...], *parts: str) -> bool:
-    """Whether one of the notes holds all of `said`."""
+    """Return whether a note contains all `parts`."""
     return any(all(text in note for text in parts) for note in rendered(*words).notes)
 
 

@@ -19,7 +19,7 @@ TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Returns (instruction, arguments), continuation lines joined."""
+    """Return (instruction, arguments), continuation lines joined."""
     joined = re.sub(r"\\\n", " ", "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
 

@@ -119,7 +119,7 @@ def test_a_lock_that_a_killed_build_left_is_removed(tmp_path: Path, monkeypatch:
 def test_a_disk_without_locks_refuses_no_run(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Lustre without `-o flock` answers, or NFS whose lock server is away."""
+    """Lustre without `-o flock`, or NFS without its lock server, answers so."""
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -1,5 +1,5 @@
-"""Supervision with real processes: which rank failed first, which code comes back, what is watched, and that nothing is
-left behind.
+"""Supervision with real processes: which rank failed first, which code is returned, what is watched, and that nothing
+remains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
 
 
 def summary(codes: dict[int, int]) -> str:
-    """Returns torchrun's summary, as it stands in launcher.log."""
+    """Return torchrun's summary, as it stands in launcher.log."""
     return "".join(
         f"[{i}]:\n  time      : 2026\n  host      : x\n  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid:"
         " 7)\n"
@@ -203,7 +203,7 @@ WORKS = WAITS.replace("torch/distributed/distributed_c10d.py", "datasets/table.p
 
 
 def blamed(*beats: Beat, stacks: tuple[str, ...] = ()) -> tuple[list[int], str]:
-    """Returns the ranks that are blamed, and what is said."""
+    """Return the blamed ranks and the message."""
     standings = {beat.rank: standing(beat, 99.0, stacks[beat.rank] if stacks else "") for beat in beats}
     loss = hang(standings, RunFolder(Path("runs/demo")))
     return culprits(standings), "\n".join([loss.text, *loss.lines])

@@ -1,4 +1,4 @@
-"""A run whose small files are lost or damaged never begins anew over its checkpoints: what is missing is named."""
+"""A run whose small files are lost or damaged never restarts over its checkpoints: the missing files are named."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Nodes:
         return self.ended
 
     def run(self, act: Act) -> dict[str, Any]:
-        """Starts all machines, and returns what each returned or raised."""
+        """Start all machines, and return what each returned or raised."""
         for rank in range(self.count):
             self.start(rank, act)
         return self.end()
@@ -84,7 +84,7 @@ def meet(ours: Machines) -> list[str]:
 
 
 def vanish(ours: Machines) -> str:
-    """Leaves as a process that was killed: without a word, and its beats end."""
+    """Leave like a killed process: silently, and without further heartbeats."""
     assert ours._store is not None
     ours._store.close()
     ours._store = None  # with node 0's goes what it serves
@@ -184,7 +184,7 @@ def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
 
 
 def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a stranger takes connections and says nothing."""
+    """This includes a stranger that accepts connections and never answers."""
     nodes = Nodes(count=2, patience=0.2)
 
     def ended() -> str:
@@ -235,7 +235,7 @@ def test_a_machine_that_is_lost_between_the_steps_ends_all(vanishes: bool) -> No
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_machine_that_vanishes_from_a_training_is_named(gone: int) -> None:
-    """Its beats end, and node 0 says so; of node 0 the store is gone."""
+    """Its heartbeats end, and node 0 reports it; the store of a lost node 0 is gone."""
     nodes = Nodes(silent=3.0)
 
     def act(ours: Machines) -> Any:
@@ -288,7 +288,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
 
 
 def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt() -> None:
-    """Its launcher was started anew before the loss of the old one was noticed."""
+    """Its launcher was restarted before the loss of the old one was noticed."""
     nodes, trains, waits = Nodes(), threading.Event(), threading.Event()
 
     def train(ours: Machines) -> Any:
@@ -314,7 +314,7 @@ def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt(
 
 
 def test_a_machine_whose_link_was_cut_joins_the_restart() -> None:
-    """It comes with facts before its next beat is judged, and node 0 takes them for a sign of life."""
+    """It sends facts before its next heartbeat is due, and node 0 counts them as a sign of life."""
     nodes = Nodes(silent=3.0)
     lost = threading.Event()
 

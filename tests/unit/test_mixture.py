@@ -1,4 +1,4 @@
-"""Mixing: every prefix near the weights, no row twice before all were seen, and what an epoch is when a source runs
+"""Mixing: every prefix is near the weights, no row repeats before all were seen, and an epoch ends when a source runs
 dry.
 """
 

@@ -1,5 +1,5 @@
-"""Keys that become a command, a path to write or an address to call: only this user's own words and files give them, a
-run's folder never.
+"""Keys that become a command, a path to write or an address come only from this user's words and files, never from a
+run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ READ_ONLY = {
     "tuning.lora.rank_pattern", "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint",
     "slurm.gpu_type", "slurm.memory", "slurm.partition", "slurm.qos", "slurm.time",
 }  # fmt: skip
-"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern of its
-own. Whoever adds a key decides in which of the two lists it is.
+"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern.
+Whoever adds a key decides in which of the two lists it is.
 """
 
 

@@ -89,7 +89,7 @@ SHAPE = ModelShape(
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Callable[..., Plan]:
-    """Plans a run over rows of these lengths."""
+    """Plan a run over rows of these lengths."""
 
     def made(lengths: list[int], family: str = "llama", **changes: Any) -> Plan:
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
@@ -103,7 +103,9 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
             tokens=sum(lengths),
             label_tokens=sum(lengths) // 2,
         )
-        return plan_of(max_seq_len=512, data=data, extra={"shape": replace(SHAPE, model_type=family)}, **changes)
+        return plan_of(
+            max_seq_len=512, data=data, request_fields={"shape": replace(SHAPE, model_type=family)}, **changes
+        )
 
     return made
 

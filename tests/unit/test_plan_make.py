@@ -1,4 +1,4 @@
-"""The plan as a function: choices with reasons, refusals with a way round, and what holds for every world."""
+"""The plan as a function: choices with reasons, refusals with a way out, and what holds for every world."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
     even = plan_of("H100", **case, data=same_length)  # rows of one length need no padding, and no mask
     assert even.layout == "unmasked" and "0% of padding costs less than a mask" in even.reasons["layout"]
     for family, layout in {"mamba2": "unmasked", "zamba2": "padded"}.items():
-        plan = plan_of(batch_size=4, data=ragged, extra={"shape": replace(SHAPE, model_type=family)})
+        plan = plan_of(batch_size=4, data=ragged, request_fields={"shape": replace(SHAPE, model_type=family)})
         assert plan.layout == layout and f"`{family}` is not among the families" in plan.reasons["layout"]
 
 
@@ -127,10 +127,10 @@ def test_attention() -> None:
     assert "attention varlen: row by row, without a mask" in plan_of().reasons.values()
     assert "T4 has 7.5" in message(HardwareError, "T4", attn_implementation="varlen")
     family = {"shape": replace(SHAPE, model_type="gemma2")}
-    plan = plan_of(extra=family)
+    plan = plan_of(request_fields=family)
     assert (plan.attn_implementation, plan.layout) == ("eager", "unmasked")
     assert "attention eager: transformers has no sdpa kernel for `gemma2`" in plan.reasons.values()
-    assert "no such kernel for `gemma2`" in message(UserError, extra=family, attn_implementation="sdpa")
+    assert "no such kernel for `gemma2`" in message(UserError, request_fields=family, attn_implementation="sdpa")
 
 
 def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
@@ -200,5 +200,5 @@ def test_a_balancing_loss_that_is_asked_for_is_said_to_be_off() -> None:
     from sft_play.plan.architecture import asks_for_router_loss
 
     assert asks_for_router_loss({"text_config": {"output_router_logits": True}}) and not asks_for_router_loss({})
-    plan = plan_of(extra={"shape": replace(SHAPE, router_loss=True)})
+    plan = plan_of(request_fields={"shape": replace(SHAPE, router_loss=True)})
     assert "balancing loss" in plan.notices[0] and not plan_of().notices

@@ -127,7 +127,7 @@ def sliced(hardware: str, size: int, *, moving: bool = False, **launch: Any) -> 
         gradient_checkpointing=True,
         command_strategy="auto",
         sequence_parallel=size,
-        extra={"shape": shape},
+        request_fields={"shape": shape},
         **launch,
     )
 

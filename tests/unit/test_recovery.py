@@ -1,4 +1,4 @@
-"""What is want of memory and what is not, and what is done about it: decided without processes."""
+"""Which errors are out of memory, and how a run recovers: decided without processes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ attempt.wait_until_free(before, [1])
 
 
 def becomes(folder: Path, machine: Machine) -> None:
-    """Changes the machine at once: the other process may be looking."""
+    """Change the machine atomically, since the other process may be reading it."""
     machine.write(folder / "next")
     (folder / "next" / "machine.json").replace(folder / "machine.json")
 

@@ -1,4 +1,4 @@
-"""Which model a name means, and what is said where there is none: folders, and a hub that answers from this machine."""
+"""Which model a name means, and the errors if there is none: folders, and a hub on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hub import COMMIT, FilesHandler, HubHandler, serve
 
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path) -> Path:
-    """A copy that a test may break."""
+    """Return a copy of a model that a test may break."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
@@ -137,9 +137,7 @@ print(found.path)
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """Resolves `someone/small` in a process of its own: the hub's library reads its address once, when it is
-    imported.
-    """
+    """Resolve `someone/small` in a separate process: the hub's library reads its address once, at its import."""
 
     def run(hub: str, *, revision: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         extra = {

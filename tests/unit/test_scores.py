@@ -1,4 +1,4 @@
-"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals hold what they say, and batches are shared out
+"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals cover what they promise, and batches are divided
 without loss.
 """
 
@@ -128,7 +128,7 @@ def test_a_metric_that_only_a_runs_configuration_names_is_not_run(
 
 @pytest.fixture
 def consent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a command notes where the user names metrics in a YAML of theirs."""
+    """Return what a command records if users name metrics in their YAML."""
     monkeypatch.setenv("SFT_PLAY_CONSENT", "metrics")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
@@ -152,7 +152,7 @@ def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> 
 @pytest.mark.usefixtures("consent")
 def test_the_metric_of_the_documentation_scores(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    script = page.partition("A metric of your own")[2].partition("```python\n")[2].partition("```")[0]
+    script = page.partition("`evaluate:my/word_share`, that folder")[2].partition("```python\n")[2].partition("```")[0]
     (tmp_path / "word_share").mkdir()
     (tmp_path / "word_share" / "word_share.py").write_text(script)
     scores = score_answers([f"evaluate:{tmp_path / 'word_share'}"], ["one two", "three"], ["two", "three"])

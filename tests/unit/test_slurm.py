@@ -1,8 +1,6 @@
-"""`make slurm`: what is asked for, that a shell reads nothing of the user's values, and what the script does with each
-exit code.
+"""`make slurm`: its options, the quoting of the user's values, and the script's reaction to each exit code.
 
-The last is tried by running it in bash with small stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py`
-has the real ones.
+Bash runs the script with stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ TOKEN = "hf_" + "abcdefghij" * 3
 
 
 def batch_job(folder: Path = Path("/work/place"), **changes: Any) -> BatchJob:
-    """Returns two nodes of four GPUs."""
+    """Return the job of two nodes of four GPUs."""
     values: dict[str, Any] = {
         "run_name": "demo",
         "nodes": 2,
@@ -157,8 +155,8 @@ class Bench:
         requeued: bool = False,
         **variables: str,
     ) -> str:
-        """Runs a script whose nodes end with `codes`; returns what it said, which ended with `code`, after it was
-        queued again or not.
+        """Run a script whose nodes end with `codes`; assert its exit code and whether it was requeued; return its
+        output.
         """
         for node, its_code in enumerate(codes):
             (self.folder / f"code-{node}").write_text(str(its_code))
@@ -193,7 +191,7 @@ class Bench:
         return done.stdout
 
     def asked(self) -> str:
-        """What scontrol was asked, a line each."""
+        """Return scontrol's calls, one per line."""
         path = self.folder / "scontrol"
         return path.read_text() if path.exists() else ""
 
@@ -255,8 +253,8 @@ def test_a_shell_interprets_nothing_of_the_users_values_and_each_task_of_a_sweep
 
 
 def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -> None:
-    """One task has the array's own number as its job id, and that alone names all tasks. Variables of keys come from
-    setup lines only.
+    """A task's job id can be the array's number, which alone would name all tasks; variables of keys come only from
+    setup lines.
     """
     job = batch_job(bench.folder, slurm=SlurmConfig(array="0-3", setup=["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID"]))
     task = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3", "SFT_TRAIN_EPOCHS": "7"}
@@ -338,7 +336,7 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None
 
 
 def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
-    """Writes a small configuration with this line of `slurm`."""
+    """Write a small configuration with this line of `slurm`."""
     path = folder / "demo.yaml"
     path.write_text(
         "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\n"
@@ -379,7 +377,7 @@ def test_a_resumed_run_may_have_another_time() -> None:
 
 
 def command(program: Program, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Done:
-    """Types `make slurm` for four H100 a node and a run `demo`, where `words` name no others."""
+    """Type `make slurm` for four H100 a node and a run `demo`, unless `words` name others."""
     typed = {
         "CONFIG": str(config_file(folder)),
         "HARDWARE": "4xH100",

@@ -1,6 +1,4 @@
-"""What made a checkpoint is compared field by field before it is used; the table in the docs is the table in the
-code.
-"""
+"""A checkpoint's stamp is compared field by field before use; the table in the docs is that of the code."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ def test_bnb_and_unsloth_never_read_each_others_checkpoints() -> None:
 
 
 def changed(field: str) -> tuple[Stamp, Stamp]:
-    """Returns two stamps that differ in one field only."""
+    """Return two stamps that differ in one field only."""
     old = stamp()
     value = getattr(old, field)
     if isinstance(value, dict):

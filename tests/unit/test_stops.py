@@ -1,4 +1,4 @@
-"""What a run that stops says, and what the same command or a resume then amounts to."""
+"""The messages of a run that stops, and what the same command or a resume then does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template does not allow is answered with a hint, and a row or a template that follows it is accepted."""
+"""A refusal by a chat template has a hint, and a row or template that follows it is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`data.chat_template`, `data.system`, `data.style`, `train: false`: what is chosen is what every program then uses."""
+"""`data.chat_template`, `data.system`, `data.style`, `train: false`: every program uses what was chosen."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
 
 
 def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, tmp_path: Path) -> None:
-    """Also from the folder that a run publishes, which needs no configuration."""
+    """This includes the folder that a run publishes, which needs no configuration."""
     tokenizer = load_with(folder, system="Be brief.", style=STYLE)
     (row,) = rows_of(tokenizer, CHAT)
     expected = (

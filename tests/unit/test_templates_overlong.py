@@ -1,6 +1,4 @@
-"""Rows that are too long: no answer is cut unless asked, a call never stands without its result, and what was lost is
-counted.
-"""
+"""Rows that are too long: no answer is cut unless requested, a call keeps its result, and what was lost is counted."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def exchange(number: int, words: int = 3) -> list[Message]:
 
 
 def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
-    """Returns each answer that is learnt, without its end, in order."""
+    """Return each answer that is learnt, without its end, in order."""
     return [text.removesuffix(END).removeprefix("<think>\n\n</think>\n\n") for text in learnt_runs(tokenizer, rows)]
 
 

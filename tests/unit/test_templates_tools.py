@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts: written and learnt, or refused or counted; never left out without a word."""
+"""Calls of tools and thoughts: written and learnt, refused or counted; never silently omitted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own(saved: Path, turn: str) -> Any:
-    """Returns a tokenizer whose template writes the tools, then each message by `turn`."""
+    """Return a tokenizer whose template writes the tools, then each message by `turn`."""
     text = (
         "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         + turn

@@ -1,4 +1,4 @@
-"""Tries without a newer checkpoint are counted where a scheduler knows no limit, and the last one ends for good."""
+"""Tries without a newer checkpoint are counted for schedulers without a limit; the last one ends for good."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST = 75
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """The run of `WORDS`, whose folder is not there yet."""
+    """Return the run of `WORDS`, whose folder does not exist yet."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     return RunFolder(tmp_path / "runs" / "demo")
 
@@ -28,7 +28,7 @@ def one(limit: int = 2) -> Tries:
 
 
 def lost(event: str = "started") -> int:
-    """One try whose workers were started, and which ended by `LOST`; returns what the container ends with."""
+    """Make a try whose workers started and ended with `LOST`; return the container's exit code."""
     tries = one()
     tries.run.path.mkdir(parents=True, exist_ok=True)
     record_event(tries.run, event)

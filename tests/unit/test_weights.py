@@ -1,4 +1,4 @@
-"""Weights of rows and turns, from what files say to each learnt token."""
+"""Weights of rows and turns, from files to each learnt token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def chat(*weights: float | None) -> list[Message]:
-    """Returns exchanges as they are read from a file whose answers have weights."""
+    """Return exchanges as they are read from a file whose answers have weights."""
     turns = []
     for number, weight in enumerate(weights):
         turns.append({"role": "user", "content": f"why {number}?"})
@@ -40,7 +40,7 @@ def chat(*weights: float | None) -> list[Message]:
 
 
 def runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[tuple[str, float]]:
-    """Returns each run of learnt tokens of one weight: its text, without the end of a turn, and that weight."""
+    """Return each run of learnt tokens of one weight: its text, without the end of a turn, and that weight."""
     runs_of_weights = []
     for row in rows:
         weights = row.weights or [1.0] * len(row.labels)
