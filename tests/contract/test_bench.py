@@ -18,7 +18,9 @@ def tiny_config(tmp_path: Path, tiny: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_its_steps_are_shown_beside_the_plan_and_teach_it(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+def test_bench_shows_its_steps_next_to_the_plan_and_corrects_it(
+    program: Program, tiny_config: Path, tmp_path: Path
+) -> None:
     own = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def call(*words: str) -> Done:
@@ -46,7 +48,7 @@ def test_its_steps_are_shown_beside_the_plan_and_teach_it(program: Program, tiny
     ("words", "code", "message"),
     [(["MODEL_NAME=./not/there"], 4, "there is no such model folder"), (["RUN_NAME=mine"], 2, "takes no `RUN_NAME`")],
 )
-def test_mistakes_are_told_before_anything_is_trained(
+def test_mistakes_are_reported_before_training(
     in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     done = in_process("bench", *words, env={"SFT_PLAY_CACHE": str(tmp_path / "cache")})

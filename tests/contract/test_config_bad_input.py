@@ -179,7 +179,7 @@ def test_a_name_that_is_too_long_is_refused_wherever_it_is_typed(in_process: Pro
         in_process("train", *words).refused(2, "is longer than a file's name or path may be")
 
 
-def test_all_problems_of_a_file_come_in_one_go(in_process: Program, tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported_at_once(in_process: Program, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("model: {name: 1, max_seq_len: x}\ntrain:\n  epochs: -1\n  seeed: 3\ntuning: 4\n", encoding="utf-8")
     done = in_process("plan", f"CONFIG={file}", "TRAIN_SEED=s")
@@ -189,7 +189,7 @@ def test_all_problems_of_a_file_come_in_one_go(in_process: Program, tmp_path: Pa
     assert "TRAIN_SEED=s: `train.seed` is `s`" in done.err
 
 
-def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Path) -> None:
+def test_output_of_config_is_a_valid_configuration(in_process: Program, tmp_path: Path) -> None:
     words = ["TRAIN_LEARNING_RATE=2e-5", 'MODEL_NAME=it\'s a "model" # $HOME\n\tü', "TRAIN_ADAM_BETA2=0.95"]
     shown = in_process("config", "CONFIG=h100_pair", *words)
     assert shown.code == 0 and parse_yaml(shown.out, "shown").plain()["train"]["learning_rate"] == 2e-5

@@ -89,7 +89,7 @@ def test_rendered_files_are_up_to_date() -> None:
     )
 
 
-def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Program, tmp_path: Path) -> None:
+def test_a_data_file_as_configuration_is_refused_with_the_right_key(in_process: Program, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     in_process("train", f"CONFIG={rows}").refused(2, f"DATA_TRAIN_PATH={rows}")

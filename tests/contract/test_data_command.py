@@ -80,7 +80,7 @@ def answers(done: Done, split: str = "train") -> list[str]:
     return list(rows["reference"])
 
 
-def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> None:
+def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", [*pairs(30), *pairs(4)])
     appended = write_rows(tmp_path / "more.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(5)])
     validation = write_rows(
@@ -198,7 +198,9 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: P
 @pytest.mark.parametrize(
     "change", ["content", "length", "data.overlong: drop", "train.loss_on: all", "data.system: Be brief.", "template"]
 )
-def test_what_matters_is_part_of_the_cache_key(change: str, data: Data, tiny: Path, tmp_path: Path) -> None:
+def test_everything_that_changes_rows_is_part_of_the_cache_key(
+    change: str, data: Data, tiny: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
     file = write_rows(tmp_path / "rows.jsonl", pairs(5))
     lines = [f"model.name: {model}", f"data.train_path: {file}"]
@@ -355,7 +357,7 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, t
     )
 
 
-def test_a_text_with_a_label_is_told_how_to_learn_the_label(data: Data, tmp_path: Path) -> None:
+def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path: Path) -> None:
     file = tmp_path / "tickets.csv"
     file.write_text("text,label\nMy invoice is wrong,billing\n")
     done = data(f"data.train_path: {file}")
@@ -367,7 +369,7 @@ def test_a_text_with_a_label_is_told_how_to_learn_the_label(data: Data, tmp_path
     assert answers(data(f"data.sources: [{{path: {file}, {columns}}}]")) == ["billing"]
 
 
-def test_rows_of_preferences_are_told_how_to_train_on_the_chosen(data: Data, tmp_path: Path) -> None:
+def test_preference_rows_get_a_hint_to_train_on_the_chosen_answer(data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
     refused = data(f"data.train_path: {file}")
     assert refused.code == 4 and "preferences are not trained here" in refused.err
@@ -417,14 +419,14 @@ def running(tmp_path: Path, tiny: Path) -> Callable[[], Running]:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
 )
-def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], Running]) -> None:
+def test_a_signal_leaves_no_process(number: int, code: int, running: Callable[[], Running]) -> None:
     started = running()
     os.kill(started.process.pid, number)
     assert started.end()[0] == code and not started.left()
 
 
 @pytest.mark.long
-def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: Callable[[], Running]) -> None:
+def test_a_killed_process_is_reported_and_its_preparation_removed(running: Callable[[], Running]) -> None:
     started = running()
     started.workers[1].kill()
     code, err = started.end()

@@ -119,7 +119,7 @@ def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
     }
 
 
-def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
+def test_an_unreachable_hub_and_offline_mode_are_reported(doctor: Doctor) -> None:
     assert "127.0.0.1:9" in doctor.findings()["hub-unreachable"]["text"]
     doctor.environment["HF_HUB_OFFLINE"] = "1"
     findings = doctor.findings()
@@ -127,7 +127,7 @@ def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
     assert "hub-unreachable" not in findings
 
 
-def test_missing_packages_no_compiler_and_no_ninja(doctor: Doctor) -> None:
+def test_missing_packages_compiler_and_ninja_are_reported(doctor: Doctor) -> None:
     (doctor.bin / "c++").unlink()
     (doctor.bin / "ninja").unlink()
     venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja beside its Python
@@ -215,7 +215,7 @@ def test_each_condition_is_its_finding(name: str, doctor: Doctor) -> None:
     assert TORCH & set(findings) == TORCH & {finding}, "one cause is one finding"
 
 
-def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
+def test_unknown_visible_devices_are_reported(doctor: Doctor) -> None:
     gpus(MACHINES["rtx3090_pair"], cuda="13.0")(doctor)
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "0,5"
     assert "names 5," in doctor.findings()["gpus-refused"]["text"]
@@ -225,7 +225,7 @@ def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
     assert "gpus-hidden" in doctor.findings()
 
 
-def test_a_taken_port(doctor: Doctor) -> None:
+def test_a_port_in_use_is_reported(doctor: Doctor) -> None:
     with socket.socket() as listener:
         with contextlib.suppress(OSError):  # then somebody else has it, which is as good
             listener.bind(("127.0.0.1", 29500))
@@ -233,7 +233,7 @@ def test_a_taken_port(doctor: Doctor) -> None:
         assert "port-29500" in doctor.findings()
 
 
-def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doctor) -> None:
+def test_stray_variables_accelerates_default_file_and_few_open_files_are_reported(doctor: Doctor) -> None:
     doctor.environment |= {"PET_NNODES": "2", "RANK": "0"}
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
@@ -244,7 +244,7 @@ def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doc
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
-def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
+def test_a_full_disk_and_small_shared_memory_are_reported(doctor: Doctor) -> None:
     (doctor.folder / "runs").mkdir()
     for tool in ("mount", "unshare"):
         (doctor.bin / tool).symlink_to(str(shutil.which(tool)))

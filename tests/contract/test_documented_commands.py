@@ -112,7 +112,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_in_documents_have_a_target(page: Path) -> None:
     for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page

@@ -123,11 +123,13 @@ def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
         ("ROWS=0", "`ROWS`"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[str], typed: str, words: str) -> None:
+def test_data_that_cannot_be_shown_are_refused(
+    in_process: Program, arguments: list[str], typed: str, words: str
+) -> None:
     in_process(*arguments, typed).refused(2, words)
 
 
-def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) -> None:
+def test_truncated_rows_are_reported(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
     assert "kept of [/pairs] :smile:: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
     assert "no row was skipped" not in done.out

@@ -102,7 +102,7 @@ def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pods_name_what_is_there_and_may_do_little(kind: str) -> None:
+def test_pods_name_existing_objects_and_have_few_permissions(kind: str) -> None:
     """Check what every schema accepts but a cluster would refuse or never start."""
     manifests = documents(f"KUBERNETES_KIND={kind}", *FULL)
     named = {(document["kind"], document["metadata"]["name"]) for document in manifests}

@@ -34,7 +34,7 @@ def makefile_targets() -> set[str]:
     return makefile_commands() | set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, re.M))
 
 
-def test_every_command_is_a_target_and_the_other_way_round() -> None:
+def test_commands_and_targets_are_the_same() -> None:
     assert makefile_commands() == set(COMMANDS)
     assert makefile_targets() - makefile_commands() == set(MAKEFILE_TARGETS)
 
@@ -97,7 +97,7 @@ def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: l
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
+def test_a_variable_of_an_outer_make_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"ci:\n\t@$(MAKE) -C {ROOT} plan CONFIG=quickstart\n")
     done = subprocess.run(
         ["make", "ci", "ENV=prod"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
@@ -107,7 +107,7 @@ def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
     )
 
 
-def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: Path) -> None:
+def test_make_elsewhere_or_with_b_is_refused_with_the_right_way(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\n")
     errors = []
     for words, folder in (
@@ -139,7 +139,7 @@ AWKWARD = ['"; touch x; "', "$(touch x)", "$(shell touch x)", "`touch x`", "two 
     ("goal", "name"),
     [("test", "TESTS"), ("bench-preparation", "ROWS"), ("install", "PYTHON")],
 )
-def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value: str, tmp_path: Path) -> None:
+def test_values_reach_the_program_verbatim(goal: str, name: str, value: str, tmp_path: Path) -> None:
     """Run the recipe with programs that write their arguments down, typed and from the environment."""
     (tmp_path / "Makefile").write_text(MAKEFILE)
     for program in (tmp_path / "v/bin/python", tmp_path / "scripts/install.sh"):
@@ -166,7 +166,7 @@ def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None
     assert "give a path without blanks" in done.stderr
 
 
-def test_what_scripts_see_of_a_failure() -> None:
+def test_make_passes_on_a_failing_exit_code() -> None:
     """The code of docs/launching.md is 2, which make does not pass on."""
     assert make(*HERE, "plan", "CONFIG=no.yaml").returncode == 1
     deaf = make(*HERE, "plan", "CONFIG=no.yaml", before=lambda: signal.signal(signal.SIGQUIT, signal.SIG_IGN))
@@ -187,7 +187,7 @@ def test_what_scripts_see_of_a_failure() -> None:
         ),
     ],
 )
-def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(
+def test_mistyped_words_are_refused_with_the_right_one_and_without_makes_messages(
     words: list[str], message: str
 ) -> None:
     done = make(*HERE, *words)

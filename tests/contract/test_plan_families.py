@@ -39,7 +39,7 @@ def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, 
     )
 
 
-def test_what_a_mixture_s_adapters_and_experts_are_is_said(program: Program, tmp_path: Path) -> None:
+def test_adapters_and_experts_of_a_mixture_are_described(program: Program, tmp_path: Path) -> None:
     """Its router is no linear layer."""
     tiny_model("glm4_moe", "meta").config.save_pretrained(tmp_path)
     words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula")

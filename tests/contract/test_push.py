@@ -76,7 +76,7 @@ def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> N
         ([], "`peft_type` is `None`"),
     ],
 )
-def test_an_adapter_of_another_making_is_refused_in_a_sentence(
+def test_an_unsupported_adapter_is_refused_in_a_sentence(
     changed: Any, message: str, runs: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tuned"
@@ -145,7 +145,7 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
         assert again.json["exists"] and "adapter_model.safetensors" in again.json["replaced"]
 
 
-def test_what_the_hub_refuses_is_said(runs: Path) -> None:
+def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
     with serve_repository(readers={"hf_reads_only"}) as hub:
         for token, code, words in (
             ("hf_reads_only", 4, "may not write to `me/tuned`"),
@@ -159,7 +159,7 @@ def test_what_the_hub_refuses_is_said(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("token", "why"), [(TOKEN, "the hub cannot be reached"), ("", "no token for the hub is set")])
-def test_what_would_go_is_shown_without_a_hub(runs: Path, token: str, why: str) -> None:
+def test_an_upload_is_listed_without_a_hub(runs: Path, token: str, why: str) -> None:
     done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token=token)
     assert done.code == 0, done.err
     size = (runs / "tuned" / "model" / "adapter_model.safetensors").stat().st_size

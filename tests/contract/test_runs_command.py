@@ -61,7 +61,7 @@ def hold(run: RunFolder, **variables: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
+def test_runs_in_every_state_are_listed(in_process: Program, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     states = {"done": ("started", "finished"), "broken": ("started", "failed"), "gone": ("started",), "none": ()}
     for name, events in states.items():
@@ -129,7 +129,7 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
 
 
 @pytest.mark.parametrize("by_script", [True, False])
-def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that_a_batch_script_goes_on(
+def test_stop_signals_even_a_suspended_holder_of_the_lock_and_mentions_a_batch_script(
     program: Program, tmp_path: Path, by_script: bool
 ) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
@@ -160,14 +160,16 @@ def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that
         ("logs RUN=now rank=1", "`RANK=1`"),
     ],
 )
-def test_refusals(in_process: Program, tmp_path: Path, words: str, message: str) -> None:
+def test_wrong_calls_of_runs_stop_and_logs_are_refused(
+    in_process: Program, tmp_path: Path, words: str, message: str
+) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     for rank in (0, 1):
         run.rank_log(rank).write_text(f"rank {rank} speaks\n")
     in_process(*words.split()).refused(2, message)
 
 
-def test_logs_of_a_rank_and_what_is_added(in_process: Program, tmp_path: Path) -> None:
+def test_logs_of_a_rank_are_shown_and_followed(in_process: Program, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     run.rank_log(1).write_text("first\n")
     assert in_process("logs", "RUN=now", "RANK=1").out == "first\n"

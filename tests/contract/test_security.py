@@ -1,6 +1,4 @@
-"""A stranger's text, file, folder or configuration makes this program do nothing; tokens are refused in the wrong
-places.
-"""
+"""A stranger's text, file, folder or configuration cannot act here, and tokens are refused where they would leak."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def typed(settings: Mapping[str, str]) -> list[Override]:
 
 
 @pytest.mark.parametrize("key", TEXT_KEYS)
-def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
+def test_every_text_key_keeps_a_value_verbatim_or_refuses_it(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,7 +151,7 @@ def test_every_letter_of_a_token_is_left_out(token: str) -> None:
         "hf_x.jsonl",
     ],
 )
-def test_what_is_no_token_is_left_alone(text: str) -> None:
+def test_text_that_is_no_token_is_unchanged(text: str) -> None:
     assert without_tokens(text) == text
 
 
@@ -187,7 +185,7 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(
         ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
     ],
 )
-def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
+def test_values_that_look_like_secrets_stay_in_the_environment(
     name: str, value: str, in_process: Program, tmp_path: Path
 ) -> None:
     path = tmp_path / "c.yaml"
@@ -232,7 +230,7 @@ def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> Non
     assert "40 hexadecimal" in str(caught.value.hint)
 
 
-def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
+def test_code_is_not_trusted_by_an_environment_variable(tmp_path: Path) -> None:
     """A variable that a profile or an image exports would apply to every model; a typed word applies to one command."""
     path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
     for name in (tmp_path, "x/y"):
@@ -553,7 +551,7 @@ def test_a_saved_data_set_names_only_its_own_files(outside: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-def test_an_index_names_only_files_beside_it(name: str, index: str, model: Path) -> None:
+def test_an_index_names_only_files_next_to_it(name: str, index: str, model: Path) -> None:
     check_folder(model, "x")
     (model / index).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": name}}))
     refuse_model(model, "which is not in the folder")
@@ -566,7 +564,7 @@ def test_a_manifest_names_only_files_of_its_checkpoint(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "-rf", "a\nb", "$(touch x)"])
-def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
+def test_a_run_name_that_is_a_path_is_refused(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
     before = set(tmp_path.rglob("*"))
     in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}").refused(2, "RUN_NAME")
     assert set(tmp_path.rglob("*")) == before

@@ -25,7 +25,7 @@ TOKEN = "a-token-of-26-letters-here"
         ("::", "::", False),
     ],
 )
-def test_addresses(typed: str | None, address: str, own: bool) -> None:
+def test_addresses_are_parsed_and_loopback_is_recognised(typed: str | None, address: str, own: bool) -> None:
     assert address_of(typed) == address
     assert is_loopback(address) is own
 

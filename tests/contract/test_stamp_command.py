@@ -88,7 +88,7 @@ def test_names_and_folders_are_taken(runs: Path, words: list[str], folder: str, 
     assert (Path(answer.json["folder"]), answer.json["stamp"]["step"]) == (runs / folder, step)
 
 
-def test_the_difference_of_two(runs: Path) -> None:
+def test_two_stamps_are_compared_field_by_field(runs: Path) -> None:
     answer = ask(runs, "A=one", "B=other@model", "JSON=1").json
     by_field = {row["field"]: row for row in answer["differences"]}
     assert set(by_field) == {"backend", "seed", "versions"}
@@ -115,7 +115,7 @@ def test_the_difference_of_two(runs: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_shown_is_one_clear_error(runs: Path, words: list[str], code: int, message: str) -> None:
+def test_missing_stamps_are_one_clear_error(runs: Path, words: list[str], code: int, message: str) -> None:
     done = ask(runs, *words)
     done.refused(code, "error: ", message)
     assert not done.out

@@ -30,7 +30,7 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_starts_once_shows_one_run_and_stops(tensorboard: Program, tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -78,7 +78,7 @@ def test_stop_spares_a_process_that_got_the_same_pid(tensorboard: Program, tmp_p
         other.communicate(b"\n", timeout=240)
 
 
-def test_curves_answers_and_plan(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_shows_curves_answers_and_plan(tensorboard: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "one")
     answers = run.evaluation(2)
     answers.mkdir(parents=True)

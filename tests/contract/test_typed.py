@@ -162,7 +162,7 @@ def test_each_command_names_every_option_that_stands_in_the_environment(in_proce
     in_process("cluster-status", "CLUSTER=home", env={"CLUSTER_NETWORK": "1Gbit"}).refused(2, "CLUSTER_NETWORK=1Gbit")
 
 
-def test_what_is_typed_wins_over_the_environment_and_what_is_empty_is_nothing(in_process: Program) -> None:
+def test_typed_options_win_over_the_environment_and_empty_ones_are_ignored(in_process: Program) -> None:
     done = in_process("config", "CONFIG=smoke", "JSON=1", env={"CONFIG": "other", "RUN": "", "NUM_NODES": "2"})
     assert done.code == 0 and done.json["train.seed"], done.err
 
@@ -205,7 +205,7 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
 }  # fmt: skip
 
 
-def test_what_an_accelerate_file_asks_for_in_vain_names_the_file(in_process: Program, tmp_path: Path) -> None:
+def test_impossible_settings_of_an_accelerate_file_name_the_file(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "distributed_type: MULTI_CPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n", encoding="utf-8"

@@ -28,7 +28,7 @@ def beside(cache: Path, tmp_path: Path):
     return run
 
 
-def test_it_is_entered_with_the_same_words(beside, tmp_path: Path) -> None:
+def test_unsloths_environment_is_entered_with_the_same_words(beside, tmp_path: Path) -> None:
     python = tmp_path / "env-unsloth" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; exit 9\n', encoding="utf-8")
@@ -49,7 +49,7 @@ def test_without_it_a_plan_is_made_and_a_training_says_what_makes_it(beside, tmp
         assert done.returncode == 3 and "make install-unsloth" in done.stderr, done.stderr
 
 
-def test_what_starts_other_environments_is_refused_by_name(in_process: Program) -> None:
+def test_commands_that_start_other_environments_are_refused_by_name(in_process: Program) -> None:
     in_process("kubernetes", "CONFIG=run_unsloth").refused(2, "`tuning.backend` is `unsloth`", "`kubernetes`")
     for command in ("train-cluster", "cluster-check"):
         with pytest.raises(UserError, match=f"`{command}` starts environments without it"):

@@ -74,7 +74,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def test_none_is_missing_here() -> None:
+def test_every_benchmark_and_script_is_tested() -> None:
     assert {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} == BENCHMARKS.keys() | NO_BENCHMARK
     assert {path.name for path in (ROOT / "scripts").glob("*.py")} == SCRIPTS.keys() | NO_PLAIN_SCRIPT
 

@@ -58,7 +58,7 @@ def test_scores_are_printed_written_and_shown_again_at_once(place: Place) -> Non
         assert part in shown.out
 
 
-def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
+def test_other_settings_and_weights_are_scored_again(place: Place) -> None:
     runs = place.folder / "runs"
     shutil.copytree(runs / "one", runs / "again", symlinks=True)
     fewer = place.scores("RUN=again", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4")
@@ -71,7 +71,7 @@ def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
     assert base["loss"] > last["loss"], "two steps at a high rate lower the loss"
 
 
-def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(place: Place) -> None:
+def test_runs_without_validation_rows_or_of_another_backend_are_refused(place: Place) -> None:
     bare = place.folder / "runs" / "bare"
     shutil.copytree(bare.with_name("one"), bare, symlinks=True)
     prepared = (bare / "prepared.json").read_text()
@@ -94,7 +94,7 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
         place.call("eval", "RUN=bare", "EVAL_SAMPLES=2", *words).refused(5, "changed", "restore")
 
 
-def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
+def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     other, own = place.folder / "other.jsonl", place.folder_of("one", 2) / "scores.json"
     before = own.read_bytes()
     scores = place.scores("RUN=one", f"DATA={other}")
@@ -135,7 +135,7 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     place.call("compare", "RUNS=one unscored", f"DATA={place.folder / 'other.jsonl'}").refused(5, "has no scores on")
 
 
-def test_runs_side_by_side(place: Place) -> None:
+def test_runs_are_compared_side_by_side(place: Place) -> None:
     comparison = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1").json
     assert comparison["settings"] == {}
     assert comparison["facts"]["weights"][1].endswith("(step 2)")
@@ -186,7 +186,7 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
         ("compare RUNS=one,one@base DATA=unscored.jsonl", 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
 )
-def test_wrong_calls(place: Place, words: str, code: int, message: str) -> None:
+def test_wrong_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
     place.call(*words.split()).refused(code, message)
 
 
@@ -211,7 +211,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness (`.[benchmarks]`) is not installed"
 )
-def test_standard_benchmarks_of_a_run_and_a_plain_model(place: Place) -> None:
+def test_standard_benchmarks_score_a_run_and_a_plain_model(place: Place) -> None:
     rows = place.folder / "choices.jsonl"
     questions = [{"question": f"What is {i}?", "choices": ["a list", "a dict"], "answer": i % 2} for i in range(12)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in questions))

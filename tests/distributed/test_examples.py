@@ -55,7 +55,7 @@ def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Pat
 
 
 @pytest.mark.long
-def test_stop_resume_ask_merge(tiny: Path, cache: Path, tmp_path: Path) -> None:
+def test_an_example_can_be_stopped_resumed_asked_and_merged(tiny: Path, cache: Path, tmp_path: Path) -> None:
     if not (ROOT / ".venv" / ".runtime").exists():
         pytest.skip("the script calls make, and `make install` was not run in this checkout")
     env = environment(cache, tmp_path, {"RUN_NAME": "stopped"})

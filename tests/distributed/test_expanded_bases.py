@@ -114,7 +114,7 @@ def test_a_block_that_is_cut_has_its_own_scale(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
-def test_a_base_in_fp8_goes_the_whole_road(mode: str, tmp_path: Path) -> None:
+def test_a_base_in_fp8_trains_merges_and_answers(mode: str, tmp_path: Path) -> None:
     build_fp8(tmp_path / "base", "llama", (32, 32))
     road = travel("llama", mode, tmp_path, tmp_path / "cache")
     assert not road.refused, f"{road.at}: {road.refused}"

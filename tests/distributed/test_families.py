@@ -43,7 +43,7 @@ def check_lora(road: Road) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_family_goes_the_whole_road(name: str, mode: str, cache: Path, tmp_path: Path) -> None:
+def test_a_family_trains_resumes_merges_and_answers(name: str, mode: str, cache: Path, tmp_path: Path) -> None:
     road = travel(name, mode, tmp_path, cache)
     assert not road.at, f"{road.at}: {road.refused}"
     assert road.trained and road.resumed
@@ -60,5 +60,5 @@ def test_a_family_goes_the_whole_road(name: str, mode: str, cache: Path, tmp_pat
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_MAKE_TEST else pytest.mark.long) for name in FAMILIES]
 )
-def test_what_a_family_keeps_is_what_its_row_says(name: str) -> None:
+def test_each_family_keeps_what_its_row_in_the_table_says(name: str) -> None:
     assert kept_cells(name) == read_table(PAGE.read_text(encoding="utf-8"), KEPT)[name]

@@ -158,7 +158,7 @@ def test_a_run_resumes_under_another_host_name(launcher: Launcher) -> None:
     assert [row["step"] for row in metrics(launcher.runs / "moved")] == [1, 2, 3]
 
 
-def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
+def test_an_unusable_cache_is_one_error(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "inside"
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=none", SFT_PLAY_CACHE=str(cache))
@@ -194,7 +194,7 @@ def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
 
 
 @pytest.mark.parametrize("home", [None, "/gone", "/proc"])
-def test_a_user_without_a_home_is_told_of_the_variables_that_replace_it(launcher: Launcher, home: str | None) -> None:
+def test_a_user_without_a_home_gets_the_variables_that_replace_it(launcher: Launcher, home: str | None) -> None:
     for command in ("train", "plan", "runs"):
         words = () if command == "runs" else (f"CONFIG={launcher.config}",)
         done = as_stranger(launcher, command, *words, **({"HOME": home} if home else {}))

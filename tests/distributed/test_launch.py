@@ -118,7 +118,7 @@ def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> 
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
-def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
+def test_two_nodes_train_and_resume_by_hand(launcher: Launcher, address: str) -> None:
     place, runs = (
         (f"MASTER_ADDR={address}", f"MASTER_PORT={free_port()}"),
         [launcher.folder / f"runs{rank}" for rank in range(2)],

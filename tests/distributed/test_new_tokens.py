@@ -44,7 +44,7 @@ def read(folder: str | Path) -> Any:
     [[], ["TUNING_LORA_EMBEDDINGS=all"], ["TUNING_MODE=full", "TRAIN_LEARNING_RATE=1e-3"]],
     ids=["new", "all", "full"],
 )
-def test_rows_begin_at_the_mean_and_are_trained_saved_and_merged(
+def test_new_rows_start_at_the_mean_and_are_trained_saved_and_merged(
     place: Place, words: list[str], tmp_path: Path
 ) -> None:
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=run", *words)
@@ -104,7 +104,7 @@ def test_uses_are_counted_when_rows_are_prepared_and_need_no_transformers_later(
     assert again.stdout.endswith("False\n") and "new token `<tool>`: 24 uses" in again.stderr, again.stderr
 
 
-def test_what_cannot_be_a_new_token_is_refused(place: Place) -> None:
+def test_invalid_new_tokens_are_refused(place: Place) -> None:
     def refused(code: int, *parts: str, tokens: str, words: tuple[str, ...] = ()) -> None:
         place.call("data", f"CONFIG={place.config}", f"DATA_NEW_TOKENS={tokens}", *words).refused(code, *parts)
 

@@ -108,7 +108,7 @@ def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("target", ["drips", "missing", "sleep 60", "exit 3", ""])
-def test_what_does_not_answer_is_one_warning(
+def test_a_receiver_that_does_not_answer_is_one_warning(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webhook() as (url, _):

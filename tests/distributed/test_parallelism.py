@@ -150,7 +150,7 @@ DEFAULT = ("layers-then-whole", "shards-then-layers", "stages-then-three", "repl
     "split", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in SPLITS]
 )
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.long)])
-def test_saved_under_one_split_and_resumed_under_another(
+def test_a_run_saved_under_one_split_resumes_under_another(
     split: str, mode: str, config: Path, cache: Path, session_runs: Path
 ) -> None:
     before, after = SPLITS[split]
@@ -238,7 +238,7 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
         (["NUM_GPUS=2", "LAUNCH_STRATEGY=zero2", "TRAIN_SPIKE_GUARD=skip"], "DeepSpeed makes the update before"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_the_launch(
+def test_conflicting_options_are_refused_before_the_launch(
     words: list[str], message: str, config: Path, cache: Path, session_runs: Path
 ) -> None:
     command = "train-distributed" if words[0].startswith("NUM_GPUS") else "train"

@@ -59,7 +59,7 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
         ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_MEMORY=true", "records allocations of GPUs, and this plan has none"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(in_process: Program, words: str, message: str) -> None:
+def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: str, message: str) -> None:
     in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 

@@ -162,7 +162,7 @@ def test_without_a_remedy_the_ways_out_are_named(config: str, variables: dict[st
         pytest.param("train-distributed", "LAUNCH_TENSOR_PARALLEL=2", 280, marks=pytest.mark.long),
     ],
 )
-def test_shards_and_parts_go_on_from_their_checkpoint(
+def test_shards_and_parts_continue_from_their_checkpoint(
     command: str, way: str, room: int, config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     words = ("NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split())

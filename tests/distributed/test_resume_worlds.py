@@ -67,7 +67,7 @@ def trained_dropping(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("strategy", MARKED)
-def test_a_run_of_two_ranks_goes_on(
+def test_a_run_of_two_ranks_continues(
     strategy: str, world: int, trained: Trained, trained_dropping: Trained, tmp_path: Path
 ) -> None:
     dropout, train = (DROPOUT, trained_dropping) if world == 2 else (0.0, trained)
@@ -102,7 +102,9 @@ def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, trained: Trained) ->
 @pytest.mark.parametrize(
     ("before", "after"), [(("ddp", 2), ("zero2", 3)), (("zero2", 2), ("fsdp2", 2)), (("fsdp2", 2), ("zero3", 3))]
 )
-def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int], tiny: Path, tmp_path: Path) -> None:
+def test_a_run_continues_under_another_strategy(
+    before: tuple[str, int], after: tuple[str, int], tiny: Path, tmp_path: Path
+) -> None:
     run = must_train(make_run(tmp_path / "run", tiny, trial(*before)))
     same_updates(run, resume_from(run, tmp_path / "again", HERE, trial(*after)))
 

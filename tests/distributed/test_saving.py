@@ -201,7 +201,7 @@ def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_befor
 
 
 @pytest.mark.slow
-def test_the_last_save_on_a_full_disk_is_said_loudly(base: Path, tmp_path: Path) -> None:
+def test_a_last_save_on_a_full_disk_is_an_error_and_keeps_earlier_checkpoints(base: Path, tmp_path: Path) -> None:
     """Of two ranks, at the end of training: both leave with code 3, and what was saved before stays."""
     trial = Trial(ranks=((4, 1), (4, 1)), strategy="ddp", settings=("train.save_steps: 4", "train.eval_steps: 100000"))
     with mounted(tmp_path / "disk") as disk:

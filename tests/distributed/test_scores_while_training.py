@@ -132,7 +132,7 @@ def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, w
     assert sum(map(len, parts)) == 18, "no row is scored twice, none is left out"
 
 
-def test_a_metric_that_cannot_score_the_answers_ends_nothing(place: Place) -> None:
+def test_a_metric_that_cannot_score_does_not_end_the_run(place: Place) -> None:
     """It scores each metric's sample texts, not those of a random model."""
     flaky = library_metric(place.folder, "flaky", '{"flaky": 1 / sum("text" in p for p in predictions)}')
     best = ("TRAIN_METRIC_FOR_BEST_MODEL=flaky", "TRAIN_GREATER_IS_BETTER=true", "TRAIN_EARLY_STOPPING_THRESHOLD=0")
@@ -166,7 +166,7 @@ class MyModel(LlamaForCausalLM):
 """
 
 
-def test_answers_that_fail_on_one_of_two_ranks_end_nothing(place: Place) -> None:
+def test_answers_that_fail_on_one_of_two_ranks_do_not_end_the_run(place: Place) -> None:
     """The model's code fails on rank 1; the other rank answers all its prompts without waiting."""
     model = build_tiny_llama(place.folder / "mine")
     (model / "code_of_mine.py").write_text(FAILING)

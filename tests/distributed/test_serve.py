@@ -197,7 +197,9 @@ def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
         ({"extra_body": {"chat_template_kwargs": "x"}}, "enable_thinking", "chat_template_kwargs"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(chat: Any, options: dict[str, Any], message: str, param: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(
+    chat: Any, options: dict[str, Any], message: str, param: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         chat(**options)
     body = caught.value.body

@@ -112,7 +112,7 @@ def loading(launch: Started) -> bool:
 
 
 def before_steps(launch: Started) -> bool:
-    """Return whether metrics exist: a resume removes an earlier attempt's rows just before its first step."""
+    """Return whether metrics exist; a resume removes later rows only just before its first step."""
     return (launch.run / "metrics.jsonl").is_file()
 
 
@@ -169,7 +169,7 @@ ZERO3 = ("train-deepspeed", "LAUNCH_STRATEGY=zero3")
         *(pytest.param(words, "1", marks=pytest.mark.long) for words in (("train-fsdp",), ZERO3)),
     ],
 )
-def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
+def test_ranks_leave_an_evaluation_together_and_the_same_command_continues(
     words: tuple[str, ...], target: str, double: Place, tmp_path: Path, tiny: Path, cache: Path
 ) -> None:
     place = make_place(tmp_path, tiny, cache, *words, "NUM_GPUS=2") if words else double
@@ -248,9 +248,7 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> 
         ("train-distributed", 2, ("`launch.auto_resume` needs `RUN_NAME`", "stops.yaml")),
     ],
 )
-def test_another_run_is_refused_as_resume_refuses_it(
-    double: Place, words: str, code: int, message: tuple[str, ...]
-) -> None:
+def test_another_run_is_refused_as_by_resume(double: Place, words: str, code: int, message: tuple[str, ...]) -> None:
     whole = Path(double.environment["RUNS_DIR"]) / "whole"
     before = figures(whole)
     run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *message)
@@ -286,7 +284,7 @@ def test_a_stop_loses_nothing(
 
 
 @pytest.mark.long
-def test_a_step_that_does_not_end_is_left(double: Place) -> None:
+def test_a_step_that_does_not_end_is_abandoned(double: Place) -> None:
     launch = double.start("frozen", "TRAIN_SAVE_STEPS=1")
     launch.wait_for(lambda: "step-000002" in checkpoints(launch.run))
     launch.workers()[1].suspend()
@@ -310,7 +308,7 @@ def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
 @pytest.mark.parametrize(
     "moment", [publishing, lambda launch: rows(launch, "train") == STEPS], ids=["model", "last-evaluation"]
 )
-def test_what_no_checkpoint_keeps_is_published_after_the_last_step(
+def test_a_stop_after_the_last_step_publishes_a_run_without_checkpoints(
     single: Place, moment: Callable[[Started], bool]
 ) -> None:
     launch = single.start(f"only-model-{time.monotonic_ns()}", "TRAIN_SAVE_STRATEGY=no")

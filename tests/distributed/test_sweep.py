@@ -101,7 +101,7 @@ def test_a_mistake_is_found_before_anything_starts(
     in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, message)
 
 
-def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
+def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
     (mixed := tmp_path / "mixed.yaml").write_text("metric: loss\nkeys: {launch.strategy: [ddp, zero2]}\n")

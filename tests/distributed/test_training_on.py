@@ -227,7 +227,7 @@ def test_a_second_training_is_resumed_to_the_bit(place: Place, second: Path) -> 
         assert torch.equal(tensor, weights(run / "model")[name]), name
 
 
-def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
+def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
     def refused(code: int, *parts: str, words: list[str]) -> None:
         place.call("train", f"CONFIG={place.config}", "RUN_NAME=none", *words).refused(code, *parts)
         assert not (place.folder / "runs/none").exists()

@@ -204,5 +204,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("serve", "RUN=demo PORT=0", 2, "`PORT` is `0`"),
     ],
 )
-def test_wrong_calls(place: Place, merged: Path, command: str, words: str, code: int, message: str) -> None:
+def test_wrong_calls_of_infer_and_merge_are_refused(
+    place: Place, merged: Path, command: str, words: str, code: int, message: str
+) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))

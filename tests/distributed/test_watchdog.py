@@ -173,7 +173,9 @@ def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbe
 
 
 @pytest.mark.long
-def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[str, str], config: str) -> None:
+def test_damaged_checkpoints_are_reported_and_without_one_there_is_no_restart(
+    variables: dict[str, str], config: str
+) -> None:
     with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name="damaged") as launch:
         launch.wait_for_step(12)
         workers = launch.workers()

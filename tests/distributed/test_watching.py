@@ -130,7 +130,7 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_what_slows_a_run_is_said_in_words(lists: dict[str, Any], named: str | None) -> None:
+def test_causes_of_a_slow_run_are_explained(lists: dict[str, Any], named: str | None) -> None:
     texts = [finding.text for finding in findings(rows(**lists))]
     assert len(texts) == (named is not None) and (named is None or texts[0].startswith(named))
     assert findings(rows(2, **lists)) == [], "too few steps to tell"
@@ -141,7 +141,7 @@ def test_a_spike_is_said_while_it_is_new() -> None:
     assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
 
 
-def test_a_panel_of_whatever_is_there(tmp_path: Path) -> None:
+def test_the_panel_shows_empty_and_torn_runs(tmp_path: Path) -> None:
     """A folder without any file, and torn rows."""
     run, rich = RunFolder(tmp_path), pytest.importorskip("rich.console")
     follower = Follower(run.metrics)

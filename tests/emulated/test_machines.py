@@ -120,7 +120,9 @@ def test_make_plan_says_what_make_train_does(
 
 
 @each
-def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping[str, list[Start]]) -> None:
+def test_the_worker_runs_from_arguments_to_the_published_model(
+    name: str, reports: Any, starts: Mapping[str, list[Start]]
+) -> None:
     for start, report in zip(starts[name], reports[name], strict=True):
         assert start.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         expandable = "expandable_segments:True" in start.environment.get("PYTORCH_ALLOC_CONF", "")
@@ -158,7 +160,7 @@ def test_everything_is_on_that_card_in_the_planned_types(name: str, reports: Any
 
 
 @each
-def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Any) -> None:
+def test_the_host_waits_only_where_it_must(name: str, reports: Any) -> None:
     for report in reports[name]:
         waits = [wait for wait in report["waits"] if wait["phase"] != "build"]
         batches = [wait for wait in waits if "send_to_device" in wait["where"]]

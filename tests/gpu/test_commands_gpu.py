@@ -52,7 +52,7 @@ def test_a_run_answers_while_training_and_resumes_to_the_same_losses(
     assert [row["loss"] for row in metrics(run)] == pytest.approx(whole, abs=1e-3)
 
 
-def test_bench_shows_the_speed_of_the_card_beside_the_plan(program: Program) -> None:
+def test_bench_shows_the_cards_speed_next_to_the_plan(program: Program) -> None:
     done = program("bench", "CONFIG=configs/quickstart.yaml", "JSON=1", timeout=500)
     assert done.code == 0, done.err
     assert done.json["measured"]["steady_tokens_per_second"] > 0

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
     "variables", [{}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}], ids=["shared memory", "sockets"]
 )
 @pytest.mark.usefixtures("two_gpus")
-def test_a_killed_rank_is_named_and_the_run_goes_on(
+def test_a_killed_rank_is_named_and_the_run_continues(
     variables: dict[str, str], cache: Path, tiny: Path, tmp_path: Path
 ) -> None:
     """Over sockets, as between machines, the other rank sees its peer go at once, and NCCL's watchdog may abort it."""

@@ -104,7 +104,7 @@ def test_the_losses_are_those_of_a_cpu(name: str, lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNS)
-def test_it_learns(name: str, lab: Lab) -> None:
+def test_every_way_to_train_lowers_the_loss(name: str, lab: Lab) -> None:
     losses = lab.losses(name, *LEARNS[name])
     assert statistics.fmean(losses[-EPOCH:]) < statistics.fmean(losses[:EPOCH])
 

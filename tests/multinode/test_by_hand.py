@@ -59,7 +59,7 @@ def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
     assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(output for _, output in ended)
 
 
-def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
+def test_machines_train_with_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     """Ranks 0, and 1 and 2: the losses are those of one process, which is trained while node 0 waits for node 1."""
     key = "known-on-both-nodes-only"
     two.start(0, "train-distributed", "NUM_GPUS=1", MASTER_KEY=key)

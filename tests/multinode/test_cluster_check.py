@@ -115,7 +115,7 @@ def python_with(net: Lan, name: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_good_machines(net: Lan) -> None:
+def test_good_machines_have_no_findings(net: Lan) -> None:
     """Nothing is wrong, speeds are those of the links; no process of it is left on any machine."""
     checked = check(net)
     assert checked.fails() == {} and checked.code == 0
@@ -126,7 +126,7 @@ def test_good_machines(net: Lan) -> None:
 
 
 @pytest.mark.slow
-def test_several_faults_at_once(net: Lan) -> None:
+def test_several_faults_are_reported_at_once(net: Lan) -> None:
     """Another version, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
     listen = "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(500)"
     holder = net.popen(0, [net.python, "-c", listen])
@@ -169,7 +169,7 @@ def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_closed_port(net: Lan) -> None:
+def test_a_blocked_port_is_reported_and_avoided(net: Lan) -> None:
     """The master's port is blocked; another one avoids that."""
     with firewall(net, 0, "tcp dport 29500 drop"):
         checked, other = check(net), check(net, None, "MASTER_PORT=29507")
@@ -179,7 +179,7 @@ def test_a_closed_port(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_full_disks_and_folders_that_nobody_may_write(net: Lan) -> None:
+def test_full_disks_and_read_only_folders_are_reported(net: Lan) -> None:
     runs = Path(net.variables["RUNS_DIR"])
     folders = [net.folder / "cache", runs]
     for folder in folders:
@@ -192,7 +192,7 @@ def test_full_disks_and_folders_that_nobody_may_write(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_machines_that_do_not_let_us_in(net: Lan) -> None:
+def test_machines_without_access_are_reported_with_a_remedy(net: Lan) -> None:
     """A refused key, a key of the host that nobody knows, no folder, no such machine: each with the way out, and all at
     once.
     """
@@ -222,7 +222,7 @@ def test_machines_that_do_not_let_us_in(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_a_machine_that_stops_answering(net: Lan) -> None:
+def test_a_machine_that_stops_answering_is_named(net: Lan) -> None:
     """Its Python hangs, as on a disk that is gone: it is named, the others are compared all the same."""
     hanging = net.folder / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 3000\n")
@@ -234,7 +234,7 @@ def test_a_machine_that_stops_answering(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_a_slow_network(net: Lan) -> None:
+def test_a_slow_network_is_no_fault_if_the_inventory_says_so(net: Lan) -> None:
     """50 Mbit/s, as over WireGuard: nothing is wrong where the inventory says so."""
     for k in range(3):
         net.rate(k, 50)
@@ -247,7 +247,7 @@ def test_a_slow_network(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c(net: Lan) -> None:
+def test_ctrl_c_ends_a_check_and_all_its_processes(net: Lan) -> None:
     """A signal in the middle ends the command soon and all its processes everywhere."""
     typing = Typed(net, net.folder)
     process = typing.launch(0, *command(net), cwd=net.folder / "project", PYTHONPATH="")
@@ -258,7 +258,7 @@ def test_ctrl_c(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_text(net: Lan) -> None:
+def test_the_terminal_shows_a_table_and_each_fault_with_its_remedy(net: Lan) -> None:
     """For people: a table, each fault with its remedy; the exit code says it too."""
     done = typed(net, *command(net, {"node3": {"gpus": 4}}, network="1Gbit"))
     assert done.returncode == 3

@@ -94,7 +94,9 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
         ("NUM_NODES=3", "the cluster refuses the job", "hint: `sinfo -N -o"),
     ],
 )
-def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, message: str, hint: str) -> None:
+def test_a_job_that_cannot_start_is_refused_with_sbatchs_message(
+    site: Site, word: str, message: str, hint: str
+) -> None:
     done = site.make("RUN_NAME=demo", word)
     assert done.code == 2 and message in done.err and hint in done.err, done.err
     assert (site.runs / "demo" / "slurm" / "job.sbatch").is_file()
@@ -183,7 +185,7 @@ def test_jobs_submitted_at_once_are_different_runs(site: Site) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("preempted", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_two_nodes_that_are_warned_or_preempted_save_are_queued_again_and_go_on(site: Site, preempted: bool) -> None:
+def test_two_warned_or_preempted_nodes_save_are_requeued_and_continue(site: Site, preempted: bool) -> None:
     setup = "SLURM_SETUP=['shopt -q login_shell', '[[ -n $HOME && -n $USER ]]']"
     number = site.submit("again", "NUM_NODES=2", setup)
     site.config.write_text("model: {name: another}\n")  # frozen: a later edit changes nothing

@@ -47,7 +47,7 @@ def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iter
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_a_panel_on_a_terminal(machines: Home) -> None:
+def test_the_panel_stands_below_the_lines_of_the_machines(machines: Home) -> None:
     """The run's panel stands below the lines of the machines; rank 0's lines of progress are omitted."""
     machines.train("panel", terminal=True, TERM="xterm", COLUMNS="100")
     machines.finish()
@@ -63,7 +63,7 @@ def test_a_panel_on_a_terminal(machines: Home) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_two_machines(machines: Home) -> None:
+def test_two_machines_train_as_one_process_and_leave_nothing_behind(machines: Home) -> None:
     """Code, model and data come to the second; losses are those of one process; logs are here, and nothing is left
     there.
     """
@@ -86,7 +86,7 @@ def test_two_machines(machines: Home) -> None:
 
 
 @pytest.mark.long
-def test_three_machines_seen_from_one(machines: Home) -> None:
+def test_three_machines_are_watched_stopped_and_resumed_from_one(machines: Home) -> None:
     """Three ranks; status and a log while they train, a second command refused, a stop from elsewhere, a resume; losses
     as of one process.
     """
@@ -123,7 +123,7 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [4], indirect=True)
-def test_a_link_is_cut_and_the_run_goes_on_with_two_and_a_fourth_joins(machines: Home) -> None:
+def test_a_run_continues_on_two_machines_after_a_cut_link_and_a_fourth_joins(machines: Home) -> None:
     """The global batch stays, and so do the rows of every step: tokens and losses are those of one process."""
     machines.train("cut", "CLUSTER_HOSTS=node1 node2 node3", "TRAIN_MAX_STEPS=200", "TRAIN_SAVE_STEPS=2")
     machines.until_step("cut", 4)
@@ -198,7 +198,7 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
+def test_a_killed_controller_leaves_no_process(machines: Home) -> None:
     process = machines.train("orphan", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
     machines.until_step("orphan", 2)
     os.killpg(process.pid, signal.SIGKILL)
@@ -224,7 +224,7 @@ def test_an_ssh_connection_that_breaks_stops_the_run_saved(machines: Home) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_what_cannot_be_started(machines: Home) -> None:
+def test_what_cannot_start_is_one_error_with_its_remedy(machines: Home) -> None:
     """Each fault is one error with its remedy, and no run starts."""
     faults: list[tuple[dict[str, Any], str, str]] = [
         (
@@ -245,7 +245,7 @@ def test_what_cannot_be_started(machines: Home) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_install(machines: Home) -> None:
+def test_installation_reports_a_failure_and_continues_when_repeated(machines: Home) -> None:
     """An environment that cannot be filled (no network), then one that is there: the failure is reported, and the same
     command continues.
     """
@@ -265,7 +265,7 @@ def test_install(machines: Home) -> None:
 
 
 @pytest.mark.long
-def test_one_disk_for_all(tmp_path: Path, tiny: Path) -> None:
+def test_machines_may_share_one_disk(tmp_path: Path, tiny: Path) -> None:
     """Run, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is
     written twice.
     """

@@ -15,7 +15,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.trackers import IDS, AimTracker
 
 
-def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(
+def test_a_resumed_run_continues_in_its_tracker_run_and_logs_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aim: Any = pytest.importorskip("aim")

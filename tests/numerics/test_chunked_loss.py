@@ -109,7 +109,7 @@ def test_bf16_and_autocast_agree_to_their_precision(way: str) -> None:
     assert_same(tuned("llama", way, dtype=torch.bfloat16), batch, tolerance=0.02)
 
 
-def test_what_becomes_of_the_models_output_does_not_matter() -> None:
+def test_chunking_does_not_depend_on_the_use_of_the_output() -> None:
     """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its
     gradient's factor.
     """

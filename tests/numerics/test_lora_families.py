@@ -72,7 +72,7 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
         if type(tiny_config(name)) in AutoModelForCausalLM._model_mapping
     ],
 )
-def test_auto_adapts_what_it_says_and_peft_reads_it_back(name: str, tmp_path: Path) -> None:
+def test_auto_adapts_the_planned_modules_and_peft_reads_them_back(name: str, tmp_path: Path) -> None:
     planned = find_targets(tiny_model(name, "meta"), "auto").modules
     model = adapted(name)
     placed = {
@@ -97,7 +97,7 @@ def test_experts_that_are_typed_are_adapted_and_read_back(name: str, tmp_path: P
     assert_read_back(name, model, tmp_path)
 
 
-def test_what_peft_would_rewrite_is_saved_so_that_it_does_not(tmp_path: Path) -> None:
+def test_names_that_peft_would_rewrite_survive_saving(tmp_path: Path) -> None:
     model = adapted("glm4_moe", ["q_proj", "shared_experts.gate_proj"])
     assert_read_back("glm4_moe", model, tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())

@@ -71,7 +71,7 @@ def check(tokenizer: Any, expected: list[str], messages: list[Message] = CHAT, *
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in expected]
 
 
-def test_llama3(place: Path) -> None:
+def test_llama_3_masks_are_those_written_by_hand(place: Path) -> None:
     """Its template writes the generation prompt after every conversation."""
     llama = tokenizer("llama3", place)
     start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
@@ -86,7 +86,7 @@ def test_llama3(place: Path) -> None:
     check(llama, [start + first + second])
 
 
-def test_gemma3(place: Path) -> None:
+def test_gemma_3_masks_are_those_written_by_hand(place: Path) -> None:
     gemma = tokenizer("gemma3", place)
     check(
         gemma,

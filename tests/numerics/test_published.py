@@ -199,7 +199,7 @@ def build_untied(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_head_of_its_own_is_said_to_be_one(mode: str, cache: Path, tmp_path: Path) -> None:
+def test_a_head_that_the_configuration_ties_stays_separate(mode: str, cache: Path, tmp_path: Path) -> None:
     build_untied(tmp_path / "base")
     road = travel("llama", mode, tmp_path, cache)
     assert not road.at, road.refused

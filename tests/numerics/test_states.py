@@ -37,7 +37,7 @@ def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[f
     return scales
 
 
-def test_a_loss_scaler_goes_on_where_it_was() -> None:
+def test_a_loss_scaler_continues_where_it_was() -> None:
     """accelerate's: the scale that it has found, and how far it is from the next one."""
 
     def made() -> Any:
@@ -63,7 +63,7 @@ def test_a_loss_scaler_goes_on_where_it_was() -> None:
     assert scaler_of(none) is None and scale_of(none) is None
 
 
-def test_deepspeeds_loss_scaler_goes_on_where_it_was() -> None:
+def test_deepspeeds_loss_scaler_continues_where_it_was() -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     def made() -> Any:
@@ -114,7 +114,7 @@ STATES = {
         ({"strategy": "ddp"}, "fsdp2", 2, False),
     ],
 )
-def test_what_cannot_be_cut_anew_is_refused_by_name(
+def test_states_that_cannot_be_divided_again_are_refused_by_name(
     written: dict[str, Any], strategy: str, world: int, allowed: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "states.json").write_text(json.dumps(STATES | written))

@@ -42,7 +42,7 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         ({"resumed": True}, CheckpointError, "node 1 (b): continues the run"),
     ],
 )
-def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], message: str) -> None:
+def test_each_difference_is_one_error(change: dict[str, Any], kind: type[UserError], message: str) -> None:
     (error,) = compare_facts([facts(0), facts(1, **change)])
     assert type(error) is kind and message in error.render(), error.render()
     assert "versions" not in change or on_page("different-versions-on-machines", error.render())
@@ -52,7 +52,7 @@ def given(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
     return {"node": f"node {rank} ({'abc'[rank]})", "prepared": {"base model": "m", **prepared}, "apart": apart}
 
 
-def test_nodes_that_do_not_see_the_run_folder() -> None:
+def test_nodes_without_the_shared_run_folder_are_refused() -> None:
     apart = [given(0), given(1, apart=True), given(2, apart=True)]
     for strategy, save in (("ddp", "steps"), ("fsdp2", "no")):
         assert not compare_prepared(apart, strategy=strategy, save_strategy=save)
@@ -61,7 +61,7 @@ def test_nodes_that_do_not_see_the_run_folder() -> None:
     assert "node 1 (b), node 2 (c) cannot see the run folder of node 0" in error.message
 
 
-def test_nodes_that_prepared_different_data() -> None:
+def test_nodes_with_different_data_are_refused() -> None:
     here = [given(0, data="8 rows, 90 tokens, abc"), given(1, data="9 rows, 95 tokens, def"), given(2)]
     (error,) = compare_prepared(here, strategy="ddp", save_strategy="steps")
     assert isinstance(error, DataError)
@@ -76,7 +76,7 @@ def test_a_full_gpu_is_named_with_its_node() -> None:
         ranks_of(Hardware(kind="cuda", devices=(free,), cpu_threads=8, ram_bytes=GIB), request)
 
 
-def test_what_a_node_compares(tmp_path: Path) -> None:
+def test_nodes_compare_content_and_not_paths(tmp_path: Path) -> None:
     def here(folder: str, extra: str = "") -> dict[str, str]:
         path = tmp_path / "x.yaml"
         path.write_text(f"model:\n  name: {folder}/tiny\ndata:\n  train_path: {folder}/rows.jsonl\n{extra}")

@@ -39,14 +39,14 @@ def test_a_plain_answer_is_its_words(name: str, words: str, tokenizers: dict[str
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_a_thought_is_apart_from_the_words(name: str, tokenizers: dict[str, Any]) -> None:
+def test_a_thought_is_separate_from_the_answer(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     messages = [*asked("2+2?", content="Four."), *asked("3+3?", content="Six.", reasoning_content="Three\nand three.")]
     assert learnt(tokenizer, messages) == AnswerParts("Six.", "Three\nand three.")
 
 
 @pytest.mark.parametrize("name", CHAT_FAMILIES)
-def test_a_thought_within_the_words_is_apart_too(name: str, tokenizers: dict[str, Any]) -> None:
+def test_a_thought_within_the_answer_is_separate_too(name: str, tokenizers: dict[str, Any]) -> None:
     messages = asked("2+2?", content="<think>\nTwo and two.\n</think>\n\nFour.")
     assert learnt(tokenizers[name], messages) == AnswerParts("Four.", "Two and two.")
     assert marks_of(tokenizers[name]).cut(messages[1]["content"], generated=False).text == "Four."
@@ -87,7 +87,7 @@ def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any
         ("qwen3", "Oslo<|im_start|>", AnswerParts("Oslo")),
     ],
 )
-def test_what_a_model_may_write(name: str, raw: str, expected: AnswerParts, tokenizers: dict[str, Any]) -> None:
+def test_answers_of_any_form_are_parsed(name: str, raw: str, expected: AnswerParts, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == expected
 

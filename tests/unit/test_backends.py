@@ -48,7 +48,7 @@ def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
     assert ("pip install" in str(caught.value.hint)) is ("installed" in message)
 
 
-def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     reasons = dict[str, str]()
     assert choose_kernels(request("H100"), reasons) == "liger" and "kernels liger" in reasons["kernels"]
@@ -72,7 +72,7 @@ def test_conflicts_name_the_reason_and_the_way_out(
 # Target modules that a model does not have.
 
 
-def test_names_that_match_nothing_are_listed_beside_what_there_is() -> None:
+def test_names_that_match_nothing_are_listed_with_the_available_ones() -> None:
     with pytest.raises(UserError, match="`query`, `c_attn`") as caught:
         find_targets(tiny_model("llama", "meta"), ["q_proj", "query", "c_attn"])
     layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

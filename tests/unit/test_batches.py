@@ -108,7 +108,7 @@ def test_both_layouts_train_the_same_tokens(rows: Rows) -> None:
     assert flattened["rows"] == padded["rows"] == [row["row"] for row in rows]
 
 
-def test_sides_that_were_published_never_change() -> None:
+def test_published_hashes_of_validation_rows_never_change() -> None:
     """Golden: another hash would move rows of existing validation data into training."""
     rows = [Example(place="a:1", form="text", source=0, text=f"row {i}").key for i in range(12)]
     assert [i for i, key in enumerate(rows) if is_held_out(key, None, 0.4)] == [1, 2, 4, 5, 7, 8, 11]

@@ -129,7 +129,7 @@ def test_rotation_never_removes_what_is_newer_than_the_checkpoint_just_verified(
     assert newest_valid(run)[0] == run.checkpoint(5)
 
 
-def test_what_a_killed_process_left_is_removed_and_names_are_given_back(run: RunFolder) -> None:
+def test_leftovers_of_a_killed_process_are_removed_and_names_freed(run: RunFolder) -> None:
     save(run, 4).rename(run.checkpoints / ".step-000004.replaced")
     partial_folder(run, 8).mkdir()
     assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]

@@ -78,7 +78,9 @@ TOO_OLD = {"id": "driver-too-old", "severity": "error", "text": "driver 550 is t
         ({"system": "Darwin"}, "no-linux", "fail", "it runs Darwin"),
     ],
 )
-def test_one_fault(machines: Path, changes: dict[str, Any], name: str, severity: str, part: str) -> None:
+def test_each_fault_is_reported_for_its_machine_alone(
+    machines: Path, changes: dict[str, Any], name: str, severity: str, part: str
+) -> None:
     """It is reported for that machine alone, with a remedy."""
     answers = compared(say(machines, 0), say(machines, 1, **changes), say(machines, 2))
     assert answers["desktop"].findings == answers["old"].findings == []
@@ -87,7 +89,7 @@ def test_one_fault(machines: Path, changes: dict[str, Any], name: str, severity:
     assert part in f"{finding.text} | {finding.remedy}" and finding.remedy
 
 
-def test_of_one_machine_alone(machines: Path) -> None:
+def test_a_single_machine_is_not_compared(machines: Path) -> None:
     """Nothing is sent to it, and there is nothing to compare; NCCL needs its GPUs."""
     assert compared(say(machines, 0, rsync=False))["desktop"].verdict == "ok"
     [finding] = compared(say(machines, 0, gpus=[]), backend="nccl")["desktop"].findings

@@ -119,7 +119,7 @@ def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Wri
         ("SFT_MODEL_XYZZY", "lists every key"),
     ],
 )
-def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expected: str) -> None:
+def test_similar_environment_variables_are_refused(write: Write, name: str, expected: str) -> None:
     assert expected in refused(write(""), environ={name: "1"})
 
 
@@ -183,7 +183,7 @@ def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:
 # ---- What is typed
 
 
-def test_values_as_other_tools_write_them(write: Write) -> None:
+def test_spellings_of_other_tools_are_accepted(write: Write) -> None:
     path = write("train: {packing: true}\ntuning: {lora: {target_modules: all-linear}}\n")
     config = load(path).config
     assert config.train.packing == "on" and config.tuning.lora.target_modules == "auto"

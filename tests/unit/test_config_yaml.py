@@ -66,14 +66,14 @@ def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None
     ],
     ids=lambda text: text[:12],
 )
-def test_what_cannot_be_read_is_one_message_with_its_place(text: str, expected: str) -> None:
+def test_unreadable_data_are_one_error_with_its_place(text: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(text)
     shown = caught.value.render()
     assert expected in shown and shown.startswith("error: x.yaml") and shown.count("error: ") == 1
 
 
-def test_files_that_are_no_text(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"a: 1\nb: \xff\xfe\n")
     with pytest.raises(UserError, match="not UTF-8 text") as caught:
@@ -124,7 +124,7 @@ VALUE = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100)
 @given(st.lists(st.dictionaries(TEXT, VALUE, min_size=1, max_size=4), min_size=1, max_size=3), TEXT)
-def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
+def test_written_yaml_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
     text = dump_documents(documents, comment)
     assert list(yaml.safe_load_all(text)) == documents
 
@@ -148,5 +148,5 @@ def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: 
         ({}, RankPlan, None),
     ],
 )
-def test_the_types_of_parsed_json(value: Any, annotation: Any, wrong: str | None) -> None:
+def test_values_of_parsed_json_are_checked_against_their_types(value: Any, annotation: Any, wrong: str | None) -> None:
     assert misfit(value, annotation) == wrong

@@ -55,7 +55,7 @@ def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:
         ("(" * 900 + "ok" + ")" * 900, "`filter` "),
     ],
 )
-def test_what_is_not_in_the_language_is_refused_before_it_runs(expression: str, message: str) -> None:
+def test_expressions_outside_the_language_are_refused_before_they_run(expression: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         Condition(expression)
     assert message in caught.value.message
@@ -71,7 +71,7 @@ def test_what_is_not_in_the_language_is_refused_before_it_runs(expression: str, 
         ("number(lang) > 1", "could not convert"),
     ],
 )
-def test_what_a_row_does_not_allow_is_an_error_of_the_row(expression: str, message: str) -> None:
+def test_a_condition_that_fails_on_a_row_is_that_rows_error(expression: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         Condition(expression)(ROW)
     assert message in caught.value.message

@@ -160,9 +160,7 @@ def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, message: str) -> No
         ({"Question": "p", "Answer": "s", "Notes": ""}, "", "columns: {answer: Answer, question: Question}"),
     ],
 )
-def test_columns_that_fit_two_formats_or_none_are_answered_with_what_may_be_meant(
-    row: Row, message: str, hint: str
-) -> None:
+def test_ambiguous_and_unknown_columns_are_refused_with_suggestions(row: Row, message: str, hint: str) -> None:
     error = refused(row)
     assert message in error.message and hint in (error.hint or "")
 

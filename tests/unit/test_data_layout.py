@@ -97,7 +97,7 @@ def test_a_readme_says_which_files_are_which_split(tmp_path: Path) -> None:
     assert "has `sep`, which is not read" in refused(folder).message
 
 
-def test_only_what_may_be_training_is_taken_without_a_word(tmp_path: Path) -> None:
+def test_only_training_splits_are_used_silently(tmp_path: Path) -> None:
     fill(tmp_path / "one", "a.jsonl", "b.jsonl")
     assert answers(tmp_path / "one") == answers(tmp_path / "one", split="train") == ["a.jsonl", "b.jsonl"]
     (tmp_path / "one" / "dataset_infos.json").write_text(

@@ -173,7 +173,7 @@ def test_names_of_arguments_calls_and_roles_are_read() -> None:
     assert "seems to be calls" in refused({"messages": [USER, {**ANSWER, "function_calls": [{"name": "add"}]}]}).message
 
 
-def test_what_is_json_in_text_is_read() -> None:
+def test_json_inside_text_is_read() -> None:
     row = called({"a": 1})
     assert read({**row, "messages": json.dumps(row["messages"])}) == read(row)
     assert read({"input_ids": "[1, 2, 3]"}).input_ids == [1, 2, 3]
@@ -201,7 +201,7 @@ def test_what_is_json_in_text_is_read() -> None:
         ({1: 2}, "is a number"),
     ],
 )
-def test_what_json_does_not_have_is_a_refused_row_with_its_field(value: Any, message: str) -> None:
+def test_rows_with_values_outside_json_are_refused_with_the_field(value: Any, message: str) -> None:
     deep = refused(called({"a": [{"b": value}]}))
     assert (
         "`messages[1].tool_calls[0].arguments.a[0].b" in deep.message.replace("a key of ", "")
@@ -291,7 +291,7 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
     assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
 
 
-def test_rows_of_another_split_are_not_trained_without_a_word(tmp_path: Path) -> None:
+def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
     rows = [{**PAIR, "split": split} for split in ("train", "test", "dev")]
     assert len(examples(tmp_path, rows[:1])) == 1
     with pytest.raises(DataError) as caught:
@@ -301,7 +301,7 @@ def test_rows_of_another_split_are_not_trained_without_a_word(tmp_path: Path) ->
     assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
-def test_a_class_is_no_judgement(tmp_path: Path) -> None:
+def test_a_class_label_is_not_taken_for_a_judgement(tmp_path: Path) -> None:
     assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
 
 
@@ -336,11 +336,11 @@ def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
         ({"completion_mask": [0, 1]}, "`completion_mask` has 2 entries and `input_ids` 3"),
     ],
 )
-def test_what_says_of_tokens_whether_they_are_learnt_is_used_or_refused(column: Row, message: str) -> None:
+def test_token_masks_are_used_or_refused(column: Row, message: str) -> None:
     assert message in refused({"input_ids": [5, 6, 7], **column}).message
 
 
-def test_what_a_tokenizer_adds_to_every_row_is_no_mask() -> None:
+def test_tokens_that_a_tokenizer_adds_to_every_row_are_no_mask() -> None:
     added = {
         "attention_mask": [1, 1, 1],
         "token_type_ids": [0, 0, 0],
@@ -433,7 +433,7 @@ def test_every_hint_is_accepted_when_it_is_followed(name: str, tmp_path: Path) -
         assert examples(tmp_path, rows, **way), way
 
 
-def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: Path) -> None:
+def test_swapped_columns_are_refused_with_the_right_order(tmp_path: Path) -> None:
     row = {"frage": "q", "antwort": "a"}
     with pytest.raises(DataError) as caught:
         examples(tmp_path, [row], columns={"frage": "question", "antwort": "answer"})

@@ -221,7 +221,7 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
     assert place.endswith("twice.parquet, row 1")
 
 
-def test_nulls_that_arrow_cannot_tell_from_missing_keys_are_told(tmp_path: Path) -> None:
+def test_nulls_that_look_like_missing_keys_are_reported(tmp_path: Path) -> None:
     def row(arguments: Row) -> Row:
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         return {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "f"}]}

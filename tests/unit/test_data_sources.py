@@ -101,7 +101,7 @@ def test_each_kind_gives_the_same_rows_through_each_compression(ending: str, kin
         ("{folder}", "{folder}", "the folder holds no json"),
     ],
 )
-def test_what_is_not_there_is_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
+def test_missing_files_are_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
     error = refused(pattern.format(folder=tmp_path))
     assert error.place == place.format(folder=tmp_path) and error.message.startswith(message.format(folder=tmp_path))
 
@@ -139,7 +139,7 @@ def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_export_has_its_rows_beside_what_else_it_says(indent: int | None, tmp_path: Path) -> None:
+def test_rows_of_an_export_are_read_next_to_other_keys(indent: int | None, tmp_path: Path) -> None:
     export = {"version": 2, "tags": ["a"], "tickets": ROWS}
     path = write(tmp_path / "a.json", json.dumps(export, indent=indent).encode())
     assert rows_of(path) == ROWS
@@ -159,7 +159,7 @@ THREAD = {
 }
 
 
-def test_a_conversation_under_other_names(tmp_path: Path) -> None:
+def test_a_conversation_is_read_under_other_names(tmp_path: Path) -> None:
     turns = [{"from": who, "at": 1, "body": f"by {who}"} for who in ("system", "customer", "agent", "visitor", "agent")]
     path = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "from": "x", "thread": turns}).encode())
     [row] = rows_of(path, columns=THREAD)
@@ -249,7 +249,7 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"streaming": True}, {"split": "train"}, {"config": "x"}, {"revision": "main"}])
-def test_what_only_a_hub_dataset_has_is_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
+def test_options_of_hub_datasets_are_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
     assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
 
 
@@ -350,7 +350,7 @@ def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")]
 )
-def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
+def test_the_header_decides_the_separator_of_columns(name: str, mark: str, tmp_path: Path) -> None:
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
     path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
     assert rows_of(path) == [{"question": "1,5", "answer": f"b{mark}c"}]

@@ -44,7 +44,7 @@ def refusal(tmp_path: Path, text: str) -> str:
     return caught.value.render()
 
 
-def test_comments_trailing_commas_and_key_lines(tmp_path: Path) -> None:
+def test_comments_and_trailing_commas_are_read_with_the_lines_of_keys(tmp_path: Path) -> None:
     text = (
         '{\n\t// a comment with "quotes" and {braces}\n\t"wandb": "http://not-a-comment", /* b\n'
         '  c */ "zero_optimization": {"stage": 1,},\n}\n'
@@ -59,7 +59,7 @@ def test_comments_trailing_commas_and_key_lines(tmp_path: Path) -> None:
     ("text", "place"),
     [("{\n  // x\n  'a': 1\n}", ":3:3"), ('{"a": 1', ":1:8"), ("", ":1:1"), ("[1]", ":1"), ('{"a": 1,\n"a": 2}', ":2")],
 )
-def test_what_is_not_json_is_named_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+def test_invalid_json_is_reported_with_its_place(tmp_path: Path, text: str, place: str) -> None:
     assert f"ds.json{place}: " in refusal(tmp_path, text)
 
 
@@ -195,7 +195,7 @@ are found at once.
 
 
 @pytest.mark.slow
-def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
+def test_settings_that_deepspeeds_models_refuse_are_named_with_key_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
@@ -236,7 +236,9 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
         ('"gradient_cliping": 1.0', "unknown DeepSpeed key `gradient_cliping`"),
     ],
 )
-def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_settings_that_fail_in_deepspeeds_engine_are_refused_with_their_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     zero = "" if "zero_opt" in text else ', "zero_optimization": {"stage": 2}'
     assert re.search(rf"ds\.json:2: .*{re.escape(message)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
     allowed = (
@@ -246,7 +248,7 @@ def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: 
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
 
 
-def test_a_file_that_contradicts_itself_is_told_of_its_own_keys(tmp_path: Path) -> None:
+def test_contradictory_batch_sizes_of_a_deepspeed_json_are_refused_by_key(tmp_path: Path) -> None:
     text = (
         '{"zero_optimization": {"stage": 2},\n"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps":'
         ' 8,\n"train_batch_size": 10}'

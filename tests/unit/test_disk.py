@@ -29,7 +29,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_launch(tmp_path: Path) -
     assert on_page("no-space-left", refused.value.message)
 
 
-def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_its_place(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "mine")
     with pytest.raises(HardwareError, match="no space is left on the disk") as refused, explain_disk_errors(run):
         Path("/dev/full").write_bytes(b"x")
@@ -50,7 +50,7 @@ def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> Non
         (ValueError("shapes differ"), None, "shapes differ"),
     ],
 )
-def test_a_failed_write_is_told_from_a_mistake(error: Exception, number: int | None, words: str) -> None:
+def test_only_failed_writes_are_disk_problems(error: Exception, number: int | None, words: str) -> None:
     assert errno_of(error) == number
     assert words in disk_problem(error)
 
@@ -79,7 +79,7 @@ def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, limited: None) ->
     assert path.read_text() == first + "3\n"
 
 
-def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:
+def test_a_refused_resume_restores_what_it_changed(tmp_path: Path) -> None:
     path = tmp_path / "prepared.json"
     path.write_text("old")
     for change in (lambda: path.write_text("new"), path.unlink):

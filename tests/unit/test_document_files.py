@@ -58,13 +58,13 @@ def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
     )
 
 
-def test_headers_footers_and_page_numbers_go() -> None:
+def test_headers_footers_and_page_numbers_are_removed() -> None:
     pages = [f"Manual 7\nText of page {word}.\nPage {number} of 4" for number, word in enumerate("abcd", 1)]
     assert join_pages(pages) == "Text of page a.\n\nText of page b.\n\nText of page c.\n\nText of page d."
     assert join_pages(pages[:2]).startswith("Manual 7")  # two pages are too few to tell
 
 
-def test_what_is_scanned_or_empty_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_scanned_and_empty_documents_are_skipped_with_the_reason(tmp_path: Path) -> None:
     scanned = read_document(write_pdf(tmp_path / "scan.pdf", [[], []], picture=True))
     assert scanned == SCANNED
     partly = read(write_pdf(tmp_path / "partly.pdf", [["Words."], []], picture=True))

@@ -73,7 +73,7 @@ def test_each_scheduler_becomes_our_own_words(
     assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}
 
 
-def test_what_is_no_training_stays_as_it_is() -> None:
+def test_commands_that_do_not_train_are_unchanged() -> None:
     assert complete_command(["plan", "CONFIG=x"], PYTORCHJOB) == ["plan", "CONFIG=x"]
     assert added(("resume", "RUN=demo"), PYTORCHJOB).get("LAUNCH_AUTO_RESUME") is None
     assert added(("train", "CONFIG=x"), {}) == {"ACCELERATE_CONFIG": "none"}, (
@@ -87,7 +87,7 @@ def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
     assert "MASTER_ADDR" not in added((*TWO, "MASTER_ADDR=127.0.0.1"), environ), "what was typed stays"
 
 
-def test_what_does_not_agree_is_refused() -> None:
+def test_an_option_that_contradicts_the_operator_is_refused() -> None:
     with pytest.raises(UserError, match="`NODE_RANK` is 0, but the operator says 1"):
         complete_command((*TWO, "NODE_RANK=0"), PYTORCHJOB)
 
@@ -136,7 +136,7 @@ def test_a_signal_reaches_the_program() -> None:
         ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
     ],
 )
-def test_what_a_pod_is_told_in_other_words_is_refused(environ: dict[str, str], message: str) -> None:
+def test_contradictory_variables_of_a_pod_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         complete_command(WORDS, environ)
     assert f"environment: {message}" in caught.value.render()

@@ -52,7 +52,7 @@ def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> 
     assert set(alone) == {"Master"} and container(alone["Master"]["template"])["args"][0] == "train"
 
 
-def test_a_trainjob_has_a_runtime_of_its_own() -> None:
+def test_a_trainjob_has_a_separate_runtime() -> None:
     manifests = documents("KUBERNETES_KIND=trainjob")
     runtime, job = of_kind(manifests, "TrainingRuntime"), of_kind(manifests, "TrainJob")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -75,7 +75,7 @@ def test_a_job_finds_its_first_pod_by_a_service() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
+def test_every_pod_gets_only_what_it_needs(kind: str) -> None:
     toleration = {"key": "spot", "value": "true", "effect": "NoExecute", "tolerationSeconds": 60}
     result = rendered(
         f"KUBERNETES_KIND={kind}",
@@ -122,7 +122,7 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
 
 
-def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_path: Path) -> None:
+def test_the_configuration_in_the_map_is_the_resolved_one_and_is_read_back(tmp_path: Path) -> None:
     result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}")
     path = tmp_path / "config.json"
     path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
@@ -134,7 +134,7 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_pat
     assert again.typed("train.global_batch_size") and not again.typed("train.batch_size")
 
 
-def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
+def test_a_deepspeed_json_is_rendered_verbatim() -> None:
     result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml")
     assert (
         of_kind(documents_of(result.files), "ConfigMap")["data"]["deepspeed.json"]
@@ -148,7 +148,7 @@ def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
     ]
 
 
-def test_what_the_plan_keeps_in_memory_must_fit_the_pod() -> None:
+def test_planned_host_memory_must_fit_the_pod() -> None:
     offloaded = ("DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "TUNING_MODE=full")
     words = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=2xL40S", "NUM_NODES=1", *offloaded)
     assert noted((*words, "KUBERNETES_MEMORY=20Gi"), "a pod's memory", "kubernetes.memory is 20Gi, /dev/shm included")
@@ -172,7 +172,7 @@ def test_one_claim_may_hold_models_and_runs() -> None:
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
 
 
-def test_infiniband_when_asked() -> None:
+def test_infiniband_is_rendered_only_on_request() -> None:
     words = (
         "KUBERNETES_INFINIBAND=true",
         "KUBERNETES_HCA=mlx5",
@@ -215,7 +215,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
     ],
 )
-def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], message: str) -> None:
+def test_manifests_that_a_cluster_would_refuse_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as caught:
         rendered(*words)
     assert message in caught.value.render()

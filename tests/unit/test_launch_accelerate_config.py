@@ -44,7 +44,7 @@ def refusal(folder: Path, extra: str, kind: str) -> str:
     return caught.value.render()
 
 
-def test_deepspeed_by_stage(tmp_path: Path) -> None:
+def test_a_deepspeed_stage_becomes_settings(tmp_path: Path) -> None:
     extra = (
         "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 4\n"
         "  offload_optimizer_device: cpu\n"
@@ -64,7 +64,7 @@ def test_deepspeed_by_stage(tmp_path: Path) -> None:
     }
 
 
-def test_deepspeed_by_file(tmp_path: Path) -> None:
+def test_a_deepspeed_file_is_read_and_excludes_other_keys(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}} // mine')
     extra = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n  zero3_init_flag: false\n"
     choices = read(tmp_path, extra, "DEEPSPEED")
@@ -80,7 +80,7 @@ FSDP = (
 )
 
 
-def test_fsdp2(tmp_path: Path) -> None:
+def test_an_fsdp2_file_is_read(tmp_path: Path) -> None:
     choices = read(tmp_path, FSDP, "FSDP")
     assert choices.strategy == "fsdp2"
     assert choices.fsdp == {"fsdp_reshard_after_forward": False}

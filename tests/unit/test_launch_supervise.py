@@ -177,7 +177,7 @@ LOST = Outcome(
 )
 
 
-def test_so_many_in_a_row_without_a_newer_checkpoint() -> None:
+def test_restarts_without_a_newer_checkpoint_are_limited() -> None:
     state = Restarts(limit=2, step=0)
     first, second = Path("step-000004"), Path("step-000008")
     pauses = [state.following(LOST, newest).pause for newest in (None, None, None, first, first, first, second)]

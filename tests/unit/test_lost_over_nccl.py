@@ -144,7 +144,7 @@ def test_a_rank_whose_own_gpu_failed_is_the_cause(tmp_path: Path) -> None:
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n" + STACKS,
     ],
 )
-def test_a_process_that_cpp_ended_for_want_of_memory(words: str, tmp_path: Path) -> None:
+def test_a_process_that_cpp_ended_out_of_memory_is_recognised(words: str, tmp_path: Path) -> None:
     """bitsandbytes leaves with code 1 and without an exception."""
     run = run_with(tmp_path, {})
     run.rank_log(0).write_text(words)

@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 @pytest.mark.parametrize("remaining", ["checkpoints", "metrics", "model"])
-def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, remaining: str) -> None:
+def test_a_run_without_its_events_is_never_restarted(run: RunFolder, remaining: str) -> None:
     if remaining != "checkpoints":
         run.checkpoints.rename(run.path / "moved")
     if remaining == "metrics":

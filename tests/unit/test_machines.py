@@ -202,7 +202,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         Machines(node, host="b", run="lan", patience=0.2, silent_seconds=5).open()
 
 
-def test_who_has_the_port() -> None:
+def test_a_port_in_use_is_an_error_that_names_it() -> None:
     nodes = Nodes(count=2)
     with socket.create_server(("", nodes.port)):
         nodes.start(0, meet)
@@ -287,7 +287,7 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
     )
 
 
-def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt() -> None:
+def test_a_late_machine_waits_for_the_next_attempt() -> None:
     """Its launcher was restarted before the loss of the old one was noticed."""
     nodes, trains, waits = Nodes(), threading.Event(), threading.Event()
 

@@ -26,7 +26,7 @@ def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: An
     return result
 
 
-def test_what_an_epoch_is() -> None:
+def test_an_epoch_ends_when_a_source_runs_dry() -> None:
     # 3:1 in tokens. A has 10,000, B 10,000: until A was seen once, B gives a third of itself; until B was, A comes 3
     # times.
     assert mixture([100, 50], [10_000, 10_000], [3, 1], exhausted="stop").epoch_rows == (100, 17)

@@ -119,7 +119,7 @@ def test_a_runs_folder_gives_no_command_path_or_address(
     assert own_words(again) == ["LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=mlflow"]
 
 
-def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder, tmp_path: Path) -> None:
+def test_a_users_file_may_set_them(run: RunFolder, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text((run.path / "theirs.yaml").read_text().replace("STRANGERS", "MY"))
     loaded = parse_call(["plan", f"CONFIG={own}"], COMMANDS, environ={}).load_config()
@@ -145,7 +145,7 @@ def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder,
         "https://host/a1b2c3d4e5f6a7b8c9d0e1",
     ],
 )
-def test_a_notification_goes_to_a_variable_of_its_own_and_no_secret_is_kept(target: str) -> None:
+def test_a_notification_has_a_separate_variable_and_no_secret_is_kept(target: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_call(["plan", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}"], COMMANDS, environ={}).load_config()
     assert "export MY_NOTIFY" in str(refused.value.hint)

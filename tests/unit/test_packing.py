@@ -141,7 +141,7 @@ def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Calla
     assert bloom.pack_tokens == 0 and "packing off: `bloom` is not among the families" in reasons(bloom)
 
 
-def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
+def test_typed_packing_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
     plan = planned([400, 500] * 200, packing="on")
     assert plan.pack_tokens == 512 and "as configured" in reasons(plan)
     with pytest.raises(UserError, match=r"`train\.packing` is `on`, but `bloom`"):

@@ -121,7 +121,7 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
         assert plan.layout == layout and f"`{family}` is not among the families" in plan.reasons["layout"]
 
 
-def test_attention() -> None:
+def test_attention_follows_the_hardware_and_the_family() -> None:
     assert plan_of(attn_implementation="eager").attn_implementation == "eager"
     assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
     assert "attention varlen: row by row, without a mask" in plan_of().reasons.values()
@@ -153,7 +153,7 @@ def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
     ("command", "configured", "right"),
     [("zero", "fsdp2", "make train-fsdp"), ("single", "zero1", "make train-deepspeed")],
 )
-def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
+def test_command_and_configuration_may_not_contradict_each_other(command: Any, configured: Any, right: str) -> None:
     text = message(
         UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured
     )
@@ -163,7 +163,7 @@ def test_command_and_configuration_contradict(command: Any, configured: Any, rig
 # What does not fit, and what is not there.
 
 
-def test_more_gpus_than_there_are() -> None:
+def test_more_gpus_than_available_are_refused() -> None:
     text = message(HardwareError, "2xH100", name=LLAMA, command_strategy="auto", num_gpus=3)
     assert "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2" in text
     assert "`make train` runs one process" in message(UserError, num_gpus=2)

@@ -51,7 +51,7 @@ def test_the_plan_has_a_table_of_them() -> None:
 
 
 @pytest.mark.parametrize(("command", "launch"), [("fsdp2", {"local_steps": 8}), ("zero", {"compression": "bf16"})])
-def test_choices_are_for_replicas(command: Any, launch: dict[str, Any]) -> None:
+def test_network_choices_are_refused_without_replicas(command: Any, launch: dict[str, Any]) -> None:
     text = message(UserError, "2xRTX4090", **launch, command_strategy=command)
     assert " has its own way to exchange" in text and "make train-distributed" in text
 
@@ -67,7 +67,7 @@ def test_the_networks_speed_can_be_configured() -> None:
 
 
 @pytest.mark.parametrize("text", ["fast", "0Gbit"])
-def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: Path) -> None:
+def test_an_invalid_network_is_refused_with_its_place(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         f"model: {{name: {QWEN}}}\ndata: {{train_path: examples/01_quickstart}}\nlaunch:\n  network: {text}\n"
@@ -160,7 +160,9 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
         ("1xH100@1Gbit", 2, {"num_nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
     ],
 )
-def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_divided_are_refused_by_name(
+    hardware: str, size: int, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         sliced(hardware, size, **changes)
     assert caught.value.hint
@@ -184,7 +186,7 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert not plan.notices
 
 
-def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
+def test_a_slow_network_is_reported_if_one_machine_alone_is_faster() -> None:
     case: dict[str, Any] = {"strategy": "ddp", "gradient_checkpointing": True, "optim": "sgd"}
     plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", SMALL, "full", max_seq_len=512, global_batch_size=24, **case)
     assert any(notice.startswith("FASTER on rank 0 (RTX4090) alone: ") for notice in plan.notices)

@@ -69,7 +69,7 @@ NCCL = (
         ),
     ],
 )
-def test_what_is_want_of_memory(short: bool, error: Exception) -> None:
+def test_errors_that_mean_out_of_memory_are_recognised(short: bool, error: Exception) -> None:
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = error
     assert [ran_out_of_memory(problem) for problem in (error, wrapped)] == [short, short]
@@ -102,7 +102,9 @@ LOST_MEMORY = Outcome(
         (config(), replace(LOST_MEMORY, doing={"phase": "loading"}), 0, "the model alone does not fit"),
     ],
 )
-def test_when_it_does_not_go_on_by_itself(settings: Config, outcome: Outcome, retries: int, words: str) -> None:
+def test_without_a_safe_remedy_the_choices_are_named(
+    settings: Config, outcome: Outcome, retries: int, words: str
+) -> None:
     plan = planned(settings, "2x80GB", REQUEST)
     refusal = recovery.remedy(settings, shape_of(settings.model), plan, REQUEST, outcome, retries)
     assert isinstance(refusal, str) and words in refusal

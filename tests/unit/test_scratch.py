@@ -56,7 +56,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_a_hint(words: list[str], message: str) -> None:
+def test_conflicting_options_are_refused_with_a_hint(words: list[str], message: str) -> None:
     settings = dict(word.split("=", 1) for word in ["MODEL_INIT=random", *words])
     overrides = [Override(key=variables()[name], text=text, origin=name) for name, text in settings.items()]
     with pytest.raises(UserError) as error:

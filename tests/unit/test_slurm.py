@@ -48,7 +48,7 @@ def batch_job(folder: Path = Path("/work/place"), **changes: Any) -> BatchJob:
     return BatchJob(**(values | changes))
 
 
-def test_what_is_asked_of_the_scheduler() -> None:
+def test_every_option_reaches_the_scheduler() -> None:
     slurm = SlurmConfig(
         partition="gpu",
         account="lab-7",
@@ -86,7 +86,7 @@ def test_what_is_asked_of_the_scheduler() -> None:
     ]
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_has_no_findings() -> None:
     need("shellcheck")
     slurm = SlurmConfig(array="3", setup=["if true; then", "  :", "fi"])
     script = render(batch_job(slurm=slurm, tasks={3: ("demo-03", ["MODEL_NAME=a b"])}))
@@ -319,7 +319,7 @@ def test_options_for_srun_come_from_the_job_alone(bench: Bench) -> None:
     assert seen() == {name: text for name, text in OF_THIS_JOB.items() if name != "SLURM_MEM_PER_NODE"}
 
 
-def test_there_is_a_last_turn(bench: Bench) -> None:
+def test_requeues_end_at_their_limit(bench: Bench) -> None:
     job = batch_job(bench.folder, slurm=SlurmConfig(max_requeues=2))
     assert "slurm.max_requeues" in bench.run((143, 143), 143, job, SLURM_RESTART_COUNT="2")
 
@@ -355,7 +355,7 @@ def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
         (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
     ],
 )
-def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
+def test_invalid_sbatch_options_are_refused_with_their_place(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(config_file(tmp_path, line), environ={})
     text = caught.value.render()
@@ -431,7 +431,7 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
 )
-def test_bad_input_is_one_error_and_loses_nothing(
+def test_bad_input_is_one_error_and_changes_no_file(
     in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     foreign, text = tmp_path / "mine.sh", "#!/bin/bash\necho mine\n"
@@ -451,7 +451,7 @@ def test_bad_input_is_one_error_and_loses_nothing(
         ("SLURM_TIME=9-0", "Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME="),
     ],
 )
-def test_what_sbatch_refuses_is_the_users_error(
+def test_refusals_of_sbatch_are_user_errors(
     in_process: Program, tmp_path: Path, word: str, refusal: str, hint: str
 ) -> None:
     program = tmp_path / "sbatch"
@@ -504,7 +504,7 @@ def test_scripts_made_in_one_second_are_of_different_runs(
     assert refused.code == 2 and len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
+def test_a_started_run_continues_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "demo")
     run.path.mkdir(parents=True)
     record_event(

@@ -47,9 +47,7 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
         ("2x4xRTX3090@1Gbit", {"mode": "qlora", "max_seq_len": 512, "num_nodes": 2}, "pipeline"),
     ],
 )
-def test_what_shards_do_not_hold_or_a_network_does_not_carry_is_shared_by_rule(
-    hardware: str, case: dict[str, Any], way: str
-) -> None:
+def test_ranks_share_by_rule_without_shards_or_a_fast_network(hardware: str, case: dict[str, Any], way: str) -> None:
     """Lines before layers, which need NVLink; else a pipeline."""
     plan = plan_of(hardware, name=LLAMA_70B, command_strategy="auto", **case)
     assert plan.reasons["strategy"].startswith(f"strategy ddp: {way}, since a complete replica on each needs ")
@@ -127,7 +125,7 @@ def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
 @pytest.mark.parametrize(
     ("rule", "rows", "expected"), [("none", 64, 1e-4), ("sqrt", 128, 2e-4), ("linear", 8, 2.5e-5), ("sqrt", 32, 1e-4)]
 )
-def test_learning_rate_scaling(rule: Any, rows: int, expected: float) -> None:
+def test_the_learning_rate_is_scaled_by_the_global_batch(rule: Any, rows: int, expected: float) -> None:
     plan = plan_of(learning_rate=1e-4, global_batch_size=rows, learning_rate_scaling=rule)
     assert plan.learning_rate == pytest.approx(expected)
     if rows == 128:
@@ -203,7 +201,7 @@ def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> 
     assert plan_of("cpu", max_seq_len=1024, batch_size=4).loss_chunk == 448
 
 
-def test_what_cannot_be_chunked_says_why() -> None:
+def test_models_that_cannot_be_chunked_have_a_reason() -> None:
     on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
     case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
     plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)

@@ -86,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_follows_a_hint_is_accepted(name: str, saved: Path) -> None:
+def test_rows_that_follow_a_hint_are_accepted(name: str, saved: Path) -> None:
     case = CASES[name]
     tokenizer = load_with(saved, "chatml") if case.template is None else load_with(saved, text=case.template)
     with pytest.raises(DataError) as caught:

@@ -115,7 +115,7 @@ def flagged(*flags: bool | None) -> list[Message]:
     return [turn if flag is None else {**turn, "train": flag} for turn, flag in zip(CHAT, flags, strict=True)]
 
 
-def test_turns_that_are_not_learnt(folder: Path) -> None:
+def test_turns_with_train_false_are_not_learnt(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert learnt(tokenizer, rows_of(tokenizer, flagged(None, False, None, None))) == ["Five."]
     (row,) = rows_of(tokenizer, flagged(None, None, None, False))
@@ -147,7 +147,7 @@ def test_an_answer_that_ends_its_turn_itself_is_refused(words: str, folder: Path
         rows_of(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
 
 
-def test_a_conversation_that_begins_with_an_answer(folder: Path) -> None:
+def test_a_conversation_may_begin_with_an_answer(folder: Path) -> None:
     greeting: Message = {"role": "assistant", "content": "Hello!"}
     tokenizer = load_with(folder, text="{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
     with pytest.raises(DataError, match="begins with an answer"):

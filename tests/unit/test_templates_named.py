@@ -137,7 +137,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_every_name_is_tried() -> None:
+def test_every_named_template_is_tested() -> None:
     assert sorted(FAMILIES) == template_names()
 
 
@@ -152,7 +152,7 @@ def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokeniz
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
+def test_loss_on_last_and_on_all_learns_what_they_name(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     (last,) = rows_of(tokenizer, CHAT, loss_on="last")
     assert last.labels == [IGNORED] * len(last.prompt_ids) + last.input_ids[len(last.prompt_ids) :]

@@ -105,7 +105,7 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
         ),
     ],
 )
-def test_what_a_template_does_not_write_is_named(turn: str, message: str, saved: Path) -> None:
+def test_parts_that_a_template_drops_are_named(turn: str, message: str, saved: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(own(saved, turn), CHAT, [TOOL])
     assert message in caught.value.message
@@ -151,7 +151,7 @@ ONE_ROW = (f"\u2039{FIRST}Four.<|im_end|>\n{SECOND}<think>\nThree and three.\n</
     [(APART, "assistant", TWO_ROWS, 0), (WITHIN, "assistant", TWO_ROWS, 0), (APART, "all", ONE_ROW, 1)],
     ids=["reasoning_content", "<think>", "one row of everything"],
 )
-def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_counts_those_that_one_row_loses(
+def test_qwen3_learns_each_thought_in_a_separate_row_and_counts_lost_ones(
     saved: Path, messages: list[Message], loss_on: str, rows: tuple[str, ...], lost: int
 ) -> None:
     tokenizer = load_with(saved, "qwen3")

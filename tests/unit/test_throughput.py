@@ -67,7 +67,7 @@ def test_a_price_is_a_number(text: str) -> None:
 # What was measured.
 
 
-def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
+def test_measured_energy_is_shown_next_to_its_bound(tmp_path: Path) -> None:
     write_json(RunFolder(tmp_path).training_metrics, {"energy_kwh": 0.75, "forecast": {"energy_kwh": 1.0}})
     assert beside_forecast(RunFolder(tmp_path)) == "  energy   0.75 kWh, forecast 1 kWh (-25%)\n"
     rows = [{"rank_power_watts": watts} for watts in ([100.0, 300.0], [None, 300.0], None, [200.0, 400.0])]
@@ -95,7 +95,7 @@ def test_a_complete_run_on_such_devices_teaches_the_forecast() -> None:
     assert "`newest`" in (plan_of("2xRTX4090", mode="qlora", request_fields={"runs": newest}).speed_basis or "")
 
 
-def test_what_no_data_sheet_tells_is_known_after_a_run() -> None:
+def test_speeds_that_no_data_sheet_has_are_learnt_from_runs() -> None:
     """Cards that the catalogue lacks, offloading, and a network of unknown speed for as many ranks."""
     for hardware, changes in (
         ("2x24GB", {}),
@@ -111,7 +111,7 @@ def test_what_no_data_sheet_tells_is_known_after_a_run() -> None:
     assert plan_of("RTX4090", num_nodes=2, request_fields={"runs": (alone,)}).tokens_per_second is None
 
 
-def test_nothing_is_decided_by_a_forecast() -> None:
+def test_no_choice_depends_on_the_forecast() -> None:
     plan = plan_of("RTX4090+RTX3090", mode="qlora")
     taught = plan_of("RTX4090+RTX3090", mode="qlora", request_fields={"runs": (run_of(plan, 1.0),)})
     assert taught.tokens_per_second != plan.tokens_per_second and taught.ranks == plan.ranks

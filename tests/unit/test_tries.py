@@ -35,7 +35,7 @@ def lost(event: str = "started") -> int:
     return tries.end(LOST)
 
 
-def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restarts_end_with_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert [lost() for _ in range(3)] == [LOST, LOST, 3]
     error = capsys.readouterr().err
     assert (
@@ -45,7 +45,7 @@ def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pyte
     assert lost() == LOST, "who submits again has looked at it"
 
 
-def test_a_newer_checkpoint_begins_the_count_anew(run: RunFolder) -> None:
+def test_a_newer_checkpoint_resets_the_count(run: RunFolder) -> None:
     assert [lost(), lost()] == [LOST, LOST]
     run.checkpoint(10).mkdir(parents=True)
     assert [lost("resumed") for _ in range(3)] == [LOST, LOST, 3]
@@ -58,7 +58,7 @@ def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> N
     assert [lost(), lost()] == [LOST, 3]
 
 
-def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> None:
+def test_waiting_for_unscheduled_pods_does_not_count_as_a_try(run: RunFolder) -> None:
     """The Master waits and leaves, and again; when the Workers come at last, the run has all its tries."""
     assert [one().end(LOST) for _ in range(5)] == [LOST] * 5
     assert not run.path.exists(), "a run that never began has no folder"

@@ -63,7 +63,7 @@ def test_each_answer_has_its_weight(chatml: Any) -> None:
     assert runs(chatml, rows_of(chatml, chat(0.3, 0.5), loss_on="last")) == [("so 1", 0.5)]
 
 
-def test_an_answer_that_has_a_row_of_its_own_keeps_its_weight(qwen3: Any) -> None:
+def test_an_answer_in_a_separate_row_keeps_its_weight(qwen3: Any) -> None:
     messages = [
         {**turn, "reasoning_content": "Hm."} if turn["role"] == "assistant" else turn for turn in chat(0.3, 0.6)
     ]
