@@ -57,7 +57,7 @@ Program = Callable[..., Done]
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """The cache of all tests: the embedded model is fetched and converted once."""
+    """Return the cache of all tests, so that the embedded model is fetched and converted once."""
     folder = Path(os.environ.get("SFT_PLAY_TEST_CACHE") or Path.home() / ".cache" / "sft_play_tests")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -65,13 +65,13 @@ def cache() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 140 k parameters with a ChatML tokenizer."""
+    """Build a random Llama of 140 k parameters with a ChatML tokenizer."""
     return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs folder of tests that share their runs."""
+    """Return the runs folder of tests that share their runs."""
     return tmp_path_factory.mktemp("runs")
 
 

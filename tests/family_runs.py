@@ -79,8 +79,8 @@ class Road:
         )
 
     def untouched(self) -> list[str]:
-        """Return the names, with `*` for numbers, of weights that training left as they were in every layer (no token
-        may reach an expert).
+        """Return the names, with `*` for numbers, of weights that training left unchanged in every layer (no token may
+        reach an expert).
         """
         assert self.trained
         after, before = weights(self.trained), weights(self.base)

@@ -1,6 +1,4 @@
-"""A share of a core for a process, by the kernel's own CPU quota (cgroup v1 or v2): it computes slower, and nobody
-sleeps.
-"""
+"""A share of a core for a process, by the kernel's CPU quota (cgroup v1 or v2): it computes slower without sleeping."""
 
 from __future__ import annotations
 

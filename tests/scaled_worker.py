@@ -19,12 +19,12 @@ def scale_on_cpus() -> None:
     make = accelerate.Accelerator.__init__
 
     @wraps(make)
-    def made(self: accelerate.Accelerator, *arguments: Any, **named: Any) -> None:
+    def with_scaler(self: accelerate.Accelerator, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
         if self.mixed_precision == "fp16":
             self.scaler, self.native_amp = torch.amp.GradScaler("cpu"), True
 
-    accelerate.Accelerator.__init__ = made
+    accelerate.Accelerator.__init__ = with_scaler
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def save_model(model: Any, folder: Path, vocab: int = 1024) -> Path:
 
 
 def build_tiny_llama(folder: Path, seed: int = 0, vocab: int = 1024, **config: Any) -> Path:
-    """Write a random Llama (hidden 64, 2 layers, 152 k parameters unless told) in fp32 and return `folder`."""
+    """Write a random Llama (hidden 64, 2 layers, 152 k parameters by default) in fp32 and return `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -4,7 +4,7 @@ would start.
 `tests/conftest.py` puts `Popen` in the place of subprocess's. A command `python -m MODULE ...` is forked from a server,
 and so is every such command that it starts, as its own child: `make train` becomes launcher, preparation, `accelerate
 launch` and ranks, with their own pids, command lines, environments, sessions and descriptors, but without 5 to 9
-seconds of imports each. Modules of this project are imported anew in each. Everything else is executed as ever: other
+seconds of imports each. Modules of this project are imported again in each. Everything else is executed as ever: other
 programs, and Pythons whose environment would change what an import does. `SFT_PLAY_TEST_COLD=1` (`make test-all`)
 executes everything.
 """
@@ -270,7 +270,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
 
 
 def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
-    """Replace `_posixsubprocess.fork_exec`: fork if the program would be a Python that this one can stand in for."""
+    """Replace `_posixsubprocess.fork_exec`: fork if this process can stand in for the program."""
     words = [os.fsdecode(word) for word in args]
     env_list = others[3]
     env = (
@@ -397,7 +397,7 @@ def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _stream(descriptor: int, mode: str, *, at_once: bool = False) -> Any:
-    """Return a standard stream as Python opens it; `None` where the descriptor is closed."""
+    """Return a standard stream as Python opens it, or `None` if its descriptor is closed."""
     try:
         raw = open(descriptor, mode + "b", closefd=False)  # noqa: SIM115
     except OSError:

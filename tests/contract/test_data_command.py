@@ -221,7 +221,7 @@ def test_everything_that_changes_rows_is_part_of_the_cache_key(
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit, size and times kept"])
-def test_a_damaged_cache_is_made_again(damage: str, data: Data, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_rebuilt(damage: str, data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", pairs(5))
     first = data(f"data.train_path: {file}")
     arrow = next(Path(first.json["train"]["split"]["path"]).glob("*.arrow"))
@@ -327,7 +327,7 @@ def test_rows_that_are_too_long_or_too_few_are_counted_or_refused(
     assert ("warning" in done.err) == messages[0].startswith("warning")
 
 
-def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, tmp_path: Path) -> None:
+def test_bad_rows_stop_or_are_skipped_and_one_file_lists_them(data: Data, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     good = [json.dumps(row) for row in pairs(4)]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
@@ -364,8 +364,8 @@ def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path
     hint = "`sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
     assert done.code == 4 and hint in done.err
     columns = "columns: {prompt: text, completion: label}"
-    beside = data(f"data.train_path: {file}", f"data.{columns}")
-    assert beside.code == 2 and "it belongs to a source: `data.sources: [{path: FILE, columns: {" in beside.err
+    misplaced = data(f"data.train_path: {file}", f"data.{columns}")
+    assert misplaced.code == 2 and "it belongs to a source: `data.sources: [{path: FILE, columns: {" in misplaced.err
     assert answers(data(f"data.sources: [{{path: {file}, {columns}}}]")) == ["billing"]
 
 

@@ -130,7 +130,7 @@ def test_an_unreachable_hub_and_offline_mode_are_reported(doctor: Doctor) -> Non
 def test_missing_packages_compiler_and_ninja_are_reported(doctor: Doctor) -> None:
     (doctor.bin / "c++").unlink()
     (doctor.bin / "ninja").unlink()
-    venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja beside its Python
+    venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja next to its Python
     doctor.python = str(doctor.folder / "venv" / "bin" / "python")
     findings = doctor.findings()
     assert (

@@ -53,7 +53,7 @@ READERS = ("report", "stamp", "config", "compare", "watch", "logs", "card", "pro
 
 @pytest.fixture(scope="module")
 def complete(cache: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run with two checkpoints, an evaluation, a report, and a configuration next to it."""
+    """Make a complete run with two checkpoints, an evaluation, a report, and a configuration next to it."""
     folder = tmp_path_factory.mktemp("complete")
     rows, config = folder / "rows.jsonl", folder / "c.yaml"
     rows.write_text("".join(f'{{"prompt": "a{i}", "completion": "b{i}"}}\n' for i in range(24)))
@@ -183,7 +183,7 @@ def test_no_file_of_a_run_ends_a_command_with_a_traceback(
         shutil.rmtree(runs / "bad")
 
 
-def test_a_change_between_the_look_and_the_use_is_caught_by_the_open(tmp_path: Path) -> None:
+def test_links_and_pipes_are_refused_when_a_file_is_opened(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     for number, make in enumerate(

@@ -43,7 +43,7 @@ def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     return ["inspect", f"CONFIG={config}"]
 
 
-def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Program, arguments: list[str]) -> None:
+def test_the_terminal_shows_learnt_tokens_and_skipped_rows(program: Program, arguments: list[str]) -> None:
     done = program(*arguments, "ROWS=20")
     assert done.code == 0, done.err
     for shown in re.findall(r"^«.*$", done.out.partition("──")[2], re.MULTILINE):
@@ -56,7 +56,7 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
     assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown verbatim"
 
 
-def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
+def test_samples_are_searched_by_their_text(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
     [sample] = done.json["samples"]
     pieces = sample["pieces"]

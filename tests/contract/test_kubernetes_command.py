@@ -33,7 +33,7 @@ def test_files_go_to_the_runs_folder_and_json_says_which(in_process: Program, tm
     assert "these claims must exist: models, runs, each mounted by all pods at once" in again.err
 
 
-def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Path) -> None:
+def test_without_a_description_the_hardware_is_this_machines(in_process: Program, tmp_path: Path) -> None:
     words = ("kubernetes", "CONFIG=configs/quickstart.yaml", "OUT=~/manifests", "KUBERNETES_KIND=job", "JSON=1")
     done = in_process(*words, env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)})
     assert done.code == 0, done.err

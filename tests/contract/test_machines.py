@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Machine, str, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_training_is_refused_before_there_is_a_run(in_process: Program, tmp_path: Path, what: str) -> None:
+def test_training_is_refused_before_a_run_exists(in_process: Program, tmp_path: Path, what: str) -> None:
     machine, shown, message = REFUSED[what]
     env = machine.environment(tmp_path / "machine", torch=True) | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
     done = in_process("train", "CONFIG=configs/quickstart.yaml", "RUN_NAME=never", env=env)
@@ -114,7 +114,7 @@ def test_the_plan_says_what_torch_cannot_use(program: Program, tmp_path: Path) -
     assert fine.code == 0 and "warning" not in fine.err
 
 
-def test_a_lost_card_can_be_left_out(tmp_path: Path, in_process: Program) -> None:
+def test_a_lost_card_can_be_excluded(tmp_path: Path, in_process: Program) -> None:
     env = Machine(cards=(replace(RTX3090, lost=True), RTX3090)).environment(tmp_path)
     assert "`CUDA_VISIBLE_DEVICES=1` continues without it" in in_process("gpu-info", env=env).err
     facts = in_process(

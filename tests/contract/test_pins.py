@@ -29,7 +29,7 @@ def test_every_line_pins_one_version_and_no_package_twice() -> None:
 
 
 @pytest.mark.pinned
-def test_everything_that_is_needed_is_pinned_and_installed_so() -> None:
+def test_all_dependencies_are_pinned_and_installed_in_that_version() -> None:
     pins = {canonicalize_name(pin.name): pin for pin in pinned()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]

@@ -98,7 +98,7 @@ def test_typed_files_decide_the_plan(in_process: Program, tiny_config: Path, tmp
 
 
 def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
-    """`RUN` is planned as it was launched, by what its preparation found."""
+    """`RUN` is planned as it was launched, with its prepared rows."""
     first = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
     run = tmp_path / "runs" / "before"
     run.mkdir(parents=True)

@@ -1,6 +1,4 @@
-"""The shipped presets are those of docs/presets.md, and what comments and pages say of batches and speeds is what the
-plan finds.
-"""
+"""The shipped presets are those of docs/presets.md, and quoted batches and speeds are those of the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
     else:
         with pytest.raises(DoesNotFitError, match="does not fit") as error:
             plan_of(name, described, batch_size=micro, grad_accum=accumulation)
-        # What fits beside it makes the same step.
+        # What fits in addition makes the same step.
         plan = plan_of(name, described)
         assert plan.ranks[0].micro_batch < micro and error.value.micro_batch == micro and plan.global_batch_size == rows
 

@@ -39,7 +39,7 @@ def typed(runs: Path, *words: str, hub: Repository | None = None, token: str = T
     return done
 
 
-def test_the_card_says_what_made_the_model(runs: Path, tmp_path: Path) -> None:
+def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     done = typed(runs, "card", "RUN=tuned", f"OUT={tmp_path / 'card.md'}")
     assert done.code == 0, done.err
     text = (tmp_path / "card.md").read_text()
@@ -121,7 +121,7 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
             "passwords.json",
             "evil.md",
             "old.safetensors",
-        ):  # what else is beside the weights stays here
+        ):  # other files next to the weights stay here
             (runs / "tuned" / "model" / name).write_text("mine alone")
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub)
         assert done.code == 0, done.err

@@ -16,7 +16,7 @@ from tests.documents import ROOT
 pytestmark = pytest.mark.slow
 
 
-def test_kept_files_are_fresh_and_nothing_else_is_kept_there() -> None:
+def test_committed_files_are_up_to_date_and_there_are_no_others() -> None:
     folders = (ROOT / "accelerate_configs", ROOT / "deepspeed")
     paths = [path for folder in folders for path in folder.iterdir() if path.name not in ("local.yaml", "README.md")]
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}

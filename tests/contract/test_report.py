@@ -202,7 +202,7 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         assert not shown.complaints
 
 
-def test_others_need_the_token(runs: Path, in_process: Program) -> None:
+def test_other_clients_need_the_token(runs: Path, in_process: Program) -> None:
     assert in_process("ui", "HOST=0.0.0.0", runs=runs).code == 2
     token = "a-token-of-many-letters"
     with served(runs, "HOST=0.0.0.0", SFT_PLAY_SERVE_TOKEN=token) as url:

@@ -1,4 +1,4 @@
-"""`make runs`, `stop`, `logs`: what they say of runs in every state. Training runs are in
+"""`make runs`, `stop`, `logs`: their output for runs in every state. Training runs are in
 tests/distributed/test_stops.py.
 """
 

@@ -133,7 +133,7 @@ def test_a_token_on_the_command_line_is_refused_and_not_repeated(word: str, in_p
         "github_pat_11AA_Planted0Secret0Planted",
     ],
 )
-def test_every_letter_of_a_token_is_left_out(token: str) -> None:
+def test_no_letter_of_a_token_is_printed(token: str) -> None:
     shown = without_tokens(f"a `{token}` b")
     assert shown.startswith("a `") and shown.endswith("...` b") and not re.search("(?i)planted|tail|secret", shown), (
         shown
@@ -277,7 +277,7 @@ class MyTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose configuration, weights and tokenizer all want to run `code.py`."""
+    """Build a model whose configuration, weights and tokenizer all ask to run `code.py`."""
     folder = build_tiny_llama(tmp_path_factory.mktemp("models") / "mine")
     (folder / "code_of_mine.py").write_text(CODE.format(mark=str(folder / "ran")))
     classes = {"AutoConfig": "code_of_mine.MyConfig", "AutoModelForCausalLM": "code_of_mine.MyModel"}
@@ -288,7 +288,7 @@ def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, program: Program, tmp_path: Path) -> None:
+def test_a_models_code_runs_only_with_this_users_consent(with_code: Path, program: Program, tmp_path: Path) -> None:
     """Code needs this user's consent, also for a copied run whose configuration trusts its base's code."""
     mark, config = with_code / "ran", trainable(tmp_path, with_code)
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", stdin="y\ny\ny\n", timeout=240)
@@ -343,11 +343,11 @@ def test_a_merged_model_has_the_code_that_its_base_has(
 @pytest.mark.parametrize(
     "way", ["config.json", "mine.json in a run", "mine.yaml in a run", "mine.yaml in a cache", "own.yaml below a run"]
 )
-def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
+def test_a_copied_configuration_is_no_consent_even_with_omissions(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `config.json` without origins looks like one that somebody wrote; and what a stranger's file extends is read as
-    that file's.
+    """A `config.json` without origins counts as a user's file; a file that a stranger's extends counts as the
+    stranger's.
     """
 
     def load(path: Path, *words: str) -> tuple[bool, bool]:
@@ -439,7 +439,7 @@ def test_files_that_could_run_or_unpack_are_no_data(name: str, tmp_path: Path) -
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A file that no source names, and a folder of data that holds a link to it."""
+    """Write a file that no source names, and a data folder with a link to it."""
     secret = tmp_path / "secret.jsonl"
     secret.write_text('{"prompt": "the", "completion": "secret"}\n')
     folder = tmp_path / "data"
@@ -510,7 +510,7 @@ def test_a_models_own_attention_setting_does_not_overrule_the_plan(model: Path) 
 
 
 @pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
-def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, tmp_path: Path) -> None:
+def test_a_file_that_expands_too_much_is_refused(ending: str, opener: Any, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{ending}"
     with opener(path, "wb") as stream:
         for _ in range(70):

@@ -15,7 +15,7 @@ from tests.conftest import Program, called, environment
 
 @pytest.fixture
 def setup(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """The command in an empty folder, on a machine without a GPU."""
+    """Return the command in an empty folder, on a machine without a GPU."""
     (folder := tmp_path / "here").mkdir()
     monkeypatch.chdir(folder)
     variables = environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""})

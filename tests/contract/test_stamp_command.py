@@ -82,7 +82,7 @@ def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_names_and_folders_are_taken(runs: Path, words: list[str], folder: str, step: int) -> None:
+def test_stamps_are_found_by_names_and_folders(runs: Path, words: list[str], folder: str, step: int) -> None:
     answer = ask(runs, *(word.format(runs=runs) for word in words), "JSON=1")
     assert answer.code == 0, answer.err
     assert (Path(answer.json["folder"]), answer.json["stamp"]["step"]) == (runs / folder, step)
@@ -121,7 +121,7 @@ def test_missing_stamps_are_one_clear_error(runs: Path, words: list[str], code: 
     assert not done.out
 
 
-def test_the_command_that_repeats_a_run_is_its_own(tmp_path: Path) -> None:
+def test_the_printed_command_repeats_a_run(tmp_path: Path) -> None:
     launch = {"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}
     make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, world_size=2)
     again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]

@@ -59,7 +59,7 @@ def accepted(command: str, words: list[str], folder: Path) -> Call:
 
 
 @pytest.mark.parametrize("name", TYPED)
-def test_each_word_is_refused_with_the_right_one(name: str, tmp_path: Path) -> None:
+def test_each_mistyped_word_is_refused_with_the_right_one(name: str, tmp_path: Path) -> None:
     words, right = TYPED[name]
     message = refused(*words)
     assert right in message, message
@@ -84,7 +84,7 @@ VALUES = (
 )
 
 
-def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
+def test_every_suggestion_is_accepted_as_shown(tmp_path: Path) -> None:
     wrong, seen = [], set()
     for alias in {*ALIASES, *INSTEAD}:
         for value in VALUES:
@@ -154,7 +154,7 @@ def test_an_option_in_the_environment_is_refused_with_what_to_type(
     assert not (tmp_path / "runs").exists()
 
 
-def test_each_command_names_every_option_that_stands_in_the_environment(in_process: Program) -> None:
+def test_each_command_names_all_its_options_in_the_environment(in_process: Program) -> None:
     for command, row in COMMANDS.items():
         if row.options:
             done = in_process(command, env=dict.fromkeys(row.options, "x"))
@@ -170,7 +170,7 @@ def test_typed_options_win_over_the_environment_and_empty_ones_are_ignored(in_pr
 # ---- Presets and accelerate's default file
 
 
-def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_process: Program, tmp_path: Path) -> None:
+def test_a_preset_that_does_not_fit_names_its_hardware(in_process: Program, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: a100_pair\ntrain: {epochs: 1}\n", encoding="utf-8")
     for config in ("a100_pair", str(mine)):

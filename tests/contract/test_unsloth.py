@@ -17,7 +17,7 @@ PROGRAM = "import sys; sys.prefix = sys.argv.pop(1); from sft_play.__main__ impo
 
 
 @pytest.fixture
-def beside(cache: Path, tmp_path: Path):
+def unsloth_command(cache: Path, tmp_path: Path):
     """Run a command as the Python of the environment `env` under `tmp_path`."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -28,24 +28,24 @@ def beside(cache: Path, tmp_path: Path):
     return run
 
 
-def test_unsloths_environment_is_entered_with_the_same_words(beside, tmp_path: Path) -> None:
+def test_unsloths_environment_gets_the_same_arguments(unsloth_command, tmp_path: Path) -> None:
     python = tmp_path / "env-unsloth" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; exit 9\n', encoding="utf-8")
     python.chmod(0o755)
     words = ("plan", "CONFIG=run_unsloth", "HARDWARE=24GB", "MODEL_NAME=it's 'one' $word")
-    done = beside(*words)
+    done = unsloth_command(*words)
     assert (done.returncode, done.stdout.splitlines()) == (9, ["-m", "sft_play", *words])
-    assert beside("plan", "CONFIG=run_bnb", "HARDWARE=24GB", "JSON=1").returncode == 0
+    assert unsloth_command("plan", "CONFIG=run_bnb", "HARDWARE=24GB", "JSON=1").returncode == 0
 
 
-def test_without_it_a_plan_is_made_and_a_training_says_what_makes_it(beside, tmp_path: Path) -> None:
+def test_without_unsloth_a_plan_is_made_and_training_names_its_installation(unsloth_command, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text("method: grid\nkeys: {train.learning_rate: [1.0e-4, 2.0e-4]}\n")
-    assert beside("plan", "CONFIG=run_unsloth", "HARDWARE=24GB").returncode == 0
+    assert unsloth_command("plan", "CONFIG=run_unsloth", "HARDWARE=24GB").returncode == 0
     for command in ("train", "train-distributed", "sweep"):
         arguments = (f"SWEEP={sweep}",) if command == "sweep" else ()
-        done = beside(command, "CONFIG=run_unsloth", *arguments)
+        done = unsloth_command(command, "CONFIG=run_unsloth", *arguments)
         assert done.returncode == 3 and "make install-unsloth" in done.stderr, done.stderr
 
 

@@ -127,7 +127,7 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.cold
-def test_files_of_the_working_folder_stand_for_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
+def test_files_of_the_working_folder_shadow_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
     run("sft-play", "init")
     config = tiny_config(tmp_path, tiny, rows=8, steps=2)
     for name in ("tokenizers", "datasets", "evaluate", "yaml", "psutil", "accelerate", "transformers"):

@@ -81,7 +81,7 @@ def test_every_benchmark_and_script_is_tested() -> None:
 
 @pytest.fixture(scope="module")
 def small(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a real tokenizer."""
+    """Build a tiny model with a real tokenizer."""
     folder = tmp_path_factory.mktemp("benchmarks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFT_PLAY_CACHE", str(cache))
@@ -127,7 +127,7 @@ def test_a_picture_is_drawn_of_what_a_command_prints(tmp_path: Path, monkeypatch
 
 
 @LONG
-def test_a_family_s_row_is_rendered_as_it_stands(cache: Path, tmp_path: Path) -> None:
+def test_a_familys_row_in_the_table_is_up_to_date(cache: Path, tmp_path: Path) -> None:
     tree = copied(tmp_path / "tree")
     run(
         ["-m", "scripts.render_models", "llama"], environment(cache, tmp_path / "runs", {"PYTHONPATH": str(tree)}), tree

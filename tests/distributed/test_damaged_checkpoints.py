@@ -33,15 +33,15 @@ def flip(path: Path) -> None:
     params=["ddp", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("zero2", "zero3", "fsdp2"))],
 )
 def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some
-    size.
+    """Train a run of two ranks with checkpoints of steps 2 and 4, by full tuning so that optimizer states are large
+    enough.
     """
     folder = tmp_path_factory.mktemp(f"damaged-{request.param}")
     trial = Trial(strategy=request.param, ranks=TWO_RANKS, settings=("train.save_steps: 2",), steps=4)
     return must_train(make_run(folder / "run", tiny, trial))
 
 
-def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFolder) -> None:
+def test_damage_to_any_file_means_the_checkpoint_before(run: RunFolder) -> None:
     newest, before = run.checkpoint(4), run.checkpoint(2)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
     names = {path.relative_to(newest).as_posix() for path in files}

@@ -41,7 +41,7 @@ def texts(folder: Path, model: Path) -> list[str]:
 
 @pytest.fixture
 def dated(tmp_path: Path) -> Path:
-    """A model whose template writes the date, as Llama 3.1's does."""
+    """Build a model whose template writes the date, as in Llama 3.1."""
     folder = build_tiny_llama(tmp_path / "model")
     return save_family(folder, "llama3_1")
 
@@ -56,7 +56,7 @@ def configured(folder: Path, model: Path) -> Place:
     return place
 
 
-def test_rows_have_the_day_that_is_asked_for_else_that_of_their_first_preparation(
+def test_rows_have_the_requested_day_or_that_of_their_first_preparation(
     tmp_path: Path, dated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))

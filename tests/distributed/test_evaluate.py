@@ -21,7 +21,7 @@ from tests.tiny_models import build_tiny_llama
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A run `one` of two steps, with the base and the model scored on its own rows."""
+    """Train a run `one` of two steps, and score base and model on its rows."""
     place = Place(tmp_path_factory.mktemp("others"))
     model = build_tiny_llama(place.folder / "model")
     for name, start, count in (("train", 0, 24), ("val", 100, 11), ("other", 200, 6)):
@@ -118,10 +118,10 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert plain["loss"] > scores["loss"], "two steps at a high rate lower the loss"
     assert "scored before" in place.call("eval", *words).err
 
-    beside = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
-    assert beside["losses"]["loss"] == [scores["loss"], plain["loss"]]
-    assert "train.max_steps" not in beside["settings"], "a plain model was never trained"
-    assert beside["differences"]["rougeL"][1]["n"] == 6
+    comparison = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
+    assert comparison["losses"]["loss"] == [scores["loss"], plain["loss"]]
+    assert "train.max_steps" not in comparison["settings"], "a plain model was never trained"
+    assert comparison["differences"]["rougeL"][1]["n"] == 6
 
 
 def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:

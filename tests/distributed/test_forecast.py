@@ -20,7 +20,7 @@ RUNS = 3
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 31 M parameters: large enough that its products, not Python, take the time."""
+    """Build a random Llama of 31 M parameters, large enough that matrix products, not Python, take the time."""
     return build_tiny_llama(
         tmp_path_factory.mktemp("models") / "small",
         hidden_size=512,

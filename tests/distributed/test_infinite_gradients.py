@@ -1,4 +1,4 @@
-"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler after a long search."""
+"""Infinite gradients under a finite loss: the run stops, with a loss scaler after a long search."""
 
 from __future__ import annotations
 

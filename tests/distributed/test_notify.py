@@ -52,7 +52,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
+            """Log nothing to stderr."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -52,14 +52,14 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 def outcome(word: str) -> str:
-    """Return what docs/training.md must say of an optimizer."""
+    """Return the outcome that docs/training.md must list for an optimizer."""
     chosen = OPTIMIZERS[word]
     if chosen.refused:
         return "refused"
     return f"needs `{chosen.pip}`" if chosen.pip else "bitsandbytes" if chosen.bitsandbytes else "runs"
 
 
-def test_every_word_has_an_outcome_and_the_page_has_it() -> None:
+def test_every_optimizer_has_an_outcome_that_the_page_documents() -> None:
     assert OPTIMIZERS.keys() == {"auto", "muon", *WORDS}
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
@@ -158,7 +158,7 @@ def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path)
 
 
 def plain_steps(run: RunFolder, model: Any, begin: Callable[[], Any]) -> Iterator[float]:
-    """Yields the loss of each of the run's steps in plain torch, with the clipped gradients in place."""
+    """Yield the loss of each of the run's steps in plain torch, with the clipped gradients in place."""
     prepared, collate = Prepared.load(run.prepared), Collator("flattened", 3)
     assert prepared.train is not None
     rows, sampler, remaining = (
@@ -214,7 +214,7 @@ def test_muon_steps_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path:
         resume_from(run, tmp_path / "adam", 4, adam)
 
 
-def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path, tmp_path: Path) -> None:
+def test_schedule_free_weights_are_averaged_for_scores_and_saves(tiny: Path, tmp_path: Path) -> None:
     """Compare with plain torch step by step: evaluation and files use the averaged weights, training continues from the
     others.
     """

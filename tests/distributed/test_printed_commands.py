@@ -1,5 +1,5 @@
-"""Every command that the program prints works as typed, from where it was printed: of a run in `runs/`, and of one that
-was moved.
+"""Every command that the program prints works as typed in the folder where it was printed, for a run in `runs/` and for
+a moved one.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: s
     in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 
-def test_time_that_kernels_hide_is_no_waiting() -> None:
+def test_time_hidden_behind_kernels_is_no_wait() -> None:
     kernels = {"##DDP": (0, 100), "sgemm": (0, 40), "ncclDevKernel_AllReduce": (30, 60), "Memcpy HtoD": (55, 65)}
     events: list[Any] = [
         SimpleNamespace(

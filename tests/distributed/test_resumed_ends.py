@@ -59,7 +59,7 @@ def test_a_run_that_had_stopped_early_is_published_without_another_step(base: Pa
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(bytes(content))
-    done = train(run, run.checkpoint(2))  # it trains step 3 and 4 again, and saves the best one anew
+    done = train(run, run.checkpoint(2))  # it trains step 3 and 4 again, and saves the best one again
     assert done.returncode == 0, logs(run)
     assert weights(run) == expected
 

@@ -140,7 +140,7 @@ def content(checkpoint: Path) -> dict[str, Any]:
         pytest.param("fsdp2", "full", marks=pytest.mark.long),
     ],
 )
-def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
+def test_a_checkpoint_written_in_the_background_has_the_same_bytes(
     base: Path, tmp_path: Path, strategy: str, mode: str
 ) -> None:
     """Of two ranks that save at steps 4 and 8."""

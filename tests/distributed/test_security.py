@@ -88,7 +88,7 @@ def test_a_training_writes_and_shows_no_token(trained: tuple[Place, str]) -> Non
     assert planted_in(place.folder) == []
 
 
-def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]) -> None:
+def test_a_run_is_repeated_bit_for_bit_from_its_folder(trained: tuple[Place, str]) -> None:
     place, _ = trained
     stamp = place.call("stamp", "RUN=demo", "JSON=1").json
     assert stamp["again"].startswith("make train CONFIG=") and "RUN_NAME=demo-again" in stamp["again"]

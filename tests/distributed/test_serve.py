@@ -260,7 +260,7 @@ def test_every_error_has_openais_body(url: str, path: str, body: bytes | None, s
     assert caught.value.code == status and error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_a_client_that_hangs_up_is_not_answered_further(url: str, chat: Any) -> None:
+def test_a_disconnected_client_is_not_answered(url: str, chat: Any) -> None:
     with contextlib.suppress(openai.APITimeoutError):
         chat(max_tokens=480, logit_bias={"2": -100}, timeout=0.2)
     stream = chat(max_tokens=480, logit_bias={"2": -100}, stream=True)

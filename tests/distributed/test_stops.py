@@ -217,14 +217,14 @@ def test_under_nohup_a_session_that_ends_changes_nothing(double: Place) -> None:
     assert figures(launch.run) == figures(launch.run.parent / "whole")
 
 
-def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
+def test_all_ranks_leave_at_once_before_the_first_step(double: Place) -> None:
     launch = double.start("loading")
     assert stop(launch, loading, signal.SIGUSR1, "everybody") == 143
     assert not checkpoints(launch.run)
     assert launch.events()[-1]["event"] == "stopped"
 
 
-def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> None:
+def test_a_stop_without_checkpoints_reports_that_nothing_is_saved(single: Place) -> None:
     launch = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")
     assert stop(launch, stepping, signal.SIGTERM) == 143
     output = launch.output.read_text()
@@ -296,7 +296,7 @@ def test_a_step_that_does_not_end_is_abandoned(double: Place) -> None:
 
 
 @pytest.mark.long
-def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
+def test_a_reserved_folder_without_a_run_is_reused(single: Place) -> None:
     launch = single.start("reserved")
     with launch:
         launch.wait_for(lambda: preparing(launch))

@@ -216,7 +216,7 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
     assert losses(again)[0] == pytest.approx(losses(full)[-1], abs=1e-6)
 
 
-def test_a_second_training_is_resumed_to_the_bit(place: Place, second: Path) -> None:
+def test_a_second_training_resumes_bit_for_bit(place: Place, second: Path) -> None:
     words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
     run = train(place, "stopped", *words)
     for gone in (run / "model", run / "checkpoints/step-000004"):

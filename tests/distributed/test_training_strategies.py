@@ -98,7 +98,7 @@ def test_head_and_loss_in_chunks_train_what_the_whole_does(strategy: str, mode: 
     "strategy", ["fsdp2", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3"))]
 )
 def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, trained: Trained) -> None:
-    """Evaluations stand between the steps: they must leave the base as it was."""
+    """Evaluations between the steps must leave the base unchanged."""
     trial = Trial(mode="qlora", learning_rate=5e-3)
     alone = trained(trial)
     run = trained(Trial(mode="qlora", learning_rate=5e-3, strategy=strategy, ranks=HALVES))
@@ -176,7 +176,7 @@ def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path
 @pytest.mark.parametrize(
     "strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))]
 )
-def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_skips_the_same_updates(strategy: str, tiny: Path, tmp_path: Path) -> None:
     ranks = ((4, 2),) if strategy == "single" else HALVES
     settings = (
         "train.max_steps: 24",

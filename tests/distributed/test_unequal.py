@@ -44,7 +44,7 @@ LONG = pytest.mark.long
         ("fsdp2", ((3, 2), (1, 2)), 0),
     ],
 )
-def test_ranks_with_their_own_micro_steps_make_the_same_updates(
+def test_ranks_with_different_micro_steps_make_the_same_updates(
     strategy: str, slots: tuple[tuple[int, int], ...], pack: int, trained: Trained
 ) -> None:
     """This includes a world in which one of three ranks has no rows."""

@@ -35,7 +35,7 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in metrics(run)]
 
 
-def test_it_trains_on_two_ranks_continues_after_a_kill_and_is_used_as_any_run(launcher: Launcher) -> None:
+def test_unsloth_trains_on_two_ranks_and_continues_after_a_kill(launcher: Launcher) -> None:
     words = (f"CONFIG={launcher.config}", *WORDS)
     assert (plain := launcher("train-distributed", *words, "RUN_NAME=plain", "TRAIN_PACKING=off")).code == 0, plain.err
     unsloth, run = ("TUNING_BACKEND=unsloth",), launcher.runs / "killed"

@@ -39,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def why(place: Place) -> str:
-    """What `PROMPT=Why?` prints."""
+    """Return the output of `PROMPT=Why?`."""
     done = place.run("infer", "RUN=demo", "PROMPT=Why?")
     assert done.returncode == 0 and "loading model of the run demo" in done.stderr, done.stderr
     return done.stdout

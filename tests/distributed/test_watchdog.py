@@ -149,9 +149,7 @@ def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: s
 # A launch goes on by itself after a lost rank (`launch.max_restarts`).
 
 
-def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbed(
-    variables: dict[str, str], config: str
-) -> None:
+def test_a_killed_rank_restarts_to_the_metrics_of_an_undisturbed_run(variables: dict[str, str], config: str) -> None:
     learnt, reported = [], []
     for name in ("undisturbed", "killed"):
         with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name=name) as launch:

@@ -136,7 +136,7 @@ def test_causes_of_a_slow_run_are_explained(lists: dict[str, Any], named: str | 
     assert findings(rows(2, **lists)) == [], "too few steps to tell"
 
 
-def test_a_spike_is_said_while_it_is_new() -> None:
+def test_a_spike_is_reported_while_it_is_new() -> None:
     assert [finding.id for finding in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
     assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
 

@@ -70,8 +70,8 @@ def steps(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run the workers, each a child of one process; return what each rank reports.
 
-    With `cache`, where the guard is kept, they are on fake GPUs, one after another; without, together on the devices
-    that are here.
+    With `cache`, the folder of the guard, they run on fake GPUs one after another; without it, together on this
+    machine's devices.
     """
     jobs = [
         {
@@ -101,7 +101,7 @@ def steps(
 
 
 def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Run the ranks of one run on the devices that are here; return what each reports. The store of several is here, as
+    """Run the ranks of one run on this machine's devices; return what each reports. Their store is in this process, as
     torchrun's is.
     """
     from torch.distributed import TCPStore

@@ -1,5 +1,5 @@
-"""Machines with GPUs that are not here, each from `make plan` to steps of the project's own worker (`tests.fake_cuda`
-says what is fake).
+"""Machines with absent GPUs, each from `make plan` to steps of the project's own worker (`tests.fake_cuda` says what is
+fake).
 
 All workers are children of one process, which imports torch once.
 """
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def machines(folder: Path, tiny: Path) -> Mapping[str, dict[str, str]]:
-    """The environment of a process on each case's machine."""
+    """Return the environment of a process on each case's machine."""
     (folder / "train.yaml").write_text(CONFIG.format(model=tiny), encoding="utf-8")
     return {
         name: (

@@ -133,7 +133,7 @@ def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
 
 
 def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
-    """`Module._apply` that puts new parameters in place: the data of fake ones cannot be swapped."""
+    """Replace `Module._apply` by one that sets new parameters: the data of fake ones cannot be swapped."""
     for child in self.children() if recurse else ():
         child._apply(function)
     for name, old in self._parameters.items():
@@ -149,7 +149,7 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
 
 
 def _numpy(self: torch.Tensor, **_: Any) -> Any:
-    """`Tensor.numpy` of a fake tensor: zeros, and as for a real one only on the CPU."""
+    """Return the zeros of a fake tensor, for `Tensor.numpy`, which only works on the CPU."""
     if self.device.type != "cpu":
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
     return np.zeros(tuple(self.shape), dtype=str(self.dtype).removeprefix("torch."))

@@ -119,7 +119,7 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: Lan2) -> None:
+def test_a_machine_that_vanishes_after_its_last_step_delays_no_other(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
     two.start_all("TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
     run = two.run("by_hand")
@@ -132,7 +132,7 @@ def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: L
     assert two.end(60, 0) == 0 and f"done: {run.path}" in two.said(0)
 
 
-def test_a_cut_off_machine_joins_the_restart_when_it_is_back(tmp_path: Path, tiny: Path) -> None:
+def test_a_machine_joins_the_restart_when_its_link_is_back(tmp_path: Path, tiny: Path) -> None:
     """The others wait for it and continue from a checkpoint; then one machine is asked to stop, and all save."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)

@@ -23,7 +23,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.broad
 
-BESIDE_THE_POINT = {
+HARMLESS = {
     "disk-low",
     "shared-memory",
     "memory-low",
@@ -45,7 +45,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
 
 
 def copy_project(folder: Path) -> None:
-    """Make a project that nobody edits while machines are compared."""
+    """Copy the project, so that nobody edits it while machines are compared."""
     shutil.copytree(ROOT / "sft_play", folder / "sft_play", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "constraints.txt", folder)
@@ -59,18 +59,18 @@ class Checked:
     code: int
     json: dict[str, Any]
 
-    def found(self, host: str, severity: str | None = None) -> dict[str, str]:
+    def findings(self, host: str, severity: str | None = None) -> dict[str, str]:
         """Return id -> text and remedy of a host's findings."""
         rows = self.json["hosts"][host]["findings"]
         return {row["id"]: f"{row['text']} | {row['remedy']}" for row in rows if severity in (None, row["severity"])}
 
     def fails(self) -> dict[str, set[str]]:
         """Return host -> ids of what keeps it from taking part, if anything."""
-        return {host: set(some) for host in self.json["hosts"] if (some := self.found(host, "fail"))}
+        return {host: set(some) for host in self.json["hosts"] if (some := self.findings(host, "fail"))}
 
     def says(self, host: str, name: str, *parts: str) -> None:
         """Assert that a finding's text and remedy contain these."""
-        text = self.found(host)[name]
+        text = self.findings(host)[name]
         assert all(part in text for part in parts), text
 
     def speeds(self) -> list[float]:
@@ -120,14 +120,14 @@ def test_good_machines_have_no_findings(net: Lan) -> None:
     checked = check(net)
     assert checked.fails() == {} and checked.code == 0
     for name in ("node1", "node2", "node3"):
-        assert set(checked.found(name)) <= BESIDE_THE_POINT
+        assert set(checked.findings(name)) <= HARMLESS
     assert len(checked.speeds()) == 2 and all(0 < mbit < 1000 for mbit in checked.speeds()), checked.speeds()
     assert_nothing_runs(net)
 
 
 @pytest.mark.slow
 def test_several_faults_are_reported_at_once(net: Lan) -> None:
-    """Another version, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
+    """Another version, an absent GPU and a port in use are all named, with remedies."""
     listen = "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(500)"
     holder = net.popen(0, [net.python, "-c", listen])
     try:
@@ -193,8 +193,8 @@ def test_full_disks_and_read_only_folders_are_reported(net: Lan) -> None:
 
 @pytest.mark.long
 def test_machines_without_access_are_reported_with_a_remedy(net: Lan) -> None:
-    """A refused key, a key of the host that nobody knows, no folder, no such machine: each with the way out, and all at
-    once.
+    """A refused key, an unknown host key, a missing folder and an unknown machine are reported at once, each with a
+    remedy.
     """
     known_hosts, config = net.folder / "known", net.folder / "strangers"
     known_hosts.write_text(
@@ -223,7 +223,7 @@ def test_machines_without_access_are_reported_with_a_remedy(net: Lan) -> None:
 
 @pytest.mark.long
 def test_a_machine_that_stops_answering_is_named(net: Lan) -> None:
-    """Its Python hangs, as on a disk that is gone: it is named, the others are compared all the same."""
+    """Its Python hangs, as on a lost disk: it is named, and the others are still compared."""
     hanging = net.folder / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 3000\n")
     hanging.chmod(0o755)
@@ -235,13 +235,13 @@ def test_a_machine_that_stops_answering_is_named(net: Lan) -> None:
 
 @pytest.mark.long
 def test_a_slow_network_is_no_fault_if_the_inventory_says_so(net: Lan) -> None:
-    """50 Mbit/s, as over WireGuard: nothing is wrong where the inventory says so."""
+    """50 Mbit/s, as over WireGuard, is no fault if the inventory says so."""
     for k in range(3):
         net.rate(k, 50)
     stated, unstated = check(net, network="50Mbit"), check(net)
     for k in range(3):
         net.rate(k, 1000)
-    assert stated.fails() == unstated.fails() == {} and "slow-network" not in stated.found("node2")
+    assert stated.fails() == unstated.fails() == {} and "slow-network" not in stated.findings("node2")
     assert all(30 < mbit < 60 for mbit in stated.speeds()), stated.speeds()
     unstated.says("node3", "slow-network", "`node1` -> `node3`:", "less than gigabit Ethernet", "docs/slow-networks.md")
 

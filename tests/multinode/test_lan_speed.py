@@ -47,7 +47,7 @@ def write_rows(folder: Path, count: int, words: int) -> None:
 
 
 @contextlib.contextmanager
-def held(machines: Home) -> Iterator[Callable[[], None]]:
+def quotas(machines: Home) -> Iterator[Callable[[], None]]:
     """Yield a function that puts the one worker of each host under its quota."""
     with contextlib.ExitStack() as stack:
         groups = [stack.enter_context(quota(share)) for share in SPEEDS]
@@ -64,7 +64,7 @@ def trained_at_unequal_speeds(machines: Home, balance: str) -> list[dict[str, An
     """Train on three hosts of which the third has half the speed from its first steps on; return the logged steps."""
     steps = STEPS[balance]
     words = (f"LAUNCH_BALANCE={balance}", f"TRAIN_MAX_STEPS={steps}", "TRAIN_SAVE_STRATEGY=no")
-    with held(machines) as hold:
+    with quotas(machines) as hold:
         machines.train(balance, *words)
         machines.until_step(balance, 1)
         hold()
@@ -133,9 +133,7 @@ def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_p
 
 
 def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) -> None:
-    """Bytes of a step are those of the plan, in a time that the plan foresees where the wire decides; FSDP2 takes many
-    times both.
-    """
+    """Bytes and time of a step are those of the plan; FSDP2 takes many times both."""
     slow = (
         "LAUNCH_NETWORK=20Mbit",
         "LAUNCH_SLOW_NETWORK=allow",

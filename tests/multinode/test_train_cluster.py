@@ -47,8 +47,8 @@ def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iter
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_the_panel_stands_below_the_lines_of_the_machines(machines: Home) -> None:
-    """The run's panel stands below the lines of the machines; rank 0's lines of progress are omitted."""
+def test_the_panel_is_drawn_below_the_lines_of_the_machines(machines: Home) -> None:
+    """The run's panel is drawn below the lines of the machines; rank 0's lines of progress are omitted."""
     machines.train("panel", terminal=True, TERM="xterm", COLUMNS="100")
     machines.finish()
     output = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", machines.said())

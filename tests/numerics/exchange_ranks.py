@@ -25,7 +25,7 @@ from tests.plans import simple_plan
 
 WIDTH = 256
 STEPS = 3
-"""DDP cuts its buckets anew after the first one."""
+"""DDP rebuilds its buckets after the first one."""
 
 
 def sent_bytes() -> int:

@@ -1,5 +1,5 @@
-"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run where somebody has installed
-it.
+"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run only if it was installed by
+hand.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
     assert spans(32, shares_after((0.05, 0.05), slowed)) == (16, 16)
 
 
-def test_a_change_is_said_in_words() -> None:
+def test_a_change_of_shares_is_explained() -> None:
     description = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
     assert description == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
     assert on_page("one-gpu-slower-than-the-others", description)

@@ -1,4 +1,4 @@
-"""The fused adapter layer computes PEFT's numbers, and steps aside where it would not."""
+"""The fused adapter layer computes PEFT's numbers, and falls back to PEFT otherwise."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])
-def test_in_bf16_gradients_are_as_near_to_exact_ones_as_peft_s(folder: Path, base: torch.dtype) -> None:
+def test_gradients_in_bf16_are_as_exact_as_those_of_peft(folder: Path, base: torch.dtype) -> None:
     """fp32 adapters over a bf16 base, as LoRA runs on a GPU, and over one in fp32."""
     exact, model = adapted(folder), adapted(folder)
     for parameter, frozen in zip(model.parameters(), exact.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""Answers do not depend on how they are shared out: batch size, ranks, DDP or FSDP2; they end where the turn ends."""
+"""Answers do not depend on batch size, ranks, DDP or FSDP2, and end at the end of the turn."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ def test_the_lists_are_what_every_family_computes(kind: str) -> None:
     """Under every kernel, logits and gradients of rows in a batch are those of each row alone exactly if the lists say
     so.
 
-    `varlen` as on CPUs, and as on GPUs, in place of whose kernels are those of `tests.varlen_on_cpu`. Flattened rows
-    are recomputed.
+    `varlen` runs as on CPUs, and as on GPUs with the kernels of `tests.varlen_on_cpu`. Flattened rows are recomputed.
     """
     kernels = ["eager"] if kind in WITHOUT_SDPA else ["sdpa", "eager"]
     models = {kernel: random_model(kind, kernel) for kernel in kernels}

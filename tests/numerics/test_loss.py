@@ -38,7 +38,7 @@ def by_hand(model: Any) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
-def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) -> None:
+def test_the_loss_is_that_of_transformers_over_single_rows(layout: str, model: Any) -> None:
     batch = Collator(layout, pad_token_id=3)(ROWS)
     total, count = by_hand(model)
     assert int(label_tokens(batch)) == count == 1 + 27 + 1 + 20
@@ -46,13 +46,13 @@ def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) ->
 
 
 def trls_dft(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """TRL 1.16, `SFTTrainer.compute_loss`: `per_token_loss * log_probs.exp().detach()`, summed."""
+    """Compute the loss of TRL 1.16 (`SFTTrainer.compute_loss`): `per_token_loss * log_probs.exp().detach()`, summed."""
     logs = torch.log_softmax(logits, -1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return (-logs * logs.exp().detach() * (targets >= 0)).sum()
 
 
 def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """transformers' own, whose mean over tokens becomes a sum."""
+    """Compute transformers' loss with a sum over tokens for its mean."""
     smoother = LabelSmoother(epsilon=0.1)
     return smoother({"logits": logits}, targets.clone(), num_items_in_batch=torch.tensor(1))
 
@@ -128,7 +128,7 @@ def test_weights_weigh_as_in_plain_torch(layout: str, chunk: int) -> None:
 )
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
-def test_equal_weights_are_none_to_the_bit(layout: str, chunk: int, keys: dict[str, Any]) -> None:
+def test_equal_weights_equal_no_weights_bit_for_bit(layout: str, chunk: int, keys: dict[str, Any]) -> None:
     none = trained_on(ROWS, layout, chunk, **keys)
     for weight in (1.0, 0.5, 0.25):
         for mine, theirs in zip(trained_on(with_weights(*[weight] * 4), layout, chunk, **keys), none, strict=True):

@@ -65,7 +65,7 @@ def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(fold
     assert any("embed_tokens" in n for n in types)
 
 
-def test_experts_that_cannot_be_quantised_are_counted_aloud(folders: dict[str, Path], capsys: Any) -> None:
+def test_experts_that_cannot_be_quantised_are_counted_in_a_notice(folders: dict[str, Path], capsys: Any) -> None:
     model = load(folders["mixtral"], mode="qlora")
     experts = [p for n, p in model.named_parameters() if "experts" in n and "lora" not in n]
     assert {p.dtype for p in experts} == {torch.float32}

@@ -1,6 +1,4 @@
-"""Fused experts in nf4: a quarter of their bytes, the numbers of the weights that they stand for, trained and
-continued.
-"""
+"""Fused experts in nf4: a quarter of the bytes and the results of the dequantised weights, trained and continued."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def load(folder: Path, name: str, **changes: Any) -> Any:
 
 
 def plain_of(model: Any, name: str) -> Any:
-    """Return the unquantised model with the weights that a quantised one stands for."""
+    """Return the unquantised model with the dequantised weights of another."""
     plain, base = tiny_model(name), model.get_base_model()
     with torch.no_grad():
         for parameter in expert_names(plain):
@@ -44,7 +42,7 @@ def plain_of(model: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "nemotron_h", "qwen3_moe"])
-def test_experts_take_a_quarter_and_compute_what_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_quantised_experts_take_a_quarter_and_compute_the_same(name: str, tmp_path: Path) -> None:
     model = load(tmp_path, name, attn_implementation="eager")
     original, base = tiny_model(name), model.get_base_model()
     assert sorted(expert_names(base)) == sorted(expert_names(original))

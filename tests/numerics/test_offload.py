@@ -18,7 +18,7 @@ IDS = torch.arange(2, 42).reshape(2, 20)
 
 
 def gradients(model: Any) -> list[Tensor | None]:
-    """Returns the gradients of one pass, always with the same random numbers."""
+    """Return the gradients of one pass, always with the same random numbers."""
     model.zero_grad()
     torch.manual_seed(0)
     model(input_ids=IDS, use_cache=False).logits.float().square().mean().backward()

@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Rows of 1 to 40 tokens, learnt from their middle on."""
+    """Return rows of 1 to 40 tokens, learnt from their middle on."""
     chance = random.Random(5)
     lengths = [1, 2, 40, *(chance.randint(3, 36) for _ in range(COUNT - 3))]
     rows_of_tokens = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in lengths]

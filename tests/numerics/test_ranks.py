@@ -1,6 +1,4 @@
-"""What ranks tell each other, on three real gloo processes: values arrive as they were, and a peer's bytes are never
-run.
-"""
+"""Messages between ranks on three real gloo processes: values arrive unchanged; a peer's bytes are never executed."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def start_ranks(target: Any, *arguments: Any) -> None:
 
 
 @pytest.mark.slow
-def test_values_arrive_as_they_were_and_a_pickle_is_refused(tmp_path: Path) -> None:
+def test_values_arrive_unchanged_and_a_pickle_is_refused(tmp_path: Path) -> None:
     start_ranks(work, tmp_path)
     for rank in range(WORLD):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())

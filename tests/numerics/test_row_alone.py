@@ -57,7 +57,7 @@ QUICK = (
 
 
 def large(name: str) -> Any:
-    """Return a random model with weights large enough to show where a token stands."""
+    """Return a random model with weights large enough to show a token's position."""
     family, own = CASES[name]
     model = tiny_model(family, attention="eager" if family in WITHOUT_SDPA else "sdpa", **own).eval()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def large(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Rows of 8 to 44 tokens, on both sides of windows, chunks and LongRoPE's switch, and at it."""
+    """Return rows of 8 to 44 tokens, on both sides of windows, chunks and LongRoPE's switch, and at it."""
     chance = random.Random(5)
     rows_of_tokens = [[chance.randrange(4, 1024) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
     assert {8, 44} < {len(ids) for ids in rows_of_tokens} > {LONG_ROPE_SWITCH, LONG_ROPE_SWITCH + 1}
@@ -87,7 +87,7 @@ def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[
 
     model, family = large(name), CASES[name][0]
     tokenizer, prompts = AutoTokenizer.from_pretrained(tiny), [row["input_ids"][:22] for row in rows]
-    with torch.no_grad():  # transformers' own, each row in a pass of its own
+    with torch.no_grad():  # transformers' own, each row in a separate pass
         expected = [
             float(
                 cross_entropy(
@@ -156,18 +156,18 @@ WHOLE = {
     "adam_epsilon", "optim_args", "optim_target_modules", "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
 }  # fmt: skip
 """The same for all rows of a step, whatever the split; narrow types round otherwise for each."""
-BESIDE = re.compile(
+NO_PART = re.compile(
     r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug"
     r"|skip_memory|include_num|disable|load_best)"
 )
 """What is written, scored and kept."""
 
 
-def test_every_key_of_training_says_how_it_meets_the_split() -> None:
+def test_every_key_of_training_is_listed_by_its_effect_on_the_split() -> None:
     names = {name.split(".")[1] for name in (*schema_keys(), *extra_keys()) if name.startswith("train.")}
     tried = {line.split(":")[0].removeprefix("train.") for _, settings in RUNS.values() for line in settings}
-    open_keys = {name for name in names if not BESIDE.match(name)} - SPLIT - WHOLE - {"extra"}
-    assert open_keys == {name for name in tried if name in names and not BESIDE.match(name)}
+    open_keys = {name for name in names if not NO_PART.match(name)} - SPLIT - WHOLE - {"extra"}
+    assert open_keys == {name for name in tried if name in names and not NO_PART.match(name)}
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])

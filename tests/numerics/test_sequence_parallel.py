@@ -22,7 +22,7 @@ EXACT = 2e-5
         pytest.param(2, sorted(SLICED_MODEL_TYPES), marks=pytest.mark.long),
     ],
 )
-def test_slices_are_exact_and_rows_stay_apart_to_the_bit(world: int, families: list[str], tmp_path: Path) -> None:
+def test_slices_are_exact_and_rows_independent_bit_for_bit(world: int, families: list[str], tmp_path: Path) -> None:
     """Logits and gradients; with 4 ranks 2 grouped keys are repeated. Another token in the first row changes no bit of
     the others' logits.
 

@@ -104,7 +104,7 @@ def test_stages_answer_as_the_model_does(families: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
+def test_rows_in_one_line_are_independent_bit_for_bit() -> None:
     stages, logits = two_stages(tiny_model("llama").train()), []
     for token in (5, 6):
         _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), token)

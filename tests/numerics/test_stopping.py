@@ -32,7 +32,7 @@ def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, l
     ("patience", "threshold", "stops"), [(1, 0.0, 4), (2, 0.0, 5), (3, 0.0, None), (2, 0.1, 4), (None, 0.0, None)]
 )
 @pytest.mark.parametrize("resumed_at", [None, 1, 3])
-def test_it_stops_at_the_same_step_when_resumed(
+def test_a_resumed_run_stops_early_at_the_same_step(
     tmp_path: Path, patience: int | None, threshold: float, stops: int | None, resumed_at: int | None
 ) -> None:
     args = TrainingArguments(

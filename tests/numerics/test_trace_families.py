@@ -1,6 +1,4 @@
-"""Activations of every family: few layers of each kind, traced, stand for all layers of a real step, whatever a family
-mixes.
-"""
+"""Activations of every family: a few traced layers of each kind represent all layers of a real step."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def stands_for_all(case: Case) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
 )
-def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
+def test_few_traced_layers_of_a_family_represent_all(name: str) -> None:
     """Rows in the layout and under the attention that are planned on a CPU."""
     by_lengths = name in VARLEN_MODEL_TYPES
     case = replace(
@@ -61,7 +59,7 @@ def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
     ("name", "tokens"),
     [("qwen3_5_text", 1600), *(pytest.param(name, 160, marks=pytest.mark.long) for name in ("jamba", "mamba"))],
 )
-def test_short_rows_stand_for_long_ones_where_a_state_is_computed_in_turn(name: str, tokens: int) -> None:
+def test_short_rows_represent_long_ones_if_a_state_is_computed_in_sequence(name: str, tokens: int) -> None:
     case = replace(
         PLAIN,
         architecture=json.loads(tiny_config(name).to_json_string()),

@@ -48,12 +48,12 @@ def test_each_difference_is_one_error(change: dict[str, Any], kind: type[UserErr
     assert "versions" not in change or on_page("different-versions-on-machines", error.render())
 
 
-def given(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
+def preparation(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
     return {"node": f"node {rank} ({'abc'[rank]})", "prepared": {"base model": "m", **prepared}, "apart": apart}
 
 
 def test_nodes_without_the_shared_run_folder_are_refused() -> None:
-    apart = [given(0), given(1, apart=True), given(2, apart=True)]
+    apart = [preparation(0), preparation(1, apart=True), preparation(2, apart=True)]
     for strategy, save in (("ddp", "steps"), ("fsdp2", "no")):
         assert not compare_prepared(apart, strategy=strategy, save_strategy=save)
     (error,) = compare_prepared(apart, strategy="zero2", save_strategy="steps")
@@ -62,7 +62,11 @@ def test_nodes_without_the_shared_run_folder_are_refused() -> None:
 
 
 def test_nodes_with_different_data_are_refused() -> None:
-    here = [given(0, data="8 rows, 90 tokens, abc"), given(1, data="9 rows, 95 tokens, def"), given(2)]
+    here = [
+        preparation(0, data="8 rows, 90 tokens, abc"),
+        preparation(1, data="9 rows, 95 tokens, def"),
+        preparation(2),
+    ]
     (error,) = compare_prepared(here, strategy="ddp", save_strategy="steps")
     assert isinstance(error, DataError)
     assert "`data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message

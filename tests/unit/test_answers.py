@@ -34,7 +34,7 @@ CALLING = [name for name, family in CHAT_FAMILIES.items() if family.tools]
 @pytest.mark.parametrize(
     "words", ["Oslo", '{"label": "a", "score": 1}', '{"name": "Bob", "parameters": {}}', "a <b> c", "yes\n\nno"]
 )
-def test_a_plain_answer_is_its_words(name: str, words: str, tokenizers: dict[str, Any]) -> None:
+def test_a_plain_answer_has_only_text(name: str, words: str, tokenizers: dict[str, Any]) -> None:
     assert learnt(tokenizers[name], asked("2+2?", content=words)) == AnswerParts(words)
 
 
@@ -53,7 +53,7 @@ def test_a_thought_within_the_answer_is_separate_too(name: str, tokenizers: dict
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any]) -> None:
+def test_calls_are_read_in_every_form(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     written_call = '{"name": "add", "arguments": {"a": 2, "of": "x y"}}'
     rows = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y")]), [TOOL])
@@ -92,7 +92,7 @@ def test_answers_of_any_form_are_parsed(name: str, raw: str, expected: AnswerPar
     assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == expected
 
 
-def test_a_template_that_writes_nothing_leaves_answers_as_they_are(tmp_path: Path) -> None:
+def test_a_template_that_fails_leaves_answers_unchanged(tmp_path: Path) -> None:
     tokenizer = load_with(save_family(tmp_path / "t", "qwen3"), text="{{ raise_exception('no') }}")
     marks: Marks = marks_of(tokenizer)
     assert marks.cut(" Oslo ") == AnswerParts("Oslo") and marks.form is None

@@ -35,7 +35,7 @@ def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
         ("H100", {}, "the package `liger-kernel` is not installed"),
     ],
 )
-def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
+def test_kernels_that_cannot_run_are_refused_if_typed_and_else_omitted(
     where: str, tuning: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec, reasons = importlib.util.find_spec, dict[str, str]()

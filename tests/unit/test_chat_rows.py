@@ -1,5 +1,5 @@
-"""Rows of families whose templates write more than words: harmony as it is rendered, stops, and prompts that were
-rendered before.
+"""Rows of families whose templates write more than text: rendered harmony, stops, and prompts that are already
+rendered.
 """
 
 from __future__ import annotations

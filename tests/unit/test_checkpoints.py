@@ -30,7 +30,7 @@ def save(run: RunFolder, step: int, content: str = "weights") -> Path:
     return publish(run, step)
 
 
-def test_the_newest_by_number_is_taken_not_the_newest_by_name_or_time(run: RunFolder) -> None:
+def test_the_newest_checkpoint_is_that_of_the_highest_step(run: RunFolder) -> None:
     newest = save(run, 1_000_000)
     save(run, 999_999)
     save(run, 5)

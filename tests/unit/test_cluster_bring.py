@@ -43,7 +43,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def here(there: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project of this machine."""
+    """Return the project folder of this machine."""
     folder = there.parent.parent / "here"
     monkeypatch.setattr(bring, "project", lambda: folder)
     return folder
@@ -106,7 +106,7 @@ def test_replaced_and_removed_files_are_backed_up(there: Path, here: Path, capsy
     assert {os.fsdecode(name) for name in (there / MARKER).read_bytes().split(b"\0") if name} == {"a.py", odd[0]}
 
 
-def test_a_folder_that_is_this_very_project_stays_as_it_is(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_this_project_is_unchanged(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk that all machines see."""
     write(there, a="edited just now")
     monkeypatch.setattr(bring, "project", lambda: there)
@@ -126,7 +126,7 @@ def test_missing_space_is_reported_before_anything_is_sent(there: Path, here: Pa
     assert not list(there.iterdir())
 
 
-def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path) -> None:
+def test_an_existing_model_is_not_written_again(there: Path, here: Path) -> None:
     """Of another time, as one that was downloaded there. A different one is refused."""
     model = there / "model"
     for folder, time in ((here, 1.5e9), (model, 1.2e9)):
@@ -155,7 +155,7 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
 def test_a_model_of_the_hubs_cache_is_copied_with_its_links(
     there: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links stay links; which commit a branch is there stays as it is."""
+    """Links stay links, and the commit of a branch on the machine is unchanged."""
     repository = here / "models--a--b"
     for part in ("blobs", "snapshots/c", "refs"):
         (repository / part).mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_a_model_of_the_hubs_cache_is_copied_with_its_links(
         assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
 
 
-def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path, here: Path) -> None:
+def test_links_out_of_a_model_are_not_followed_and_its_secrets_are_not_uploaded(there: Path, here: Path) -> None:
     (here / "config.json").write_text("{}")
     (here / ".env").write_text("PASSWORD=x")
     (here / "store").write_text("weights")

@@ -1,6 +1,6 @@
-"""What `cluster-check` makes of what machines say: the cases that need cards or drivers which no test machine has.
+"""What `cluster-check` concludes from machines' reports, for cards or drivers that no test machine has.
 
-The machines are programs in place of ssh: each says what `make doctor JSON=1` says there.
+Programs in place of ssh stand for the machines: each prints a report of `make doctor JSON=1`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def card(free: float = 11.5) -> GpuFacts:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what each machine says, by its address."""
+    """Return the folder of each machine's report, by its address."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -43,7 +43,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def say(machines: Path, number: int, doctor: list[dict[str, str]] | None = None, **changes: Any) -> Host:
-    """Write what a machine says, on which all is well but for `changes`; return it."""
+    """Write the report of a healthy machine with `changes`; return its host."""
     own = {"host_name": NAMES[number], "identity": f"boot{number}", "gpus": [card()], "driver": "580.65.06"}
     facts = asdict(replace(OWN, **(own | changes)))
     host = Host(name=NAMES[number], address=f"192.0.2.{10 + number}", place=f"c.yaml:{number + 4}")

@@ -95,7 +95,7 @@ def test_turning_evaluation_off_takes_its_inherited_interval_away(write: Write) 
     )
 
 
-def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Write) -> None:
+def test_several_parents_are_applied_in_order_relative_to_their_file(write: Write) -> None:
     write("train: {seed: 1, epochs: 1}\n", "sub/a.yaml")
     write("extends: a.yaml\ntrain: {seed: 2}\n", "sub/b.yaml")
     loaded = load(write("extends: [sub/b.yaml, quickstart]\nmodel: {name: mine}\n"))
@@ -192,7 +192,7 @@ def test_spellings_of_other_tools_are_accepted(write: Write) -> None:
     assert load(path, "TUNING_LORA_TARGET_MODULES=q_proj").config.tuning.lora.target_modules == ["q_proj"]
 
 
-def test_settings_of_an_evaluation_that_keeps_logits_are_said_to_have_no_effect(write: Write) -> None:
+def test_settings_that_keep_logits_in_evaluation_are_reported_as_without_effect(write: Write) -> None:
     typed = "train: {eval_accumulation_steps: 4, eval_do_concat_batches: true}\n"
     loaded = override_config(load(write(typed)), [])
     assert len(loaded.notices) == 1, "the default, written down, changes nothing either"

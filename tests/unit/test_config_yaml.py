@@ -1,4 +1,4 @@
-"""YAML 1.2 as it is read and written: what scalars mean, where values stand, what is refused."""
+"""YAML 1.2 as read and written: the meaning of scalars, the places of values, and refusals."""
 
 from __future__ import annotations
 

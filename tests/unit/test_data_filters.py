@@ -1,4 +1,4 @@
-"""The conditions of `filter`: what they say of a row, and what is refused before any row is read."""
+"""The conditions of `filter`: their results for rows, and refusals before any row is read."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_alpaca_history_comes_before_the_question() -> None:
     assert [turn["content"] for turn in example.messages or ()] == ["s", "q", "a", "q2", "a2"]
 
 
-def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
+def test_tools_calls_and_results_are_stored_in_one_form() -> None:
     asks = {
         "role": "assistant",
         "content": None,
@@ -109,7 +109,7 @@ def test_message_lists_in_prompt_and_completion_train_the_completion_alone() -> 
     assert example.messages == [USER, {**ANSWER, "train": False}, USER, ANSWER]
 
 
-def test_tokens_are_taken_without_their_padding() -> None:
+def test_token_rows_are_read_without_their_padding() -> None:
     row = {"input_ids": [0, 1, 2, 3, 0], "labels": [-100, -100, 2, 3, -100]}
     whole, cut = read(row), read(row | {"attention_mask": [0, 1, 1, 1, 0]})
     assert (whole.input_ids, whole.labels) == (row["input_ids"], row["labels"])

@@ -122,7 +122,7 @@ def test_documents_have_splits_only_by_complete_names(tmp_path: Path) -> None:
     assert "several splits: `train` (1 file), `test` (1 file)" in refused(tmp_path / "wiki").message
 
 
-def test_a_source_typed_as_its_hint_says_is_read(tmp_path: Path) -> None:
+def test_a_source_that_follows_its_hint_is_read(tmp_path: Path) -> None:
     import datasets
 
     fill(tmp_path / "names", "train.jsonl", "test.jsonl")

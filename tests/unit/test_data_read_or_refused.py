@@ -301,7 +301,7 @@ def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
     assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
-def test_a_class_label_is_not_taken_for_a_judgement(tmp_path: Path) -> None:
+def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:
     assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
 
 
@@ -421,7 +421,7 @@ def typed(hint: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_every_hint_is_accepted_when_it_is_followed(name: str, tmp_path: Path) -> None:
+def test_every_followed_hint_is_accepted(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         examples(tmp_path, HINTS[name])
     ways = typed(caught.value.hint or "")
@@ -468,7 +468,7 @@ def test_a_thought_and_a_system_turn_are_read_under_their_names() -> None:
     assert "system turns that differ" in refused({**PAIR, "system": "a", "system_prompt": "b"}).message
 
 
-def test_a_mask_of_what_is_not_learnt_is_not_offered_as_its_opposite() -> None:
+def test_a_mask_of_unlearnt_tokens_is_not_suggested_as_its_opposite() -> None:
     for name in ("prompt_mask", "ignore_mask", "input_mask"):
         hint = refused({"input_ids": [5, 6, 7], name: [1, 1, 0]}).hint or ""
         assert "loss_mask" not in hint and "write `labels`" in hint

@@ -84,7 +84,7 @@ scalars = st.one_of(words, st.integers(-(2**40), 2**40), st.booleans())
 
 @st.composite
 def arguments(draw: st.DrawFn) -> Row:
-    """Keys in one order, since a struct has one; without null, which a struct has where the key is missing too."""
+    """Return keys in the order of a struct, without nulls, which a struct also has for missing keys."""
     value = {"a": scalars, "b": st.lists(words, max_size=2), "c": st.fixed_dictionaries({"d": scalars})}
     return {key: draw(value[key]) for key in "abc"[: draw(st.integers(1, 3))]}
 

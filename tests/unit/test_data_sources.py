@@ -120,7 +120,7 @@ def test_the_built_in_set_is_stable_and_its_modules_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(("path", "split"), [("builtin:poems", None), ("builtin:docstrings", "test")])
-def test_an_unknown_built_in_set_or_split_names_what_there_is(path: str, split: str | None) -> None:
+def test_an_unknown_built_in_set_or_split_lists_the_available_ones(path: str, split: str | None) -> None:
     error = refused(path, split=split)
     assert "docstrings" in f"{error.message} {error.hint}"
 
@@ -132,7 +132,7 @@ def test_a_parquet_file_with_text_that_is_not_utf8_is_named(tmp_path: Path) -> N
     assert error.place == str(path) and "utf-8" in error.message
 
 
-def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
+def test_keys_that_arrow_added_to_mappings_are_removed(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
     path = write(tmp_path / "a.parquet", parquet_of(pyarrow.Table.from_pylist([{"messages": turns}])))
     assert rows_of(path) == [{"messages": turns}]

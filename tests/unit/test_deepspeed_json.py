@@ -63,7 +63,7 @@ def test_invalid_json_is_reported_with_its_place(tmp_path: Path, text: str, plac
     assert f"ds.json{place}: " in refusal(tmp_path, text)
 
 
-def test_every_key_that_is_not_taken_is_refused_by_name_and_line(tmp_path: Path) -> None:
+def test_every_unsupported_key_is_refused_by_name_and_line(tmp_path: Path) -> None:
     for key in (*REMOVED, *NOT_OURS):
         content = {"zero_optimization": {"stage": 2}, key: {"enabled": True}}
         assert re.search(rf"ds.json:\d+: `{key}` is ", refusal(tmp_path, json.dumps(content, indent=1)))
@@ -116,7 +116,7 @@ def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", [None, True, False, "auto"])
-def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_path: Path, typed: object) -> None:
+def test_zero_3_gathers_weights_at_a_save_despite_the_file(tmp_path: Path, typed: object) -> None:
     """Otherwise accelerate refuses the first save, after the steps before it."""
     zero: dict[str, Any] = {"stage": 3} if typed is None else {"stage": 3, GATHERED: typed}
     user = read_user_json(write(tmp_path / "ds.json", json.dumps({"zero_optimization": zero}, indent=1)))

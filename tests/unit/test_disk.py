@@ -57,7 +57,7 @@ def test_only_failed_writes_are_disk_problems(error: Exception, number: int | No
 
 @pytest.fixture
 def limited() -> Iterator[None]:
-    """Files of this process end at 64 KiB, by the system's own limit: writes come back short, then with an error."""
+    """Limit files of this process to 64 KiB by the system: writes are short first, then fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
@@ -93,7 +93,7 @@ def test_a_refused_resume_restores_what_it_changed(tmp_path: Path) -> None:
     assert path.stat().st_ino == inode, "what nobody changed is not written again"
 
 
-# Files beside the training: torn ones are read as far as they go, and a full disk that takes none of them ends no run.
+# Files next to the training: torn ones are read as far as they go, and a full disk that refuses them ends no run.
 
 
 TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
@@ -115,9 +115,7 @@ def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None
     assert [row["step"] for row in rows_until(run.metrics, 1)] == [1]
 
 
-def test_a_full_disk_gives_one_warning_until_there_is_room_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_gives_one_warning_until_space_is_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full, room = Path("/dev/full"), tmp_path / "a.jsonl"
     for path, warned in ((full, True), (full, False), (room, False), (full, True)):
         with side_file(path, "the answers"):

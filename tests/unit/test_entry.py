@@ -67,7 +67,7 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
         ),
     ],
 )
-def test_each_scheduler_becomes_our_own_words(
+def test_each_schedulers_variables_become_options(
     environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}

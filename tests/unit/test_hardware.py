@@ -44,7 +44,7 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
     "text",
     ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+"],
 )
-def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
+def test_unknown_hardware_is_refused_with_the_known_names(text: str) -> None:
     with pytest.raises(HardwareError) as error:
         parse_hardware(text)
     assert error.value.exit_code == 3

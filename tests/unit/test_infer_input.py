@@ -58,7 +58,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
         ),
     ],
 )
-def test_the_last_answer_of_a_training_row_stands_aside(
+def test_the_last_answer_of_a_training_row_becomes_the_reference(
     tmp_path: Path, row: dict[str, Any], contents: list[str], reference: str | None
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -69,7 +69,7 @@ def test_the_last_answer_of_a_training_row_stands_aside(
 
 
 @pytest.mark.parametrize("empty", ["", " \n", None, []])
-def test_an_empty_last_answer_is_one_that_is_asked_for(tmp_path: Path, empty: Any) -> None:
+def test_an_empty_last_answer_is_requested(tmp_path: Path, empty: Any) -> None:
     turn = {"role": "assistant", "content": empty}
     rows = [
         {"messages": [*ASKED, turn]},

@@ -185,7 +185,7 @@ def test_infiniband_is_rendered_only_on_request() -> None:
     assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
-def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
+def test_a_pytorchjobs_master_may_use_another_kind_of_node() -> None:
     master, worker = pods(documents(UNLIKE, "KUBERNETES_NODE_SELECTOR={zone: x}"))
     assert [pod["spec"]["nodeSelector"] for pod in (master, worker)] == [
         {"zone": "x", "gpu": "a"},

@@ -67,7 +67,7 @@ STRAY = {
 }
 
 
-def test_stray_variables_are_taken_out() -> None:
+def test_stray_variables_are_removed() -> None:
     environment = worker_environment(make_plan(strategy="ddp"), Node(interface="lo"), STRAY, cpu_threads=8)
     assert environment.variables.keys() & STRAY.keys() == {"HF_TOKEN", "NCCL_DEBUG", "HOME", "AIM_REPO"}
     assert environment.variables["HF_TOKEN"] == "secret-token"
@@ -80,7 +80,7 @@ def test_stray_variables_are_taken_out() -> None:
     assert "AIM_REPO=aim://x  (yours)" in shown
 
 
-def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
+def test_consumer_cards_get_no_peer_to_peer_unless_the_user_sets_it() -> None:
     rank = replace(make_plan().ranks[0], device="cuda:0", device_name="NVIDIA GeForce RTX 5090")
     plan = make_plan(device="cuda", strategy="ddp", ranks=(rank, rank))
     assert worker_environment(plan, Node(), {}, cpu_threads=2).variables["NCCL_P2P_DISABLE"] == "1"
@@ -105,7 +105,7 @@ def test_each_environment_builds_the_extensions_of_deepspeed_for_itself(monkeypa
     assert folder({"TORCH_EXTENSIONS_DIR": "/mine"}) == "/mine"
 
 
-def test_a_lock_that_a_killed_build_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lock = extensions_folder() / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)

@@ -36,7 +36,7 @@ def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
 
 
 def summary(codes: dict[int, int]) -> str:
-    """Return torchrun's summary, as it stands in launcher.log."""
+    """Return torchrun's summary as in launcher.log."""
     return "".join(
         f"[{i}]:\n  time      : 2026\n  host      : x\n  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid:"
         " 7)\n"
@@ -58,7 +58,7 @@ def test_the_earliest_permanent_error_is_named_and_no_rank_that_torchrun_ended(t
     assert "rank1.log" in outcome.message
 
 
-def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> None:
+def test_failed_starts_of_workers_show_the_agents_last_lines(tmp_path: Path) -> None:
     outcome = outcome_of(
         run_with(tmp_path, {}), range(1), agent_code=1, agent_log="ModuleNotFoundError: No module named 'accelerate'"
     )
@@ -93,7 +93,7 @@ def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Pat
     )
 
 
-def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_gone_reports_it_and_leaves_no_stub(tmp_path: Path) -> None:
     run = run_with(tmp_path, {})
     run.path.rename(tmp_path / "elsewhere")
     leave_record(run, 0, record(3, 1.0, "error: the run's folder is gone"))
@@ -107,7 +107,7 @@ def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) 
     assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
 
 
-# What is watched beside a run, and its end.
+# What is watched next to a run, and its end.
 
 
 BEGIN = """
@@ -147,7 +147,7 @@ def test_threads_get_some_seconds_and_exit_functions_their_turn(
     assert {path.name for path in tmp_path.iterdir()} - {"ready"} == expected
 
 
-def test_a_card_is_sampled_and_what_fails_is_asked_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cards_are_sampled_and_failing_queries_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Nvml(SimpleNamespace):
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(f"no {name}")
@@ -214,7 +214,7 @@ def test_the_rank_that_is_behind_is_blamed() -> None:
     assert blamed(beat(0, "training", 4, 2), beat(1, "training", 4, 1))[0] == [1]
 
 
-def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
+def test_of_ranks_at_one_place_the_working_one_is_blamed() -> None:
     at = beat(0, "saving", 4), beat(1, "saving", 4)
     assert blamed(*at, stacks=(WAITS, WAITS))[0] == []
     named, reason = blamed(*at, stacks=(WORKS, WAITS))
@@ -227,8 +227,8 @@ def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
 
 
 def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
-    """Under NCCL no rank stands in torch.distributed: the operations run on the GPU, and every rank waits for a number
-    from it.
+    """Under NCCL no rank's stack shows torch.distributed: operations run on the GPU, and every rank waits for its
+    result.
     """
 
     def begun(*counts: int | None) -> tuple[list[int], str]:

@@ -1,4 +1,4 @@
-"""Ranks that NCCL's watchdog ends because another has gone: a program that speaks and dies as they do, under the real
+"""Ranks that NCCL's watchdog ends after a peer's loss: a program that prints and dies like them, under the real
 torchrun.
 """
 
@@ -84,7 +84,7 @@ os.abort()
         pytest.param("record", 4, "error: row 7 is damaged", marks=pytest.mark.long),
     ],
 )
-def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(
+def test_of_four_ranks_the_first_lost_is_named_and_not_those_that_abort(
     death: str, code: int, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
@@ -120,7 +120,7 @@ def logged(tmp_path: Path, records: dict[int, dict[str, Any]], words: dict[int, 
 
 
 @pytest.mark.parametrize("text", [REMOTE, TIMEOUT])
-def test_a_survivor_alone_has_lost_its_peer(text: str, tmp_path: Path) -> None:
+def test_a_lone_surviving_rank_has_lost_its_peer(text: str, tmp_path: Path) -> None:
     """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to
     leave.
     """

@@ -35,7 +35,7 @@ def typed(folder: Path) -> LaunchOptions:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run of one process that has saved a checkpoint."""
+    """Make a run of one process with a checkpoint."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path))
     run = RunFolder(tmp_path / "demo")
     run.path.mkdir()

@@ -116,7 +116,7 @@ def test_absent_machines_are_named_on_every_one() -> None:
     assert on_page("hangs-after-initialized", ended["a"].render())
 
 
-def test_all_that_differs_is_one_error_on_all() -> None:
+def test_all_differences_are_one_error_on_all_machines() -> None:
     def judge(facts: Sequence[Facts]) -> list[UserError]:
         return [UserError(f"{len(facts)} are here, and differ"), HardwareError("so do their versions")]
 
@@ -265,7 +265,7 @@ def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> No
     assert list(Nodes().run(act).values()) == [expected] * 3
 
 
-def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
+def test_ranks_are_frozen_only_if_all_machines_report_it() -> None:
     alone = threading.Event()
 
     def act(ours: Machines) -> Any:

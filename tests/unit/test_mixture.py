@@ -63,7 +63,7 @@ def test_each_source_gives_all_its_rows_before_any_again() -> None:
 # What is printed of sources that are not trained.
 
 
-def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
+def test_a_source_of_weight_0_is_reported_as_untrained() -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     tallies = [SourceTally(rows_read=count, kept=count, format="text") for count in (1, 2)]
     manifest = split_manifest(

@@ -62,7 +62,7 @@ def test_every_key_with_free_text_is_in_one_list_or_the_other() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run whose configuration is a stranger's."""
+    """Make a run with a stranger's configuration."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     folder = RunFolder(tmp_path / "runs" / "theirs")
     folder.path.mkdir(parents=True)

@@ -39,9 +39,7 @@ def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> Non
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
-    """(lengths, global batch, slots of unequal ranks) as the plan makes them: enough slots for the most packs there can
-    be.
-    """
+    """Draw (lengths, global batch, slots of unequal ranks) as planned: enough slots for the largest number of packs."""
     lengths, batch = draw(lengths_within), draw(st.integers(1, 24))
     micros = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     bound = most_packs(min(batch, len(lengths)), sum(sorted(lengths)[-batch:]), LIMIT)
@@ -91,7 +89,7 @@ SHAPE = ModelShape(
 def planned(tmp_path: Path) -> Callable[..., Plan]:
     """Plan a run over rows of these lengths."""
 
-    def made(lengths: list[int], family: str = "llama", **changes: Any) -> Plan:
+    def plan_with(lengths: list[int], family: str = "llama", **changes: Any) -> Plan:
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
         (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
         data = prepared_rows(
@@ -107,7 +105,7 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
             max_seq_len=512, data=data, request_fields={"shape": replace(SHAPE, model_type=family)}, **changes
         )
 
-    return made
+    return plan_with
 
 
 def reasons(plan: Plan) -> str:
@@ -132,7 +130,7 @@ def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> 
     assert plan.ranks[0].peak_bytes > off.ranks[0].peak_bytes  # a pack is 512 tokens, a row 100
 
 
-def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Callable[..., Plan]) -> None:
+def test_auto_packs_neither_single_micro_steps_nor_for_small_savings(planned: Callable[..., Plan]) -> None:
     whole = planned([100, 60] * 200, batch_size=32)
     assert whole.pack_tokens == 0 and "packing" not in reasons(whole)
     long_rows = planned([400, 500] * 200, batch_size=1)
@@ -150,7 +148,7 @@ def test_typed_packing_is_obeyed_or_refused(planned: Callable[..., Plan]) -> Non
     assert obeyed.ranks[0].accumulation == 3 and obeyed.ranks[0].micro_batch == 4  # 12 packs at most / 3
 
 
-def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
+def test_a_pack_that_does_not_fit_is_unpacked(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
     outcome = Outcome(
         code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out", doing={"phase": "training"}

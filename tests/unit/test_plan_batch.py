@@ -11,7 +11,7 @@ from sft_play.errors import UserError
 from sft_play.plan.batch import Cost, Slots, choose_batch, equal_shares, share_out, spans, step_seconds
 
 
-def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
+def test_one_explicit_value_is_used_and_the_other_computed() -> None:
     for world in (1, 2, 3, 8):
         explicit = choose_batch(TrainConfig(batch_size=4), (100,) * world, 64)
         assert set(explicit.micro_batches) == {4} and explicit.global_batch == 32
@@ -20,7 +20,7 @@ def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
         assert sum(other.micro_batches) * 2 >= 32  # beyond what gains speed, since it was asked for
 
 
-def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> None:
+def test_a_batch_above_the_default_raises_the_global_batch_with_a_notice() -> None:
     batch = choose_batch(TrainConfig(batch_size=32), (64,) * 4, 64)
     assert (batch.micro_batches, batch.accumulation, batch.global_batch) == ((32,) * 4, 1, 128)
     assert (
@@ -86,7 +86,7 @@ def within(shares: tuple[Slots, ...], ranks: list[Cost], rows: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.integers(1, 200), ranks=st.lists(costs, min_size=1, max_size=6), same=st.booleans())
-def test_all_rows_within_memory_and_never_slower_than_equal(rows: int, ranks: list[Cost], same: bool) -> None:
+def test_shares_fit_memory_and_are_never_slower_than_equal_ones(rows: int, ranks: list[Cost], same: bool) -> None:
     shares, equal = share_out(rows, ranks, same_steps=same), equal_shares(rows, ranks, same_steps=same)
     within(shares, ranks, rows)
     within(equal, ranks, rows)

@@ -170,7 +170,7 @@ def test_more_gpus_than_available_are_refused() -> None:
     assert "`NUM_GPUS` is 65" in message(HardwareError, command_strategy="auto", num_gpus=65)
 
 
-def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> None:
+def test_early_refusals_do_not_depend_on_the_data() -> None:
     tight: dict[str, Any] = {"name": LLAMA, "max_seq_len": 8192, "batch_size": 4}
     message(HardwareError, "24GB", **tight)
     early = plan_of("24GB", **tight, early=True)
@@ -196,7 +196,7 @@ def test_more_micro_steps_than_rows_are_refused() -> None:
     assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
 
 
-def test_a_balancing_loss_that_is_asked_for_is_said_to_be_off() -> None:
+def test_a_requested_balancing_loss_is_reported_as_off() -> None:
     from sft_play.plan.architecture import asks_for_router_loss
 
     assert asks_for_router_loss({"text_config": {"output_router_logits": True}}) and not asks_for_router_loss({})

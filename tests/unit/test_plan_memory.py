@@ -49,7 +49,7 @@ def setup_of(**changes: Any) -> Setup:
 
 
 def allocated(parts: dict[str, int]) -> float:
-    """GiB that torch would count: everything but what no tensor holds."""
+    """Return the GiB that torch would count, without memory outside tensors."""
     return sum(size for name, size in parts.items() if name not in ("context", "workspace", "fragmentation")) / GIB
 
 

@@ -176,7 +176,7 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert sum(counts(plan)) == 24 == plan.global_batch_size
     first, second, third = counts(plan)
     assert first > second >= third > 0
-    assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has micro-steps of its own
+    assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has its micro-steps
     assert all(0 < rank.micro_batch <= rank.most_rows and rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
     why = plan.reasons["shares"]
     assert f"shares by speed and memory: {first}, {second}, {third} of 24 rows a step instead of 8, 8, 8" in why

@@ -91,7 +91,7 @@ def test_bleu_and_chrf_are_sacrebleus_own(name: str) -> None:
     interval = scored.intervals[name]
     own = scorer.corpus_score(answers, [references], n_bootstrap=1000)
     assert interval.mean == pytest.approx(own.score, abs=1e-12)
-    # sacrebleu draws with a generator of its own, and gives half the width of its interval.
+    # sacrebleu draws with its generator, and gives half the width of its interval.
     assert (interval.high - interval.low) / 2 == pytest.approx(own._ci, rel=0.15)
     for row, answer, reference in zip(scored.each, answers, references, strict=True):
         assert row[name] == pytest.approx(sentences.sentence_score(answer, [reference]).score, abs=1e-12)
@@ -176,7 +176,7 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
 
 
 @pytest.mark.usefixtures("consent")
-def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_answers_without_words_are_skipped_and_counted(tmp_path: Path) -> None:
     words = library_metric(
         tmp_path,
         "per_word",

@@ -81,7 +81,7 @@ def scratch(**model: object) -> Config:
     )
 
 
-def test_weights_are_made_once_and_by_the_seed(
+def test_weights_are_created_once_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -129,7 +129,7 @@ def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
         resolve(scratch(tokenizer="./nowhere"))
 
 
-def test_the_shape_of_another_model_with_random_weights(tiny: Path) -> None:
+def test_a_model_from_scratch_may_copy_another_models_shape(tiny: Path) -> None:
     from safetensors.torch import load_file
 
     config = scratch(name=str(tiny), vocab_size=None, hidden_size=None, attention_heads=None, layers=None)
@@ -143,7 +143,7 @@ def test_the_shape_of_another_model_with_random_weights(tiny: Path) -> None:
     assert shape_of(config.model).layers == 2 and resolved.name == f"{tiny} (random weights)"
 
 
-def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_path: Path) -> None:
+def test_another_tokenizer_needs_the_models_tokens(tmp_path: Path) -> None:
     model = build_tiny_llama(tmp_path / "model", vocab=1024)
     same, larger = tmp_path / "same", tmp_path / "larger"
     build_tokenizer(same)

@@ -280,7 +280,7 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
 def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
     bench: Bench, codes: tuple[int, int], code: int, requeued: bool, changed: dict[str, str], message: str
 ) -> None:
-    """Nor is a job that somebody has ended."""
+    """A job that was cancelled is not requeued either."""
     for name, text in changed.items():
         (bench.folder / name).write_text(text)
     assert message in bench.run(codes, code, requeued=requeued)
@@ -410,7 +410,7 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
 
 
-def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
+def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
     script = tmp_path / "jobs" / "first.sbatch"
     done = command(in_process, tmp_path, f"OUT={script}", "SLURM_ARRAY=0-3")
     assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
@@ -492,7 +492,7 @@ def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program,
     assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
 
 
-def test_scripts_made_in_one_second_are_of_different_runs(
+def test_scripts_of_the_same_second_have_different_runs(
     in_process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda _: "20261121-051500")

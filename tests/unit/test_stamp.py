@@ -132,7 +132,7 @@ def changed(field: str) -> tuple[Stamp, Stamp]:
 
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("field", sorted(RULES))
-def test_the_table_is_what_happens(field: str, purpose: Any) -> None:
+def test_every_rule_of_the_table_holds(field: str, purpose: Any) -> None:
     differences = compare(*changed(field), purpose)
     verdict = getattr(RULES[field], purpose)
     assert [(d.field, d.verdict) for d in differences] == ([] if verdict == "allow" else [(field, verdict)])

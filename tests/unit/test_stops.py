@@ -81,7 +81,7 @@ def test_a_complete_run_continues_only_with_more_steps(tmp_path: Path, train: st
     assert (steps_asked(config, plan), is_longer(config, plan)) == (asked, longer)
 
 
-def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
+def test_fewer_steps_than_already_made_are_refused(tmp_path: Path) -> None:
     config, plan = loaded(tmp_path, "max_steps: 3").config, simple_plan(steps=10, steps_per_epoch=3)
     refuse_fewer_steps(config, plan, tmp_path / "step-000003")
     with pytest.raises(UserError, match="the configuration asks for 3 steps in all, but `step-000008` has made 8"):

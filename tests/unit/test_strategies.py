@@ -58,7 +58,7 @@ def test_ranks_share_by_rule_without_shards_or_a_fast_network(hardware: str, cas
     )
 
 
-def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
+def test_offloading_needs_enough_known_memory_of_the_machine() -> None:
     plan = plan_of(with_ram("2x24GB", 512), **FULL_8B)
     assert plan.offload_optimizer and plan.offload_parameters
     assert "shards do not fit either" in (why := plan.reasons["strategy"]) and "of 512.0 GiB; slow" in why
@@ -173,7 +173,7 @@ def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
         (LLAMA, "full", 8192, 1024),  # h/4: each chunk adds a gradient of the head's size
     ],
 )
-def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: int, chunk: int) -> None:
+def test_chunks_take_768_mib_if_memory_allows(name: str, mode: Any, length: int, chunk: int) -> None:
     plan = plan_of(
         "8xH200",
         name=name,
@@ -187,7 +187,7 @@ def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: i
     assert all(rank.memory_bytes["logits"] < 5 * 2**30 for rank in plan.ranks)
 
 
-def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> None:
+def test_chunks_shrink_to_256_mib_if_memory_is_short_or_ran_out() -> None:
     case: dict[str, Any] = {
         "name": LLAMA,
         "mode": "qlora",

@@ -79,7 +79,7 @@ def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
     assert caught.value.place == f"{path}:2" and caught.value.hint
 
 
-def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_file_is_used_and_saved_as_text(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text(
         "{% for m in messages %}{{ m.role + ':\n' + m.content + eos_token }}{% endfor %}{{ 'assistant:\n' if"

@@ -217,7 +217,7 @@ def test_a_tokenizer_that_puts_bos_before_a_text_gets_one_in_any_template(tmp_pa
         assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.input_ids[0] == tokenizer.bos_token_id
 
 
-def test_alpacas_own_sentence_stands_before_a_conversation_without_system(tokenizers: dict[str, Any]) -> None:
+def test_alpacas_sentence_precedes_a_conversation_without_a_system_turn(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["alpaca"]
     row = rows_of(tokenizer, CHAT[1:3])[0]
     assert tokenizer.decode(row.input_ids) == f"{ALPACA}### Instruction:\n2+2?\n\n### Response:\nFour.</s>"

@@ -160,7 +160,7 @@ def test_qwen3_learns_each_thought_in_a_separate_row_and_counts_lost_ones(
     assert outcome.thoughts == lost
 
 
-def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_what_stands_in_the_answer(
+def test_a_template_without_thoughts_drops_separate_ones_and_keeps_those_in_the_answer(
     saved: Path,
 ) -> None:
     tokenizer = load_with(saved, "chatml")

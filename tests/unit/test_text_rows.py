@@ -21,7 +21,7 @@ from tests.chat_tokenizers import load_with, save_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Any]:
-    """Two that split text alike, by whether they put BOS before it."""
+    """Return two tokenizers that split text alike, by whether they add BOS."""
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
         bos: load_with(save_tokenizer(folder / str(bos), "gpt2", bos="<s>", eos="</s>", adds_bos=bos))

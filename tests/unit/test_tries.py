@@ -21,7 +21,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return RunFolder(tmp_path / "runs" / "demo")
 
 
-def one(limit: int = 2) -> Tries:
+def tries_of(limit: int = 2) -> Tries:
     tries = begin_try(list(WORDS), {LIMIT: str(limit)})
     assert tries is not None
     return tries
@@ -29,7 +29,7 @@ def one(limit: int = 2) -> Tries:
 
 def lost(event: str = "started") -> int:
     """Make a try whose workers started and ended with `LOST`; return the container's exit code."""
-    tries = one()
+    tries = tries_of()
     tries.run.path.mkdir(parents=True, exist_ok=True)
     record_event(tries.run, event)
     return tries.end(LOST)
@@ -52,18 +52,18 @@ def test_a_newer_checkpoint_resets_the_count(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> None:
+def test_a_requested_stop_is_no_failure(run: RunFolder, code: int) -> None:
     assert lost() == LOST
-    assert [one().end(code) for _ in range(5)] == [code] * 5
+    assert [tries_of().end(code) for _ in range(5)] == [code] * 5
     assert [lost(), lost()] == [LOST, 3]
 
 
 def test_waiting_for_unscheduled_pods_does_not_count_as_a_try(run: RunFolder) -> None:
     """The Master waits and leaves, and again; when the Workers come at last, the run has all its tries."""
-    assert [one().end(LOST) for _ in range(5)] == [LOST] * 5
+    assert [tries_of().end(LOST) for _ in range(5)] == [LOST] * 5
     assert not run.path.exists(), "a run that never began has no folder"
     assert lost() == LOST
-    assert [one().end(LOST) for _ in range(5)] == [LOST] * 5, "nor in a run that has begun"
+    assert [tries_of().end(LOST) for _ in range(5)] == [LOST] * 5, "nor in a run that has begun"
     assert [lost(), lost()] == [LOST, 3]
 
 
@@ -84,6 +84,6 @@ def test_pods_that_the_kernel_kills_count_too(
     run.checkpoint(40).mkdir(parents=True)
     assert main(words) == 175
     for _ in range(2):
-        one(limit=1)  # and never ends
+        tries_of(limit=1)  # and never ends
     assert [main(words), main(words)] == [3, 175]
     assert "2 tries in a row made no newer checkpoint than that of step 40" in capsys.readouterr().err

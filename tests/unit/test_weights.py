@@ -21,7 +21,7 @@ SPECIAL = ["<|im_start|>", END]
 
 @pytest.fixture(scope="module", params=["llama3", "llama2"])
 def chatml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One tokenizer whose pieces are those of the whole text, and one that marks the beginning of a text."""
+    """Return a tokenizer whose pieces are those of the complete text, or one that marks its beginning."""
     return load_with(save_tokenizer(tmp_path_factory.mktemp("t"), request.param, special=SPECIAL, eos=END), "chatml")
 
 
@@ -31,7 +31,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def chat(*weights: float | None) -> list[Message]:
-    """Return exchanges as they are read from a file whose answers have weights."""
+    """Return exchanges as read from a file with weighted answers."""
     turns = []
     for number, weight in enumerate(weights):
         turns.append({"role": "user", "content": f"why {number}?"})
@@ -71,7 +71,7 @@ def test_an_answer_in_a_separate_row_keeps_its_weight(qwen3: Any) -> None:
     assert len(rows) == 2 and [weight for _, weight in runs(qwen3, rows)] == [0.3, 0.6]
 
 
-def test_where_everything_is_learnt_a_turn_weighs_in_its_words(chatml: Any) -> None:
+def test_if_everything_is_learnt_every_turn_has_its_weight(chatml: Any) -> None:
     messages = chat(0.3, None)
     messages[2]["train"] = 0.25
     weighed = runs(chatml, rows_of(chatml, messages, loss_on="all"))
@@ -112,6 +112,6 @@ def test_rows_of_text_and_tokens_have_weights_too(chatml: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [{"messages": chat(None)}, {"input_ids": [5, 6, 7]}])
-def test_a_row_of_weight_0_is_left_out_with_this_reason(content: dict[str, Any], chatml: Any) -> None:
+def test_a_row_of_weight_0_is_skipped_with_this_reason(content: dict[str, Any], chatml: Any) -> None:
     outcome = outcome_of(chatml, weight=0.0, **content)
     assert (outcome.rows, outcome.dropped, outcome.error) == ((), WEIGHTLESS, None)
