@@ -33,33 +33,33 @@ class Browser:
     _rest: bytes = b""
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Sends a command of the DevTools protocol and returns its answer."""
+        """Send a DevTools command and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters} | (
             {"sessionId": self.session} if self.session else {}
         )
         os.write(self.to, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                assert "error" not in found, found["error"]
-                answer: dict[str, Any] = found["result"]
+            reply = self._next()
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply["error"]
+                answer: dict[str, Any] = reply["result"]
                 return answer
-            self._note(found)
+            self._note(reply)
 
     def open(self, url: str, *, width: int = 1440, height: int = 900) -> None:
-        """Loads a page in a window of that size."""
+        """Load a page in a window of this size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """Returns what a JavaScript expression says in the page."""
+        """Evaluate a JavaScript expression in the page."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)[
             "result"
         ].get("value")
 
     def wait(self, expression: str, seconds: float = 240.0) -> Any:
-        """Returns the expression's value once it is true; fails after `seconds`."""
+        """Return the expression's value once it is true; fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (value := self.value(expression)):
             assert time.monotonic() < deadline, (
@@ -70,12 +70,12 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            more = os.read(self.back, 2**20)
-            assert more, "Chromium has ended"
-            self._rest += more
+            chunk = os.read(self.back, 2**20)
+            assert chunk, "Chromium has ended"
+            self._rest += chunk
         line, _, self._rest = self._rest.partition(b"\0")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _note(self, event: dict[str, Any]) -> None:
         parameters = event.get("params", {})
@@ -86,7 +86,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Starts Chromium with its profile in `folder`, and ends it. Skips the test where it is not installed."""
+    """Run Chromium with its profile in `folder`; skip the test if it is not installed."""
     need("chromium")
     to_read, to_write = os.pipe()
     back_read, back_write = os.pipe()

@@ -17,32 +17,30 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights(folder: Path) -> Tensors:
-    """Returns all tensors of a folder's safetensors files."""
+    """Return all tensors of a folder's safetensors files."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    """Changes keys of `config.json`; `None` removes one."""
+    """Change keys of `config.json`; `None` removes one."""
     config = json.loads((folder / "config.json").read_text()) | values
     (folder / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
     )
 
 
-def build_with(folder: Path, family: str, more: Callable[[Tensors], Tensors], **config: Any) -> Path:
-    """Writes a tiny model of a family, adds the tensors that `more` makes of its own, and returns `folder`."""
+def build_with(folder: Path, family: str, add: Callable[[Tensors], Tensors], **config: Any) -> Path:
+    """Write a tiny model of a family, add the tensors that `add` makes from them, and return `folder`."""
     build_family(folder, family, **config)
     own = weights(folder)
     torch.manual_seed(5)
-    save_file(own | more(own), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(own | add(own), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def predicting_layer(own: Tensors, layer: int = 2) -> Tensors:
-    """Returns a layer that predicts the token after the next, as DeepSeek V3 and GLM 4.5 have it, after `layer`
-    layers.
-    """
-    found = {
+    """Return a layer number `layer` that predicts the token after the next, as in DeepSeek V3 and GLM 4.5."""
+    tensors = {
         name.replace(f"layers.{layer - 1}.", f"layers.{layer}."): torch.randn_like(tensor) * 0.1
         for name, tensor in own.items()
         if f"layers.{layer - 1}." in name
@@ -53,11 +51,11 @@ def predicting_layer(own: Tensors, layer: int = 2) -> Tensors:
         f"{here}.embed_tokens.weight": own["model.embed_tokens.weight"].clone(),
         f"{here}.shared_head.head.weight": own["lm_head.weight"].clone(),
     }
-    return found | norms | shared | {f"{here}.eh_proj.weight": torch.randn(64, 128) * 0.1}
+    return tensors | norms | shared | {f"{here}.eh_proj.weight": torch.randn(64, 128) * 0.1}
 
 
 def predicting_head(own: Tensors) -> Tensors:
-    """Returns a head as Qwen 3.5 has it."""
+    """Return a prediction head as in Qwen 3.5."""
     return {
         "mtp.fc.weight": torch.randn(64, 128),
         "mtp.norm.weight": torch.randn(64),
@@ -68,7 +66,7 @@ def predicting_head(own: Tensors) -> Tensors:
 
 
 def predicting_part(own: Tensors) -> Tensors:
-    """Returns a layer and what leads into it, as Mellum has them."""
+    """Return a prediction layer and its input projection, as in Mellum."""
     layer = {
         name.replace("model.layers.1.", "mtp.layers.0."): torch.randn_like(tensor) * 0.1
         for name, tensor in own.items()
@@ -82,7 +80,7 @@ def predicting_part(own: Tensors) -> Tensors:
 
 
 def layer_again(own: Tensors) -> Tensors:
-    """Returns one more layer of the model's own kind."""
+    """Return a copy of the model's kind of layer as an additional one."""
     return {
         re.sub(r"\b(layers|h)\.1\.", r"\1.2.", name): t.clone()
         for name, t in own.items()
@@ -91,6 +89,6 @@ def layer_again(own: Tensors) -> Tensors:
 
 
 def extra(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
-    """Returns what adds one tensor of this shape, or of each of two layers where the name has a `*`."""
+    """Return a function that adds a tensor of this shape, or one per layer if the name has a `*`."""
     names = [name.replace("*", str(layer)) for layer in range(2)] if "*" in name else [name]
-    return lambda _: {one: torch.randn(*shape) for one in names}
+    return lambda _: {full_name: torch.randn(*shape) for full_name in names}

@@ -1,6 +1,4 @@
-"""Small tokenizers that split text as those of model families do, with the families' own special tokens. Built in a
-second.
-"""
+"""Small tokenizers that split text as model families do, with their special tokens, built in a second."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ def save_tokenizer(
     rstrip: bool = False,
     template: str | None = None,
 ) -> Path:
-    """Writes a tokenizer's folder. `rstrip`: special tokens swallow the white space after them, as Phi-3's do."""
+    """Write a tokenizer's folder; with `rstrip` special tokens swallow the white space after them, as in Phi-3."""
     from tokenizers import AddedToken, Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -91,34 +89,34 @@ def save_tokenizer(
         raw.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, unk_token="<unk>")
-    made.chat_template = template
-    made.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, unk_token="<unk>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def by_hand(tokenizer: Any, row: str) -> tuple[list[int], list[int]]:
-    """Returns tokens and labels of a row whose learnt parts stand between marks.
+    """Return tokens and labels of a row whose learnt parts are between marks.
 
-    A part is tokenised behind all that comes before it; alone where its first letters would change the token before,
-    which a model that continues cannot do.
+    A part is tokenised after all that precedes it, but alone if its first letters would change the token before: a
+    model that continues cannot do that.
     """
     text, before, ids, labels = "", list[int](), list[int](), list[int]()
     for number, part in enumerate(row.replace("\u203a", "\u2039").split("\u2039")):
         text += part
-        found = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if found[: len(ids)] != ids:
+        tokens = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if tokens[: len(ids)] != ids:
             assert number % 2, "the hand-made row must not depend on what follows"
             before, text = ids, part
-            found = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        labels += found[len(ids) :] if number % 2 else [-100] * (len(found) - len(ids))
-        ids = found
+            tokens = before + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        labels += tokens[len(ids) :] if number % 2 else [-100] * (len(tokens) - len(ids))
+        ids = tokens
     return ids, labels
 
 
 def load_with(folder: Path, template: str | None = None, *, text: str | None = None, **data: Any) -> Any:
-    """Returns the tokenizer of a folder that writes conversations by `template`, and by other keys of `data`; or as
-    `text` says.
+    """Return a folder's tokenizer with the chat template `template` and other keys of `data`, or with the template
+    `text`.
     """
     return load_tokenizer(
         folder, chat_format(DataConfig(chat_template=template, **data)) if text is None else ChatFormat(template=text)
@@ -128,28 +126,30 @@ def load_with(folder: Path, template: str | None = None, *, text: str | None = N
 def outcome_of(
     tokenizer: Any, *, limit: int = 4096, overlong: Any = "error", loss_on: Any = "assistant", **example: Any
 ) -> EncodedExample:
-    """Returns what training makes of an example, which is given by its `messages` or `input_ids`."""
+    """Return the encoding of an example with `messages` or `input_ids`."""
     config = Config(
         model=ModelConfig(name="tiny", max_seq_len=limit),
         data=DataConfig(overlong=overlong),
         train=TrainConfig(loss_on=loss_on),
     )
-    (found,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:3", form="messages", source=0, **example)])
-    return found
+    (outcome,) = Encoder(config, tokenizer).encode(
+        [Example(place="rows.jsonl:3", form="messages", source=0, **example)]
+    )
+    return outcome
 
 
 def rows_of(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: Any = "assistant"
 ) -> Sequence[Encoded]:
-    """Returns the rows that training makes of a conversation. Raises `DataError`."""
-    found = outcome_of(tokenizer, messages=messages, tools=tools, loss_on=loss_on)
-    if found.error:
-        raise found.error
-    return found.rows
+    """Return a conversation's training rows, or raise `DataError`."""
+    outcome = outcome_of(tokenizer, messages=messages, tools=tools, loss_on=loss_on)
+    if outcome.error:
+        raise outcome.error
+    return outcome.rows
 
 
 def learnt_runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
-    """Returns the text of each unbroken run of learnt tokens."""
+    """Return the text of each unbroken run of learnt tokens."""
     runs: list[list[int]] = []
     for row in rows:
         runs.append([])

@@ -1,4 +1,4 @@
-"""What a machine of a cluster says of itself, where all is well."""
+"""Facts that a healthy machine of a cluster reports."""
 
 from __future__ import annotations
 

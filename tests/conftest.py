@@ -47,9 +47,9 @@ class Done:
     def json(self) -> Any:
         return json.loads(self.out)
 
-    def refused(self, code: int, *said: str) -> None:
-        """Asserts that it ended with this code and said so, without a traceback."""
-        assert self.code == code and all(words in self.err for words in said) and "Traceback" not in self.err, self.err
+    def refused(self, code: int, *parts: str) -> None:
+        """Assert that it ended with this code and these words, without a traceback."""
+        assert self.code == code and all(words in self.err for words in parts) and "Traceback" not in self.err, self.err
 
 
 Program = Callable[..., Done]
@@ -57,7 +57,7 @@ Program = Callable[..., Done]
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """The cache of all tests: the embedded model is fetched and converted once."""
+    """Return the cache of all tests, so that the embedded model is fetched and converted once."""
     folder = Path(os.environ.get("SFT_PLAY_TEST_CACHE") or Path.home() / ".cache" / "sft_play_tests")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -65,22 +65,22 @@ def cache() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 140 k parameters with a ChatML tokenizer."""
+    """Build a random Llama of 140 k parameters with a ChatML tokenizer."""
     return build_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs folder of tests that share their runs."""
+    """Return the runs folder of tests that share their runs."""
     return tmp_path_factory.mktemp("runs")
 
 
 def environment(cache: Path, runs: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns what a command of a test inherits: no variable of an outer make, no hub, its own folders."""
-    kept = {
+    """Return a test command's environment: no variables of an outer make, no hub, separate folders."""
+    inherited = {
         name: value for name, value in os.environ.items() if name not in NOT_INHERITED and not name.startswith("SFT_")
     }
-    return kept | {
+    return inherited | {
         "SFT_PLAY_CACHE": str(cache),
         "RUNS_DIR": str(runs),
         "HF_HUB_OFFLINE": "1",
@@ -92,7 +92,7 @@ def environment(cache: Path, runs: Path, extra: Mapping[str, str] | None = None)
 def run_program(
     words: list[str], env: Mapping[str, str], *, timeout: float = 300, cwd: Path = ROOT, stdin: str | None = None
 ) -> Done:
-    """Runs `python -m sft_play ...` and returns how it ended."""
+    """Run `python -m sft_play ...` and return how it ended."""
     done = subprocess.run(
         [sys.executable, "-m", "sft_play", *words],
         capture_output=True,
@@ -107,7 +107,7 @@ def run_program(
 
 
 def must_run(words: list[str], env: Mapping[str, str]) -> Done:
-    """As `run_program`; fails with what a command said that did not end with 0."""
+    """Run a program as `run_program` does; fail with its output unless it ends with 0."""
     done = run_program(words, env)
     assert done.code == 0, done.err + done.out
     return done
@@ -115,7 +115,7 @@ def must_run(words: list[str], env: Mapping[str, str]) -> Done:
 
 @pytest.fixture
 def program(cache: Path, tmp_path: Path) -> Program:
-    """Runs the program with runs under `tmp_path`: `program("train", "CONFIG=x.yaml")`."""
+    """Run the program with runs under `tmp_path`: `program("train", "CONFIG=x.yaml")`."""
 
     def run(*words: str, env: Mapping[str, str] | None = None, runs: Path | None = None, **options: Any) -> Done:
         return run_program(list(words), environment(cache, runs or tmp_path / "runs", env), **options)
@@ -125,19 +125,19 @@ def program(cache: Path, tmp_path: Path) -> Program:
 
 @contextlib.contextmanager
 def _leading_to(descriptor: int, stream: IO[str]) -> Iterator[None]:
-    kept = os.dup(descriptor)
+    copy = os.dup(descriptor)
     os.dup2(stream.fileno(), descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        os.dup2(copy, descriptor)
+        os.close(copy)
 
 
 @contextlib.contextmanager
 def on_machine(env: Mapping[str, str]) -> Iterator[None]:
-    """This process has `env`, and is on the machine that its `NVML_DOUBLE` describes, as a child of it would be (but
-    for torch).
+    """Give this process `env` and the machine that its `NVML_DOUBLE` describes, as a child would have them (except
+    torch).
     """
     kernel, real = sitecustomize.kernel(env.get("NVML_DOUBLE")), sys.modules.get("pynvml")
     if "NVML_DOUBLE" in env:
@@ -153,9 +153,7 @@ def on_machine(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = ROOT) -> Done:
-    """Calls a program's `main` in this process: what it and its children print, and its code, are the same; its imports
-    are made.
-    """
+    """Call a program's `main` in this process, which saves its imports; output and exit code are the same."""
     with (
         tempfile.TemporaryFile("a+", encoding="utf-8") as out,
         tempfile.TemporaryFile("a+", encoding="utf-8") as err,
@@ -177,13 +175,13 @@ def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = R
 
 
 def call_program(words: list[str], env: Mapping[str, str]) -> Done:
-    """As `run_program`, in this process."""
+    """Run a program as `run_program` does, in this process."""
     return called(lambda: main(words), env)
 
 
 @pytest.fixture
 def in_process(cache: Path, tmp_path: Path) -> Program:
-    """As `program`, by `call_program`: for what a command says, where it needs no process of its own."""
+    """Run the program as `program` does, but in this process, for commands that need no separate one."""
 
     def run(*words: str, env: Mapping[str, str] | None = None, runs: Path | None = None) -> Done:
         return call_program(list(words), environment(cache, runs or tmp_path / "runs", env))
@@ -192,24 +190,22 @@ def in_process(cache: Path, tmp_path: Path) -> Program:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the slowest folders, so that neither of two test processes is left with them when the other has
-    ended.
-    """
+    """Run the slowest folders first, so that no test process is left with them at the end."""
     order = {folder: place for place, folder in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Lets processes that load torch start warm; skips what needs a GPU where none can be used, with the reason."""
+    """Let processes that load torch start warm; skip tests that need a GPU if none can be used, with the reason."""
     heavy = item.path.parent.name in WARM or item.get_closest_marker("slow") is not None
-    warm.wanted = heavy and not item.get_closest_marker("cold")
+    warm.allowed = heavy and not item.get_closest_marker("cold")
     if item.get_closest_marker("gpu") and (reason := no_gpu()):
         pytest.skip(reason)
 
 
 def no_gpu() -> str:
-    """Returns why no GPU can be used here; empty where one can."""
+    """Return why no GPU can be used here, or an empty text."""
     try:
         return "" if detect().kind == "cuda" else "no NVIDIA GPU answers on this machine"
     except HardwareError as error:
@@ -221,11 +217,11 @@ LEFT_OUT = Counter[str]()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    found = [
+    marks = [
         next((mark for mark in ("gpu", "quiet", "long", "broad") if item.get_closest_marker(mark)), "")
         for item in items
     ]
-    LEFT_OUT.update(filter(None, found))
+    LEFT_OUT.update(filter(None, marks))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -235,7 +231,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Names in one line what was not run, and why."""
+    """Print in one line what was not run, and why."""
     reasons = Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
     )
@@ -247,9 +243,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Of the two halves of `make test-all`, one may have nothing to do for the `TESTS` that were named.
+    """Accept that one half of `make test-all` has no tests for the named `TESTS`.
 
-    xdist's processes tell what they left out.
+    Processes of xdist report the tests that they left out.
     """
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and "quiet" in session.config.option.markexpr:
         session.exitstatus = pytest.ExitCode.OK
@@ -258,13 +254,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """Returns the rows of one kind of a run's metrics.jsonl."""
+    """Return the rows of one kind of a run's metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if row["kind"] == kind]
 
 
 def ragged_rows(path: Path, count: int, seed: int = 0, weights: Sequence[float] = ()) -> Path:
-    """Writes `count` prompt/completion rows of very different lengths as jsonl, with `weights` in turn."""
+    """Write `count` prompt/completion rows of very different lengths as jsonl, with `weights` in turn."""
     from pydoc_data.topics import topics
 
     chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What callbacks and states know of a training (`TrainContext`), for tests that have none."""
+"""A `TrainContext` for tests of callbacks and states that have no training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def context_of(
     metrics: MetricsFile | None = None,
     **config: dict[str, Any],
 ) -> TrainContext:
-    """Returns the context of a run in `folder`; `config`: section -> keys that are not the default."""
+    """Return the context of a run in `folder`; `config`: section -> keys that are not the default."""
     base = Config(model=ModelConfig(name="m"))
     changed = {section: replace(getattr(base, section), **keys) for section, keys in config.items()}
     return TrainContext(

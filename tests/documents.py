@@ -25,14 +25,14 @@ class DocumentedCommand:
 
 
 def documents() -> list[Path]:
-    """Returns every Markdown file that users read."""
+    """Return every Markdown file that users read."""
     folders = [ROOT / "docs", ROOT / "examples", ROOT / "accelerate_configs", ROOT / "deepspeed", ROOT / "benchmarks"]
     return [ROOT / "README.md", *sorted(p for folder in folders for p in folder.rglob("*.md"))]
 
 
 def documented_commands() -> list[DocumentedCommand]:
-    """Returns the lines of all shell blocks, continuation lines joined, comments and blank lines left out."""
-    found = []
+    """Return the lines of all shell blocks, continuation lines joined, comments and blank lines left out."""
+    commands = []
     for path in documents():
         text = path.read_text(encoding="utf-8")
         for block in FENCE.finditer(text):
@@ -40,25 +40,25 @@ def documented_commands() -> list[DocumentedCommand]:
             joined = re.sub(r"\\\n\s*", lambda m: " " * len(m.group()), block.group(1))
             for offset, line in enumerate(joined.split("\n")):
                 if line.strip() and not line.lstrip().startswith("#"):
-                    found.append(DocumentedCommand(str(path.relative_to(ROOT)), first + offset, line.strip()))
-    return found
+                    commands.append(DocumentedCommand(str(path.relative_to(ROOT)), first + offset, line.strip()))
+    return commands
 
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 
 def sections_of_troubleshooting() -> dict[str, str | None]:
-    """Returns anchor -> the message that docs/troubleshooting.md quotes under it, if it quotes one."""
-    found: dict[str, str | None] = {}
+    """Return anchor -> the message that docs/troubleshooting.md quotes under it, if it quotes one."""
+    sections: dict[str, str | None] = {}
     for part in TROUBLESHOOTING.read_text(encoding="utf-8").split("\n## ")[1:]:
         quoted = re.search(r"^```text\n(.*?)\n```", part, re.M | re.S)
         anchor = re.sub(r"[^a-z0-9 -]", "", part.partition("\n")[0].lower()).replace(" ", "-")
-        found[anchor] = quoted[1] if quoted else None
-    return found
+        sections[anchor] = quoted[1] if quoted else None
+    return sections
 
 
 def on_page(anchor: str, shown: str) -> bool:
-    """Whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` there stands for
+    """Return whether `shown` has the message that docs/troubleshooting.md quotes under `anchor`; `...` matches
     anything.
     """
     quoted = sections_of_troubleshooting()[anchor]

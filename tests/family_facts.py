@@ -1,5 +1,5 @@
-"""What is kept of a family beside its trained weights, found by publishing a tiny model of it: a row of the second
-table in `docs/models.md`.
+"""What publishing a tiny model keeps of a family in addition to its weights: a row of the second table in
+`docs/models.md`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Facts(NamedTuple):
 
 
 def left_out(own: Tensors) -> Tensors:
-    """Returns tensors that no class takes: a head that predicts, and one for scores."""
+    """Return tensors that no class takes: a head that predicts, and one for scores."""
     return {"mtp.fc.weight": torch.randn(8, 8), "score.weight": torch.randn(1, 64)}
 
 
 def facts_of(name: str, folder: Path) -> Facts:
-    """Publishes a tiny model of a family as full tuning and merging do, checks it against its base, and returns what
-    was found.
+    """Publish a tiny model of a family as full tuning and merging do, check it against its base, and return the
+    findings.
     """
     base, out = build_with(folder / "base", name, left_out), folder / "out"
     settings = base / "generation_config.json"
@@ -54,13 +54,13 @@ def facts_of(name: str, folder: Path) -> Facts:
     tokenizer.save_pretrained(out)
     published.complete(model, tokenizer, out)
     before, after = weights(base), weights(out)
-    lost = [one for one in before if one not in after or not torch.equal(before[one], after[one])]
+    lost = [key for key in before if key not in after or not torch.equal(before[key], after[key])]
     assert not lost, f"{name} loses {lost}"
-    known = {_in_words(pattern) for pattern in model._keys_to_ignore_on_load_unexpected}
+    ignored = {_in_words(pattern) for pattern in model._keys_to_ignore_on_load_unexpected}
     stops = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
     text = model.config.get_text_config()
     return Facts(
-        carried=", ".join(sorted(known - {""})) or "-",
+        carried=", ".join(sorted(ignored - {""})) or "-",
         stops="template's and base's" if {TEMPLATES_END, OF_BASE} <= set(stops) else "template's",
         router_loss=", ".join(f"`{key}`" for key in ROUTER_LOSS if hasattr(text, key)) or "-",
         rope=_rope(model, text),
@@ -69,7 +69,7 @@ def facts_of(name: str, folder: Path) -> Facts:
 
 
 def _in_words(pattern: str) -> str:
-    """Returns what the tensors are that a family goes without, by the pattern of its class."""
+    """Return a description of the tensors that a family ignores, by its class's pattern."""
     for part in ("mtp", "visual"):
         if part in pattern:
             return f"`{part}`"
@@ -77,18 +77,18 @@ def _in_words(pattern: str) -> str:
 
 
 def _rope(model: Any, text: Any) -> str:
-    """Returns whether positions are rotary angles, of one kind or by the kind of layer."""
-    found = getattr(text, "rope_parameters", None)
-    if not found or not any("inv_freq" in name for name, _ in model.named_buffers()):
+    """Return whether positions are rotary angles, of one kind or by the kind of layer."""
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters or not any("inv_freq" in name for name, _ in model.named_buffers()):
         return "-"
-    by_layer = all(isinstance(one, dict) or one is None for one in found.values())
+    by_layer = all(isinstance(value, dict) or value is None for value in parameters.values())
     return ("by kind of layer" if by_layer else "one kind") + (", moving" if has_moving_rope(text.to_dict()) else "")
 
 
 def _decayed(model: Any) -> str:
-    """Returns the trained weights without a matrix that weight decay pulls to 0."""
+    """Return the trained weights without a matrix that weight decay pulls to 0."""
     lora.free_text_part(model)
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = [
         name
         for name in SftTrainer.get_decay_parameter_names(SftTrainer.__new__(SftTrainer), model)

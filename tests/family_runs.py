@@ -1,8 +1,8 @@
-"""A family's road through the product: plan, preparation, two steps, a resume, a merge, an answer; each in a process
-forked from here.
+"""Takes a family through plan, preparation, two steps, a resume, a merge and an answer, each in a process forked from
+here.
 
-Nothing but the launcher is left out, which would import torch for each: the work is that of `make train`, `make
-resume`, `make merge` and `make infer`, called as they call it.
+Only the launcher is omitted, since it would import torch each time: the work is that of `make train`, `make resume`,
+`make merge` and `make infer`, called as they call it.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class Road:
     """The folder of the same weights, after a resume from the first step."""
 
     def adapted(self) -> list[str]:
-        """Returns the names of the modules that have adapters, in the model's order."""
+        """Return the names of the modules that have adapters, in the model's order."""
         assert self.trained
         return list(
             dict.fromkeys(name.split(".lora_")[0].removeprefix("base_model.model.") for name in weights(self.trained))
         )
 
     def untouched(self) -> list[str]:
-        """Returns the names, with `*` for numbers, of weights that training left as they were in every layer (no token
-        may reach an expert).
+        """Return the names, with `*` for numbers, of weights that training left unchanged in every layer (no token may
+        reach an expert).
         """
         assert self.trained
         after, before = weights(self.trained), weights(self.base)
@@ -93,12 +93,12 @@ class Road:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a folder's safetensors files."""
+    """Return all tensors of a folder's safetensors files."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def in_child(work: Callable[[], Done]) -> Done:
-    """Returns what `work` returns in a forked process: what torch, transformers and accelerate keep per process is its
+    """Return what `work` returns in a forked process: what torch, transformers and accelerate keep per process is its
     own.
     """
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
@@ -106,25 +106,26 @@ def in_child(work: Callable[[], Done]) -> Done:
     child.start()
     sender.close()
     try:
-        found: Done = receiver.recv()
+        done: Done = receiver.recv()
     except EOFError:
         child.join()
-        found = Done(child.exitcode or 1, "", f"the process ended with {child.exitcode}")
+        done = Done(child.exitcode or 1, "", f"the process ended with {child.exitcode}")
     child.join()
-    return found
+    return done
 
 
 def _send(work: Callable[[], Done], sender: Connection) -> None:
     sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # as in workers; saving would import it
     torch.set_num_threads(1)  # tiny models wait for threads, mostly
-    architecture._running[os.getpid()] = SimpleNamespace(ask=answers, close=lambda: None)  # type: ignore[assignment]  # torch is here already
+    resident = SimpleNamespace(ask=answers, close=lambda: None)  # torch is here already
+    architecture._running[os.getpid()] = resident  # type: ignore[assignment]
     sender.send(work())
     sender.close()
     os._exit(0)
 
 
 def preload() -> None:
-    """Imports and computes what every step needs, once for all children."""
+    """Import and computes what every step needs, once for all children."""
     import sft_play.data.prepare
     import sft_play.evaluation.generation
     import sft_play.model.use
@@ -134,7 +135,7 @@ def preload() -> None:
 
 
 def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
-    """Takes one family through one mode; stops at the first step that is refused."""
+    """Take one family through one mode; stops at the first step that is refused."""
     preload()
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
@@ -181,13 +182,13 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
 
 
 def worker(run: RunFolder, env: Mapping[str, str], *words: str) -> Done:
-    """Trains as a worker does, which writes why it failed into the run's folder."""
+    """Train as a worker does, which writes why it failed into the run's folder."""
     done = called(lambda: train.main(["--run", str(run.path), *words]), env)
     return replace(done, err=json.loads(run.rank_exit(0).read_text())["error"])
 
 
 def plan_and_prepare(run: RunFolder, config: Path) -> int:
-    """Does what `make train` does before its workers start."""
+    """Do what `make train` does before its workers start."""
     try:
         call = parse_call(
             ["train", f"CONFIG={config}", "SOURCE=formula"], COMMANDS

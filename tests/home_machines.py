@@ -1,4 +1,4 @@
-"""Machines of namespaces as a home has them: each with its own files and its sshd; commands are typed on the first."""
+"""Namespaces as the machines of a home: each with separate files and an sshd; commands are typed on the first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN = ("runs", "cache", "project", "models")
 
 
 class Home(Typed):
-    """Machines with a project folder, runs, cache and models of their own; commands are typed on the first."""
+    """Machines with separate project folders, runs, caches and models; commands are typed on the first."""
 
     def __init__(self, net: Lan, folder: Path, model: Path) -> None:
         super().__init__(net, folder)
@@ -36,57 +36,57 @@ class Home(Typed):
         self.write_inventory()
 
     def own(self, k: int, name: str) -> Path:
-        """Returns where the test finds a folder of machine `k`: that of its own, or the one that all share."""
+        """Return the path of a folder of machine `k`, separate or shared."""
         path = self.folder / "lan" / name
         return self.net.hosts[k].private.get(path, path)
 
     def write_inventory(self, hosts: Mapping[str, Mapping[str, Any]] | None = None, **defaults: str) -> None:
-        """Writes the inventory that commands are given."""
+        """Write the inventory that commands are given."""
         common = {"folder": str(self.folder / "lan" / "project"), **defaults}
         self.inventory = self.net.inventory(self.folder / "home.yaml", hosts, defaults=common)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Types a command on the first machine; options as `Typed.launch`."""
+        """Type a command on the first machine; options as `Typed.launch`."""
         return self.launch(0, *words, f"CLUSTER={self.inventory}", **options)
 
     def train(self, name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Types `train-cluster` for a new run."""
+        """Type `train-cluster` for a new run."""
         return self.start("train-cluster", f"CONFIG={self.config}", f"RUN_NAME={name}", *words, **options)
 
     def resume(self, name: str, *words: str) -> str:
-        """Resumes a run to its end, and returns what was said."""
+        """Resume a run to its end, and return the output."""
         return self.type("train-cluster", f"RUN={name}", *words)
 
     def type(self, *words: str, code: int = 0) -> str:
-        """Types a command and waits for its end; returns what it has printed."""
+        """Type a command and waits for its end; return what it has printed."""
         self.start(*words)
         return self.finish(code)
 
     def run(self, name: str, k: int = 0) -> RunFolder:
-        """A run as machine `k` has it."""
+        """Return a run as machine `k` sees it."""
         return RunFolder(self.own(k, "runs") / name)
 
     def until_step(self, name: str, step: int) -> None:
-        """Waits until that many optimizer steps have been logged."""
+        """Wait until that many optimizer steps have been logged."""
         path = self.run(name).metrics
         self.until(lambda: path.is_file() and any(f'"step": {step},' in line for line in path.read_text().splitlines()))
 
     def working(self, k: int) -> list[str]:
-        """The command lines of all our processes on machine `k`."""
-        found = [" ".join(command_line(pid)) for pid in self.net.pids(k)]
-        return [words[:200] for words in found if "sft_play" in words or "types.ModuleType" in words]
+        """Return the command lines of all our processes on machine `k`."""
+        commands = [" ".join(command_line(pid)) for pid in self.net.pids(k)]
+        return [words[:200] for words in commands if "sft_play" in words or "types.ModuleType" in words]
 
     def all_free(self, *machines: int, seconds: float = 5) -> None:
-        """Waits until nothing of ours runs on these machines."""
+        """Wait until nothing of ours runs on these machines."""
         until(
             lambda: not any(map(self.working, machines)),
             seconds=seconds,
-            said=lambda: list(map(self.working, machines)),
+            explanation=lambda: list(map(self.working, machines)),
         )
 
 
 @contextlib.contextmanager
 def home(folder: Path, model: Path, nodes: int = 3, *, own: Sequence[str] = OWN) -> Iterator[Home]:
-    """Yields machines that have the folders `own` each for itself."""
+    """Yield machines that have the folders `own` each for itself."""
     with lan(folder / "lan", nodes=nodes, private=[folder / "lan" / name for name in own]) as net:
         yield Home(net, folder, model)

@@ -17,11 +17,9 @@ SECRET = "planted-outside-of-the-run"
 
 
 def parts_of(run: Path) -> list[str]:
-    """Returns every file and folder of a run by its name relative to it, links left out; of checkpoints that are alike
-    one.
-    """
-    found = {path.name: path for path in sorted(run.rglob("*")) if not path.is_symlink()}
-    return sorted(path.relative_to(run).as_posix() for path in found.values())
+    """Return every file and folder of a run by relative name, without links, and one of equal checkpoints."""
+    parts = {path.name: path for path in sorted(run.rglob("*")) if not path.is_symlink()}
+    return sorted(path.relative_to(run).as_posix() for path in parts.values())
 
 
 def _link(path: Path, outside: Path) -> None:
@@ -55,11 +53,13 @@ def _deep(path: Path, _: Path) -> None:
 
 
 def _foreign(path: Path, _: Path) -> None:
-    """Gives every value another type, at each depth one after the other would: texts for numbers, lists for objects."""
+    """Give every value another type, one depth after another: texts for numbers, lists for objects."""
     if path.suffix == ".jsonl":
         path.write_text(
             "".join(
-                f"{json.dumps(one)}\n" for line in path.read_text().splitlines() for one in _others(json.loads(line))
+                f"{json.dumps(other)}\n"
+                for line in path.read_text().splitlines()
+                for other in _others(json.loads(line))
             )
         )
     else:
@@ -68,8 +68,8 @@ def _foreign(path: Path, _: Path) -> None:
 
 def _others(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        yield {name: next(_others(one)) for name, one in value.items()}
-        yield {name: [{"x": one}] for name, one in value.items()}
+        yield {name: next(_others(item)) for name, item in value.items()}
+        yield {name: [{"x": item}] for name, item in value.items()}
         yield [value]
     elif isinstance(value, list):
         yield {"x": 5}
@@ -100,7 +100,7 @@ def _remove(path: Path) -> None:
 
 
 def make_hostile(run: Path, part: str, kind: str, outside: Path) -> None:
-    """Turns a part of a run into something hostile; what it leads to is in `outside`, with `SECRET` in it."""
+    """Turn a part of a run into something hostile; what it leads to is in `outside`, with `SECRET` in it."""
     (outside / "folder").mkdir(parents=True, exist_ok=True)
     for path in (outside / "secret.txt", outside / "folder" / "rank0.log", outside / "folder" / "scores.json"):
         path.write_text(SECRET)

@@ -1,5 +1,5 @@
-"""Hubs on this machine, in so much of the hub's own protocol as its libraries use: one of a dataset or model, and one
-that takes a model.
+"""Hubs on this machine with the part of the protocol that libraries use: one serves a dataset or model, one receives a
+model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(handler: type[HubHandler], **facts: Any) -> Iterator[str]:
-    """Serves with such a handler, to which `facts` are attributes; yields the address for `HF_ENDPOINT`."""
+    """Serve with such a handler, to which `facts` are attributes; yield the address for `HF_ENDPOINT`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), facts))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -112,7 +112,7 @@ class FilesHandler(HubHandler):
 
 @dataclass
 class Repository:
-    """What the hub has, and where it is asked."""
+    """The hub's content and its requests."""
 
     url: str = ""
     name: str = ""
@@ -123,9 +123,9 @@ class Repository:
 
 
 @contextmanager
-def serve_repository(**known: Any) -> Iterator[Repository]:
-    """Yields an empty hub, or one with a repository that is `known`."""
-    repository = Repository(**known)
+def serve_repository(**facts: Any) -> Iterator[Repository]:
+    """Yield an empty hub, or one with a repository that is `known`."""
+    repository = Repository(**facts)
     with serve(RepositoryHandler, repository=repository) as repository.url:
         yield repository
 
@@ -135,9 +135,10 @@ class RepositoryHandler(HubHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith("/api/whoami"):
-            known = self._token() in {TOKEN, *self.repository.readers}
+            permitted = self._token() in {TOKEN, *self.repository.readers}
             self.json(
-                {"name": "me", "type": "user"} if known else {"error": "Invalid credentials"}, 200 if known else 401
+                {"name": "me", "type": "user"} if permitted else {"error": "Invalid credentials"},
+                200 if permitted else 401,
             )
         elif self.repository.name and self.path.startswith(f"/api/models/{self.repository.name}"):
             files = [{"rfilename": name} for name in self.repository.files]

@@ -16,7 +16,7 @@ KINDS = ("pytorchjob", "trainjob", "job")
 
 
 def rendered(*words: str) -> Rendered:
-    """Returns what a command line gives, two pods with an L40S unless it says otherwise."""
+    """Return the rendering of a command line, two pods with an L40S by default."""
     names = {word.partition("=")[0] for word in words}
     return render(
         parse_call(["kubernetes", *(word for word in TWO if word.partition("=")[0] not in names), *words], COMMANDS)
@@ -24,25 +24,25 @@ def rendered(*words: str) -> Rendered:
 
 
 def documents_of(texts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the documents of all files, read by PyYAML as kubectl's reader would (YAML 1.1)."""
+    """Return the documents of all files, read by PyYAML as kubectl's reader would (YAML 1.1)."""
     return [document for text in texts.values() for document in yaml.safe_load_all(text)]
 
 
 def documents(*words: str) -> list[dict[str, Any]]:
-    """Returns the documents of a command line."""
+    """Return the documents of a command line."""
     return documents_of(rendered(*words).files)
 
 
-def of_kind(found: Sequence[Mapping[str, Any]], kind: str) -> Any:
-    """Returns the one document of a kind."""
-    [one] = [document for document in found if document["kind"] == kind]
-    return one
+def of_kind(documents: Sequence[Mapping[str, Any]], kind: str) -> Any:
+    """Return the one document of a kind."""
+    [match] = [document for document in documents if document["kind"] == kind]
+    return match
 
 
-def pods(found: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns the pod templates, Master or rank 0 first."""
+def pods(documents: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the pod templates, Master or rank 0 first."""
     out = []
-    for document in found:
+    for document in documents:
         spec = document.get("spec", {})
         if document["kind"] == "PyTorchJob":
             out += [replica["template"] for _, replica in sorted(spec["pytorchReplicaSpecs"].items())]

@@ -78,7 +78,7 @@ class Lan:
     python: str = sys.executable
 
     def command(self, k: int, argv: Sequence[str | Path], *, cwd: Path = ROOT) -> list[str]:
-        """Returns what starts `argv` on host `k`, in `cwd` as that host sees it."""
+        """Return what starts `argv` on host `k`, in `cwd` as that host sees it."""
         inside = ["nsenter", "-t", str(self.hosts[k].keeper), "-n", "-u", "-m", "--", "env", "-C", str(cwd)]
         return [*inside, *map(str, argv)]
 
@@ -91,7 +91,7 @@ class Lan:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs `argv` on host `k` to its end."""
+        """Run `argv` on host `k` to its end."""
         return subprocess.run(
             self.command(k, argv, cwd=cwd),
             env={**self.variables, **(env or {})},
@@ -111,16 +111,16 @@ class Lan:
         cwd: Path = ROOT,
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """Starts `argv` on host `k` in a session of its own; it is killed when the LAN goes, if not before."""
+        """Start `argv` on host `k` in a separate session; it is killed with the LAN at the latest."""
         options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, **options}
         return subprocess.Popen(self.command(k, argv, cwd=cwd), env={**self.variables, **(env or {})}, **options)
 
     def link(self, k: int, up: bool) -> None:
-        """Plugs host `k`'s cable in at the switch, or pulls it."""
+        """Plug host `k`'s cable in at the switch, or pulls it."""
         _inside(self.switch, "ip", "link", "set", f"p{k + 1}", "up" if up else "down")
 
     def rate(self, k: int, mbit: float) -> None:
-        """Sets the speed of host `k`'s cable in both directions, Mbit/s."""
+        """Set the speed of host `k`'s cable in both directions, Mbit/s."""
         for keeper, device in ((self.hosts[k].keeper, "eth0"), (self.switch, f"p{k + 1}")):
             _inside(
                 keeper, "tc", *f"qdisc replace dev {device} root tbf rate {mbit:g}mbit burst 256kb latency 30ms".split()
@@ -128,7 +128,7 @@ class Lan:
 
     @contextlib.contextmanager
     def second_network(self) -> Iterator[None]:
-        """Joins all hosts by another switch too, which is as fast as the machine: their `eth1`, at 192.168.88.11 and so
+        """Join all hosts by another switch too, which is as fast as the machine: their `eth1`, at 192.168.88.11 and so
         on.
         """
         _inside(self.switch, "ip", "link", "add", "br1", "up", "type", "bridge")
@@ -140,7 +140,7 @@ class Lan:
         _inside(self.switch, "ip", "link", "del", "br1")
 
     def sent_bytes(self, k: int) -> int:
-        """Returns how many bytes host `k`'s interface has sent so far, headers included."""
+        """Return how many bytes host `k`'s interface has sent so far, headers included."""
         for line in Path(f"/proc/{self.hosts[k].keeper}/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
             if name.strip() == "eth0":
@@ -148,21 +148,21 @@ class Lan:
         raise AssertionError("eth0 is gone")
 
     def pids(self, k: int) -> list[int]:
-        """Returns the processes of host `k`, its keeper and sshd included; process numbers are the machine's own."""
+        """Return the processes of host `k`, its keeper and sshd included; process numbers are the machine's own."""
         return _processes(self.hosts[k].keeper)
 
     def workers(self, k: int) -> list[int]:
-        """Returns the processes that train on host `k`, not those that start them."""
+        """Return the processes that train on host `k`, not those that start them."""
         starters = {"accelerate.commands.launch", "torch.distributed.run"}
         words = {pid: command_line(pid) for pid in self.pids(k)}
         return [pid for pid, own in words.items() if "sft_play.train" in own and not starters.intersection(own)]
 
     def inventory(self, path: Path, hosts: Mapping[str, Mapping[str, Any]] | None = None, **top: Any) -> Path:
-        """Writes an inventory of all hosts; `hosts` adds keys by host name (`{"node2": {"gpus": 1}}`), `top` at the
+        """Write an inventory of all hosts; `hosts` adds keys by host name (`{"node2": {"gpus": 1}}`), `top` at the
         top.
         """
         each = {h.name: {"address": h.address, **(hosts or {}).get(h.name, {})} for h in self.hosts}
-        more = {name: dict(keys) for name, keys in (hosts or {}).items() if name not in each}
+        others = {name: dict(keys) for name, keys in (hosts or {}).items() if name not in each}
         common = {
             "user": "root",
             "python": self.python,
@@ -171,13 +171,13 @@ class Lan:
             **top.pop("defaults", {}),
         }
         path.write_text(
-            dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | more})
+            dump_yaml({"ssh_config": str(self.ssh_config), **top, "defaults": common, "hosts": each | others})
         )
         return path
 
 
 class Typed:
-    """Commands of ours that were typed on hosts, and what each printed."""
+    """Our commands on hosts, and the output of each."""
 
     config: Path
     """What is trained."""
@@ -189,21 +189,21 @@ class Typed:
     def launch(
         self, k: int, *words: str | Path, terminal: bool = False, cwd: Path = ROOT, **env: str
     ) -> subprocess.Popen[str]:
-        """Types a command on host `k`, on a `terminal` or not."""
+        """Type a command on host `k`, on a `terminal` or not."""
         path = self.folder / f"said{len(self.started)}"
         command = [self.net.python, "-m", "sft_play", *map(str, words)]
         command = ["script", "-qefc", shlex.join(command), "/dev/null"] if terminal else command
-        with path.open("w") as said:
-            process = self.net.popen(k, command, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=cwd)
+        with path.open("w") as output:
+            process = self.net.popen(k, command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=cwd)
         self.started.append((process, path))
         return process
 
     def run(self, name: str) -> RunFolder:
-        """A run on the disk that all hosts see."""
+        """Return a run on the shared disk."""
         return RunFolder(self.net.folder / "runs" / name)
 
     def alone(self, *words: str, k: int = 0) -> list[float]:
-        """Returns the losses of one process that trains the same."""
+        """Return the losses of one process that trains the same."""
         done = self.net.run(
             k,
             [self.net.python, "-m", "sft_play", "train", f"CONFIG={self.config}", "RUN_NAME=alone", *words],
@@ -213,38 +213,36 @@ class Typed:
         return losses(self.run("alone"))
 
     def said(self, number: int = -1) -> str:
-        """Returns what the command with this number in the order of starts has printed; the last one where none is
-        given.
-        """
+        """Return the output of the command with this number in the order of starts, by default the last."""
         return self.started[number][1].read_text()
 
     def end(self, seconds: float = SECONDS, number: int = -1) -> int:
-        """Waits for a command, and returns its exit code."""
+        """Wait for a command, and return its exit code."""
         process = self.started[number][0]
-        until(lambda: process.poll() is not None, seconds=seconds, said=lambda: self.said(number))
+        until(lambda: process.poll() is not None, seconds=seconds, explanation=lambda: self.said(number))
         return process.returncode
 
     def finish(self, code: int = 0, seconds: float = SECONDS) -> str:
-        """Waits for the end of the last command, which must have this exit code; returns what it has printed."""
+        """Wait for the end of the last command, which must have this exit code; return what it has printed."""
         assert self.end(seconds) == code, self.said()
         return self.said()
 
     def until(self, happened: str | Callable[[], object], number: int = -1) -> None:
-        """Waits until a command has said this, or for something else while it runs."""
+        """Wait until a command has printed this, or for another condition while it runs."""
         until(
             (lambda: happened in self.said(number)) if isinstance(happened, str) else happened,
             process=self.started[number][0],
             seconds=SECONDS,
-            said=lambda: self.said(number),
+            explanation=lambda: self.said(number),
         )
 
 
 @contextlib.contextmanager
 def lan(folder: Path, nodes: int = 3, *, private: Sequence[Path] = ()) -> Iterator[Lan]:
-    """Yields `nodes` hosts on one switch, each behind a cable of 1 Gb/s.
+    """Yield `nodes` hosts on one switch, each behind a cable of 1 Gb/s.
 
     `private` are folders that every host sees as its own (`net.hosts[k].private[path]` is where the test finds host
-    k's). Cache and runs are under `folder`. Skips without root.
+    k's). Cache and runs are under `folder`. Skip without root.
     """
     _require()
     folder = folder.resolve()
@@ -276,20 +274,20 @@ def _build(net: Lan, nodes: int, private: Sequence[Path]) -> None:
     hosts_file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
     net.switch = _keep(net, "switch", None, {})
     _inside(net.switch, "ip", "link", "add", "br0", "up", "type", "bridge")
-    found = []
+    lines = []
     for k, (name, address) in enumerate(names, start=1):
         own = {path: net.folder / name / f"private{i}" for i, path in enumerate(private)}
         keeper = _keep(net, name, hosts_file, own)
         _inside(keeper, "ip", "link", "set", "lo", "up")
         _plug(keeper, net.switch, f"p{k}", address)
-        found.append(LanHost(name=name, address=address, keeper=keeper, private=own))
-    net.hosts = tuple(found)
+        lines.append(LanHost(name=name, address=address, keeper=keeper, private=own))
+    net.hosts = tuple(lines)
     for k in range(nodes):
         net.rate(k, 1000)
 
 
 def _plug(keeper: int, switch: int, end: str, address: str, device: str = "eth0", bridge: str = "br0") -> None:
-    """Joins a host and the switch by a cable, of which `end` is the switch's."""
+    """Join a host and the switch by a cable, of which `end` is the switch's."""
     _inside(switch, *f"ip link add name {device} netns {keeper} type veth peer name {end} netns {switch}".split())
     _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", device)
     _inside(keeper, "ip", "link", "set", device, "up")
@@ -297,7 +295,7 @@ def _plug(keeper: int, switch: int, end: str, address: str, device: str = "eth0"
 
 
 def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, Path]) -> int:
-    """Starts the process that holds a host's namespaces, and returns its number."""
+    """Start the process that holds a host's namespaces, and return its number."""
     mounts = [str(part) for seen, outside in private.items() for part in (outside, seen)]
     script = KEEPER.replace("PARENT", str(os.getpid()))
     keeper = subprocess.Popen(
@@ -314,35 +312,35 @@ def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, P
 
 
 def _serve_ssh(net: Lan) -> None:
-    """Writes keys and configurations, starts one sshd a host and waits until each listens."""
+    """Write keys and configurations, starts one sshd a host and waits until each listens."""
     ssh = net.folder / "ssh"
     Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, for the process without rights
     _key(ssh / "id")
     shutil.copyfile(ssh / "id.pub", ssh / "authorized_keys")
-    known, client = "", ""
-    kept = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+    known_hosts, client = "", ""
+    forwarded = ("SFT_PLAY_CACHE", "RUNS_DIR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
     for host in net.hosts:
         key = _key(ssh / f"{host.name}_key")
-        known += f"{host.name},{host.address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n"
+        known_hosts += f"{host.name},{host.address} {' '.join(key.with_suffix('.pub').read_text().split()[:2])}\n"
         client += f"Host {host.name} {host.address}\n HostName {host.address}\n"
         config = ssh / f"{host.name}.conf"
         config.write_text(
             f"ListenAddress {host.address}\nPort 22\nHostKey {key}\nPidFile none\nAuthorizedKeysFile"
             f" {ssh}/authorized_keys\nStrictModes no\nUsePAM no\nPermitRootLogin"
             " prohibit-password\nPasswordAuthentication no\nMaxStartups 50\nSubsystem sftp internal-sftp\nSetEnv "
-            + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in kept)
+            + " ".join(shlex.quote(f"{name}={net.variables[name]}") for name in forwarded)
             + "\n"
         )
         sshd = str(shutil.which("sshd"))
         started = net.command(net.hosts.index(host), [sshd, "-D", "-f", config, "-E", ssh / f"{host.name}.log"])
         net.keepers.append(subprocess.Popen(started, stdin=subprocess.DEVNULL, text=True, start_new_session=True))
-    (ssh / "known_hosts").write_text(known)
+    (ssh / "known_hosts").write_text(known_hosts)
     net.ssh_config.write_text(
         f"{client}Host *\n User root\n IdentityFile {ssh}/id\n IdentitiesOnly yes\n UserKnownHostsFile"
         f" {ssh}/known_hosts\n GlobalKnownHostsFile /dev/null\n StrictHostKeyChecking yes\n BatchMode yes\n LogLevel"
         " ERROR\n"
     )
-    until(lambda: all(_listens(host) for host in net.hosts), seconds=240, said=lambda: "sshd does not listen")
+    until(lambda: all(_listens(host) for host in net.hosts), seconds=240, explanation=lambda: "sshd does not listen")
 
 
 def _listens(host: LanHost) -> bool:
@@ -364,17 +362,17 @@ def _inside(keeper: int, *argv: str) -> None:
 
 
 def _processes(keeper: int) -> list[int]:
-    """Returns the processes of a network namespace."""
-    wanted, found = Path(f"/proc/{keeper}/ns/net").readlink(), []
+    """Return the processes of a network namespace."""
+    namespace, processes = Path(f"/proc/{keeper}/ns/net").readlink(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if (entry / "ns" / "net").readlink() == wanted:
-                found.append(int(entry.name))
-    return found
+            if (entry / "ns" / "net").readlink() == namespace:
+                processes.append(int(entry.name))
+    return processes
 
 
 def _end(net: Lan) -> None:
-    """Ends every process of every host, the keepers last: the namespaces, their links and mounts go with them."""
+    """End every process of every host, the keepers last: the namespaces, their links and mounts go with them."""
     own = {keeper.pid for keeper in net.keepers}
     for holder in filter(None, [*(host.keeper for host in net.hosts), net.switch]):
         with contextlib.suppress(OSError):
@@ -396,7 +394,7 @@ def losses(run: RunFolder) -> list[float]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Returns a process's words; nothing of one that has ended."""
+    """Return a process's words, or none if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Commands started as a user starts them, with a tiny model; the processes of a launch, and what is left of them."""
+"""Commands started as by a user, with a tiny model, and the processes of a launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 240
 
 
 def tiny_config(folder: Path, model: Path, *, rows: int = 16, steps: int = 60, save_steps: int = 5) -> Path:
-    """Writes a configuration of a run whose steps take some hundredths of a second."""
+    """Write a configuration of a run whose steps take some hundredths of a second."""
     data, config = folder / "rows.jsonl", folder / "demo.yaml"
     turns = [{"prompt": f"say {number}", "completion": f"I say {number} now"} for number in range(rows)]
     data.write_text("".join(json.dumps(row) + "\n" for row in turns))
@@ -37,14 +37,14 @@ def tiny_config(folder: Path, model: Path, *, rows: int = 16, steps: int = 60, s
 
 
 class Launcher:
-    """Runs commands in a folder of its own with a tiny model and eight rows."""
+    """Runs commands in a separate folder with a tiny model and eight rows."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.runs = folder, folder / "runs"
         self.config = tiny_config(folder, model, rows=8, steps=2, save_steps=1)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "ACCELERATE_"))}
         self.environment = {
-            **kept,
+            **inherited,
             "PYTHONPATH": str(ROOT),
             "RUNS_DIR": str(self.runs),
             "HF_HUB_OFFLINE": "1",
@@ -66,33 +66,33 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def workers_of(launcher: int) -> dict[int, psutil.Process]:
-    """Returns rank -> process of the workers below a launcher, or below `accelerate launch` itself; what they have
-    forked is none.
-    """
-    found, agents = {}, {launcher, *(agent.pid for agent in family(launcher, AGENT_MODULE))}
+    """Return rank -> process of the workers below a launcher or `accelerate launch`, without their forks."""
+    workers, agents = {}, {launcher, *(agent.pid for agent in family(launcher, AGENT_MODULE))}
     for child in family(launcher):
         with contextlib.suppress(psutil.Error):
             if child.ppid() in agents and is_worker(child.cmdline()):
-                found[int(child.environ().get("RANK", "0"))] = child
-    return found
+                workers[int(child.environ().get("RANK", "0"))] = child
+    return workers
 
 
 def family(launcher: int, *words: str) -> list[psutil.Process]:
-    """Returns the living descendants of a launcher with one of `words` on their command line; without any, all of
+    """Return the living descendants of a launcher with one of `words` on their command line; without any, all of
     them.
     """
-    found = []
+    processes = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(launcher).children(recursive=True):
+        for process in psutil.Process(launcher).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if one.status() != psutil.STATUS_ZOMBIE and (not words or any(word in one.cmdline() for word in words)):
-                    found.append(one)
-    return found
+                if process.status() != psutil.STATUS_ZOMBIE and (
+                    not words or any(word in process.cmdline() for word in words)
+                ):
+                    processes.append(process)
+    return processes
 
 
 @dataclass
 class Started:
-    """A command in the background, and its processes; as a context it is killed where a test has failed."""
+    """A background command and its processes; as a context manager it kills them after a failed test."""
 
     process: subprocess.Popen[bytes]
     run: Path
@@ -112,11 +112,11 @@ class Started:
                 process.kill()
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
-        """Waits for something while the launch runs."""
-        until(happened, process=self.process, seconds=SECONDS, pause=0.002, said=self.output.read_text)
+        """Wait for something while the launch runs."""
+        until(happened, process=self.process, seconds=SECONDS, pause=0.002, explanation=self.output.read_text)
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until the metrics hold a step."""
+        """Wait until the metrics hold a step."""
         file = self.run / "metrics.jsonl"
         self.wait_for(lambda: file.is_file() and any(row["step"] >= step for row in _whole(self.run)))
 
@@ -124,35 +124,35 @@ class Started:
         return family(self.process.pid, *words)
 
     def workers(self) -> dict[int, psutil.Process]:
-        """Returns rank -> worker, and remembers the launch's mark."""
-        found = workers_of(self.process.pid)
-        for worker in found.values():
+        """Return rank -> worker, and remember the launch's mark."""
+        workers = workers_of(self.process.pid)
+        for worker in workers.values():
             self.mark = worker.environ()[MARK]
-        return found
+        return workers
 
     def agent(self) -> psutil.Process:
-        """Returns `accelerate launch`."""
+        """Return `accelerate launch`."""
         return self.family(AGENT_MODULE)[0]
 
     def left(self) -> list[psutil.Process]:
-        """Returns the living processes of this launch, wherever they are."""
-        found = []
+        """Return the living processes of this launch, wherever they are."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def end(self, *, within: float = SECONDS) -> tuple[int, str]:
-        """Waits for the end; returns code and what was said."""
+        """Wait for the end; return exit code and output."""
         return self.process.wait(timeout=within), self.output.read_text()
 
-    def lost(self, *said: str) -> str:
-        """Waits for the end of a run that a rank was lost of: it says so and leaves no process; returns all that was
-        said.
+    def lost(self, *parts: str) -> str:
+        """Wait for the end of a run that lost a rank, assert that it reports so and leaves no process, and return its
+        output.
         """
         code, error = self.end(within=240)
-        assert code == 75 and all(words in error for words in said), error
+        assert code == 75 and all(words in error for words in parts), error
         assert self.left() == []
         return error
 
@@ -167,7 +167,7 @@ def _whole(run: Path) -> list[dict[str, Any]]:
 
 
 def start(variables: Mapping[str, str], *words: str, name: str = "", cwd: Path = ROOT) -> Started:
-    """Starts a command in the background, in a session of its own, as a terminal would; `name` is that of a new run."""
+    """Start a command in the background in a new session, as a terminal does; `name` is that of a new run."""
     runs = Path(variables["RUNS_DIR"])
     output = runs.parent / f"said-{time.monotonic_ns()}.txt"
     command = [sys.executable, "-m", "sft_play", *words, *([f"RUN_NAME={name}"] if name else [])]

@@ -21,7 +21,9 @@ class Share(evaluate.Metric):
 
 
 def library_metric(folder: Path, name: str, returned: str) -> str:
-    """Writes `NAME/NAME.py` and returns its entry of `eval.metrics`; `returned` is Python over what the script has."""
+    """Write `NAME/NAME.py` and return its entry of `eval.metrics`; `returned` is a Python expression over the script's
+    names.
+    """
     (folder / name).mkdir()
     (folder / name / f"{name}.py").write_text(SCRIPT.replace("RETURNED", returned))
     return f"evaluate:{folder / name}"

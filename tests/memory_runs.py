@@ -1,6 +1,4 @@
-"""Runs that need much memory in one step: a tiny model whose attention keeps every score of long rows, beside short
-ones.
-"""
+"""Runs that need much memory in one step: a tiny model whose attention keeps every score of a few long rows."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ SEED = 42
 
 
 def heavy_config(folder: Path) -> Path:
-    """Writes model, rows and configuration. All rows of step 2 have about 1,150 tokens, all others about 20.
+    """Write model, rows and configuration. All rows of step 2 have about 1,150 tokens, all others about 20.
 
     With eager attention a long row keeps 8 heads x 1,150^2 scores per layer, several times: eight of them 2 GB, four 1
     GB.

@@ -1,5 +1,5 @@
-"""Machines with NVIDIA cards that are not here: doubles of the driver's library, of the kernel's name, and of a torch
-built for them.
+"""Machines with absent NVIDIA cards: doubles of the driver's library, of the kernel's name, and of a torch built for
+them.
 
 `Machine.environment` writes a description and returns the environment with which any child process is on that machine.
 Only what stands for hardware is replaced: `pynvml` always, `torch` only where `torch=True` (for what is asked before a
@@ -78,7 +78,7 @@ class Machine:
     torch: Torch = field(default_factory=Torch)
 
     def write(self, folder: Path) -> None:
-        """Writes the description; a process that runs on it already sees the change."""
+        """Write the description; a process that runs on it already sees the change."""
         folder.mkdir(parents=True, exist_ok=True)
         value = asdict(self)
         for index, card in enumerate(value["cards"]):
@@ -86,14 +86,14 @@ class Machine:
         (folder / "machine.json").write_text(json.dumps(value), encoding="utf-8")
 
     def environment(self, folder: Path, *, torch: bool = False) -> dict[str, str]:
-        """Writes the description and returns the variables of a process on this machine."""
+        """Write the description and return the variables of a process on this machine."""
         self.write(folder)
         if torch:
             package = folder / "torch"
             package.mkdir(exist_ok=True)
             shutil.copy(DOUBLES / "torch_facts.py", package / "__init__.py")
-            told = f"__version__ = {self.torch.version!r}\ncuda: Optional[str] = {self.torch.cuda!r}\n"
-            (package / "version.py").write_text(told, encoding="utf-8")
+            version = f"__version__ = {self.torch.version!r}\ncuda: Optional[str] = {self.torch.cuda!r}\n"
+            (package / "version.py").write_text(version, encoding="utf-8")
         paths = [DOUBLES / "machine", *([folder] if torch else []), ROOT]
         return {"PYTHONPATH": ":".join(map(str, paths)), "NVML_DOUBLE": str(folder / "machine.json")}
 
@@ -130,5 +130,5 @@ MACHINES: dict[str, Machine] = {
 
 
 def emulated(folder: Path, name: str, *, torch: bool = False) -> dict[str, str]:
-    """Returns the environment of a process on one of `MACHINES`."""
+    """Return the environment of a process on one of `MACHINES`."""
     return MACHINES[name].environment(folder, torch=torch)

@@ -1,6 +1,4 @@
-"""A folder with a model, data and runs of its own, and the program called inside it: what tests of a trained run
-share.
-"""
+"""A folder with a separate model, data and runs, and the program called inside it: shared by tests of a trained run."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ class Place:
         self.environment = environment(folder / "cache", folder / "runs", {"OMP_NUM_THREADS": "1"})
 
     def command(self, *words: str) -> list[str]:
-        """Returns what a shell would start."""
+        """Return the command line that a shell would start."""
         return [sys.executable, "-m", "sft_play", *words]
 
     def run(self, *words: str, stdin: str = "", timeout: int = 300) -> subprocess.CompletedProcess[str]:
-        """Runs a command in a process of its own."""
+        """Run a command in a separate process."""
         return subprocess.run(
             self.command(*words),
             input=stdin,
@@ -40,23 +38,23 @@ class Place:
         )
 
     def call(self, *words: str) -> Done:
-        """Runs a command in this process: for refusals, which need nothing that a process of their own would show."""
+        """Run a command in this process, for refusals, which need no separate one."""
         return call_program(list(words), self.environment)
 
     def scores(self, *words: str) -> dict[str, Any]:
-        """Returns what `eval JSON=1` prints."""
+        """Return what `eval JSON=1` prints."""
         done = self.run("eval", *words, "JSON=1")
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        scores: dict[str, Any] = json.loads(done.stdout)
+        return scores
 
     def folder_of(self, run: str, step: int) -> Path:
-        """Returns the folder of a run's evaluation."""
+        """Return the folder of a run's evaluation."""
         return self.folder / "runs" / run / "eval" / f"step-{step:06d}"
 
 
 def question_rows(start: int, count: int, *, longest: int) -> str:
-    """Returns questions of 1 to `longest` words with their answers, as lines of JSON."""
+    """Return questions of 1 to `longest` words with their answers, as lines of JSON."""
     rows = [
         {
             "prompt": f"What is {' '.join(WORDS[: i % longest + 1])} {i}?",

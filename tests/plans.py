@@ -31,14 +31,14 @@ CPU = Hardware(
 
 
 def planned(
-    config: Config | LoadedConfig, hardware: Hardware | str = CPU, launch: LaunchRequest | None = None, **more: Any
+    config: Config | LoadedConfig, hardware: Hardware | str = CPU, launch: LaunchRequest | None = None, **fields: Any
 ) -> Plan:
-    """Returns the plan of a configuration; `more`: further fields of the request."""
+    """Return the plan of a configuration; `fields`: further fields of the request."""
     if isinstance(config, LoadedConfig):
-        config, more = config.config, {"typed": config.typed} | more
-    more = {"shape": shape_of(config.model)} | more if "shape" not in more else more
-    found = parse_hardware(hardware) if isinstance(hardware, str) else hardware
-    return make_plan(Request(config=config, hardware=found, launch=launch or LaunchRequest(), **more))
+        config, fields = config.config, {"typed": config.typed} | fields
+    fields = {"shape": shape_of(config.model)} | fields if "shape" not in fields else fields
+    parsed = parse_hardware(hardware) if isinstance(hardware, str) else hardware
+    return make_plan(Request(config=config, hardware=parsed, launch=launch or LaunchRequest(), **fields))
 
 
 def plan_of(
@@ -48,14 +48,15 @@ def plan_of(
     mode: Any = "lora",
     rows: int | None = None,
     data: Prepared | None = None,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    request_fields: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Plan:
-    """Return the plan with fields of configuration and launch by name; `more`: further fields of the request."""
+    """Return the plan with fields of configuration and launch by name, and with further fields of the request."""
     hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
 
     def part(kind: type) -> dict[str, Any]:
-        return {field: changes.pop(field) for field in list(changes) if field in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+        fields = changes.keys() & kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return {field: changes.pop(field) for field in fields}
 
     request = LaunchRequest(**part(LaunchRequest))
     tuning, launch, train, model = part(TuningConfig), part(LaunchConfig), part(TrainConfig), part(ModelConfig)
@@ -68,16 +69,16 @@ def plan_of(
     assert not changes, changes
     typed = {*(f"train.{key}" for key in train), *(f"launch.{key}" for key in launch)}
     data = data or (prepared_rows(rows, most_labels=50) if rows else None)
-    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **more)
+    return planned(config, hardware, request, typed=typed.__contains__, prepared=data, **request_fields)
 
 
 def with_ram(hardware: str, gib: int) -> Hardware:
-    """Returns described hardware whose machine's memory is known."""
+    """Return described hardware whose machine's memory is known."""
     return replace(parse_hardware(hardware), ram_bytes=gib * GIB, ram_known=True)
 
 
 def message(kind: type[UserError], *arguments: Any, **changes: Any) -> str:
-    """Returns the rendered error of a plan that must be refused."""
+    """Return the rendered error of a plan that must be refused."""
     with pytest.raises(kind) as error:
         plan_of(*arguments, **changes)
     assert error.value.exit_code == kind.exit_code
@@ -91,7 +92,7 @@ def counts(plan: Plan) -> tuple[int, ...]:
 
 
 def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
-    """Returns what a plan says of a rank on the CPU, with `changes`."""
+    """Return the plan of a rank on the CPU, with `changes`."""
     values: dict[str, Any] = {
         "device": "cpu",
         "device_name": "cpu",
@@ -107,7 +108,7 @@ def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
 def prepared_rows(
     rows: int = 320, *, longest: int = 100, each: int = 60, trained: int = 20, **changes: Any
 ) -> Prepared:
-    """Returns what preparation says about rows of `each` tokens, `trained` of them labels."""
+    """Return the prepared facts of rows of `each` tokens, `trained` of them labels."""
     values: dict[str, Any] = {
         "path": "train",
         "rows": rows,
@@ -122,19 +123,20 @@ def prepared_rows(
 
 
 def simple_plan(**changes: Any) -> Plan:
-    """Returns the plan of one fp32 process on the CPU, with `changes`."""
+    """Return the plan of one fp32 process on the CPU, with `changes`."""
     values: dict[str, Any] = {
         "world_size": 1, "num_nodes": 1, "device": "cpu", "backend": "none", "strategy": "single", "source": "formula",
         "precision": "fp32", "weights_dtype": "float32", "attn_implementation": "sdpa", "layout": "flattened",
-        "gradient_checkpointing": False, "optim": "adamw_torch", "learning_rate": 2e-4, "ranks": (), "global_batch_size": 8,
-        "steps": 4, "steps_per_epoch": 4, "warmup_steps": 0, "eval_batch_size": 4, "tokens_per_second": None,
+        "gradient_checkpointing": False, "optim": "adamw_torch", "learning_rate": 2e-4, "ranks": (),
+        "global_batch_size": 8, "steps": 4, "steps_per_epoch": 4, "warmup_steps": 0, "eval_batch_size": 4,
+        "tokens_per_second": None,
         "communication_share": None, "seconds_per_step": None, "total_seconds": None, "reasons": {}, "remedies": (),
     }  # fmt: skip
     return Plan(**(values | changes))
 
 
 def prepared_model(folder: Path, train: PreparedSplit | None = None, **changes: Any) -> Prepared:
-    """Returns what preparation says about a model folder, without data unless `train` is given."""
+    """Return the prepared facts of a model folder, without data unless `train` is set."""
     values: dict[str, Any] = {
         "name": str(folder),
         "path": str(folder),

@@ -1,6 +1,4 @@
-"""Processor time of commands, held against a reference that is measured beside it: a busy machine slows both, and
-neither waits for its turn.
-"""
+"""Processor time of commands against a reference measured at the same time: a busy machine slows both alike."""
 
 from __future__ import annotations
 
@@ -16,21 +14,21 @@ T = TypeVar("T")
 
 
 def seconds_of(action: Callable[[], T]) -> tuple[float, T]:
-    """Returns the processor seconds of the processes that `action` starts and waits for, all of them executed, and what
+    """Return the processor seconds of the processes that `action` starts and waits for, all of them executed, and what
     it returns.
     """
-    before, wanted = resource.getrusage(resource.RUSAGE_CHILDREN), warm.wanted
-    warm.wanted = False
+    before, warm_before = resource.getrusage(resource.RUSAGE_CHILDREN), warm.allowed
+    warm.allowed = False
     try:
         result = action()
     finally:
-        warm.wanted = wanted
+        warm.allowed = warm_before
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, result
 
 
 def importing(module: str) -> float:
-    """Returns the processor seconds of a Python that imports `module`: about 2 for `torch`, 7 for `peft` and all that
+    """Return the processor seconds of a Python that imports `module`: about 2 for `torch`, 7 for `peft` and all that
     it imports.
     """
     return seconds_of(lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True, timeout=300))[0]

@@ -1,4 +1,4 @@
-"""Debian programs that some tests run, and what becomes of these tests where one is not installed."""
+"""Debian programs that some tests run, and the skip of these tests if one is missing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ALL = (*SLURM, *HOSTS, "nft", "ping", "faketime", "shellcheck", "chromium")
 
 
 def need(*programs: str) -> None:
-    """Skips the test that asks for `programs`, with the names of those that are not on `PATH`."""
+    """Skip the test that asks for `programs`, with the names of those that are not on `PATH`."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         unavailable(f"not installed: {', '.join(missing)}")
 
 
 def unavailable(reason: str) -> None:
-    """Skips the test; fails it where everything was to be there."""
+    """Skip the test, or fail it if all programs are required."""
     (pytest.fail if os.environ.get(REQUIRED) == "required" else pytest.skip)(reason)

@@ -1,6 +1,4 @@
-"""A share of a core for a process, by the kernel's own CPU quota (cgroup v1 or v2): it computes slower, and nobody
-sleeps.
-"""
+"""A share of a core for a process, by the kernel's CPU quota (cgroup v1 or v2): it computes slower without sleeping."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ PERIOD = 10_000
 
 
 def _controller(name: str) -> tuple[Path, int]:
-    """Returns the folder in which groups with a controller can be made, and the version of its files; skips where there
-    is none.
+    """Return the folder in which groups with a controller can be made, and the version of its files; skip the test
+    without one.
     """
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, where, kind, options, *_ = line.split()
@@ -38,8 +36,8 @@ def _controller(name: str) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
-    """Yields a group whose processes get `share` of one core together; `move(pid, group)` puts one in. Skips without
-    the right to.
+    """Yield a group whose processes share `share` of a core; `move(pid, group)` adds one. Skip the test without
+    permission.
     """
     with _group("cpu") as (group, version):
         allowance = int(share * period)
@@ -53,7 +51,7 @@ def quota(share: float, period: int = PERIOD) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def memory_limit(most_bytes: int) -> Iterator[Path]:
-    """Yields a group whose processes get at most so much memory together: the kernel kills one that asks for more.
+    """Yield a group whose processes get at most so much memory together: the kernel kills one that asks for more.
     Skips as `quota`, and where only cgroup v1 has the controller.
     """
     with _group("memory") as (group, version):
@@ -64,7 +62,7 @@ def memory_limit(most_bytes: int) -> Iterator[Path]:
 
 
 def limit_memory(group: Path, most_bytes: int) -> None:
-    """Sets the limit of a group of `memory_limit` anew."""
+    """Change the limit of a group of `memory_limit`."""
     (limit,) = (group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).is_file())
     limit.write_text(str(most_bytes))
 
@@ -88,14 +86,14 @@ def _group(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def move(pid: int, group: Path) -> None:
-    """Puts a process with all its threads into a group."""
+    """Put a process with all its threads into a group."""
     (group / "cgroup.procs").write_text(str(pid))
 
 
 @contextlib.contextmanager
 def slowed(pid: int, share: float) -> Iterator[None]:
-    """Gives a process `share` of a core meanwhile: by a quota, or where no group can be made by stopping and continuing
-    it all the time.
+    """Limit a process to `share` of a core inside the context: by a quota, or by stopping and continuing it if no group
+    can be made.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -119,6 +117,6 @@ def slowed(pid: int, share: float) -> Iterator[None]:
 
 
 def worker_of(launcher: int, rank: int) -> int:
-    """Returns the id of a rank's worker among the children of a launcher, when it is there."""
+    """Return the id of a rank's worker among a launcher's children once it has started."""
     until(lambda: rank in workers_of(launcher), seconds=240)
     return workers_of(launcher)[rank].pid

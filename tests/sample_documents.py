@@ -9,7 +9,7 @@ from pathlib import Path
 def write_pdf(
     path: Path, pages: Sequence[Sequence[str]], *, picture: bool = False, password: str | None = None
 ) -> Path:
-    """Writes a PDF with these lines on each page; `picture` puts an image on each page."""
+    """Write a PDF with these lines on each page; `picture` puts an image on each page."""
     import pypdf
     from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
 
@@ -46,7 +46,7 @@ def write_pdf(
 
 
 def write_docx(path: Path) -> Path:
-    """Writes a heading, a paragraph, a table with a merged cell, and another paragraph."""
+    """Write a heading, a paragraph, a table with a merged cell, and another paragraph."""
     import docx
 
     document = docx.Document()

@@ -15,18 +15,16 @@ from sft_play.training.faults import end
 
 
 def scale_on_cpus() -> None:
-    """Every `Accelerator` made from here on for fp16 has torch's loss scaler and fp16 autocast, as it would on a
-    GPU.
-    """
+    """Give every later `Accelerator` for fp16 torch's loss scaler and fp16 autocast, as on a GPU."""
     make = accelerate.Accelerator.__init__
 
     @wraps(make)
-    def made(self: accelerate.Accelerator, *arguments: Any, **named: Any) -> None:
+    def with_scaler(self: accelerate.Accelerator, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
         if self.mixed_precision == "fp16":
             self.scaler, self.native_amp = torch.amp.GradScaler("cpu"), True
 
-    accelerate.Accelerator.__init__ = made
+    accelerate.Accelerator.__init__ = with_scaler
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, slurmctld and two slurmd on the loopback, in a folder of its own.
+"""A real Slurm on this machine: munge, slurmctld and two slurmd on the loopback, in a separate folder.
 
     with slurm_lab() as slurm:
         slurm.run("sinfo", "-N")
@@ -75,33 +75,33 @@ class SlurmLab:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What programs need that talk to it."""
+        """Return the environment of programs that talk to it."""
         return {"SLURM_CONF": str(self.folder / "etc" / "slurm.conf"), "PATH": os.environ["PATH"]}
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Runs one of Slurm's programs."""
+        """Run one of Slurm's programs."""
         return subprocess.run(
             words, env={**os.environ, **self.variables}, capture_output=True, text=True, timeout=240, check=check
         )
 
     def job(self, number: str) -> dict[str, str]:
-        """Returns what `scontrol show job` says: `JobState`, `Restarts`, `ExitCode`, ..."""
-        said = self.run("scontrol", "show", "job", number, "--oneliner").stdout
-        return dict(word.partition("=")[::2] for word in said.split() if "=" in word)
+        """Return what `scontrol show job` says: `JobState`, `Restarts`, `ExitCode`, ..."""
+        description = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        return dict(word.partition("=")[::2] for word in description.split() if "=" in word)
 
     def logs(self) -> str:
-        """Returns the ends of the daemons' own logs."""
+        """Return the ends of the daemons' own logs."""
         files = sorted((self.folder / "log").glob("slurm*.log"))
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
 
     def wait(self, number: str, ready: Callable[[dict[str, str]], bool], *, logs: Path) -> dict[str, str]:
-        """Waits until a job is as wanted, and returns its facts; a requeued job need not wait the two minutes that
-        Slurm gives it.
+        """Wait until a job is in the expected state, and return its facts; release a requeued job from Slurm's two
+        minutes.
         """
         deadline, pending = time.monotonic() + 500, 0.0
         while not ready(facts := self.job(number)):
-            said = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out")))
-            assert time.monotonic() < deadline and facts["JobState"] not in GONE, f"{facts}\n{said}\n{self.logs()}"
+            output = "\n".join(path.read_text(errors="replace") for path in sorted(logs.glob("*.out")))
+            assert time.monotonic() < deadline and facts["JobState"] not in GONE, f"{facts}\n{output}\n{self.logs()}"
             if facts["JobState"] == "PENDING" and facts.get("Reason") == "BeginTime":
                 pending = pending or time.monotonic()
                 if time.monotonic() - pending > SETTLED_SECONDS:
@@ -112,13 +112,13 @@ class SlurmLab:
         return facts
 
     def end(self, number: str, logs: Path) -> dict[str, str]:
-        """Waits until a job has ended for good."""
+        """Wait until a job has ended for good."""
         return self.wait(number, lambda facts: facts["JobState"] in GONE, logs=logs)
 
 
 @contextlib.contextmanager
 def slurm_lab() -> Iterator[SlurmLab]:
-    """Starts the cluster, and ends it however the body ends."""
+    """Start the cluster, and ends it however the body ends."""
     need(*SLURM)
     if os.geteuid() != 0:
         unavailable("Slurm's daemons need root")
@@ -174,16 +174,16 @@ def _start(lab: SlurmLab) -> None:
             unavailable(f"`{words[0]}` does not start here: {(done.stderr or done.stdout).strip()[-500:]}")
     deadline = time.monotonic() + 240
     while True:
-        said = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
-        if said[1::2] == ["idle"] * len(NODES):
+        states = lab.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False).stdout.split()
+        if states[1::2] == ["idle"] * len(NODES):
             return
         if time.monotonic() > deadline:
-            unavailable(f"Slurm's nodes do not come up here: {' '.join(said)}\n{lab.logs()}")
+            unavailable(f"Slurm's nodes do not come up here: {' '.join(states)}\n{lab.logs()}")
         time.sleep(0.2)
 
 
 def _end(folder: Path) -> None:
-    """Ends the daemons and what jobs of this cluster have left: each process of it knows its configuration."""
+    """End the daemons and what jobs of this cluster have left: each process of it knows its configuration."""
     family = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

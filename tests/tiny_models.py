@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 @functools.cache
 def _bpe(vocab: int) -> str:
-    """Returns the JSON of a byte-level BPE trained on the text that Python ships in `pydoc_data.topics`."""
+    """Return the JSON of a byte-level BPE trained on the text that Python ships in `pydoc_data.topics`."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,7 +33,7 @@ def _bpe(vocab: int) -> str:
 
 
 def build_tokenizer(folder: Path, *, vocab: int = 1024) -> None:
-    """Writes a tokenizer of `vocab` tokens, with a ChatML template."""
+    """Write a tokenizer of `vocab` tokens, with a ChatML template."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -49,7 +49,7 @@ def build_tokenizer(folder: Path, *, vocab: int = 1024) -> None:
 
 
 def save_model(model: Any, folder: Path, vocab: int = 1024) -> Path:
-    """Writes a model, with a tokenizer of `vocab` tokens, and returns `folder`."""
+    """Write a model, with a tokenizer of `vocab` tokens, and return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 3
@@ -59,7 +59,7 @@ def save_model(model: Any, folder: Path, vocab: int = 1024) -> Path:
 
 
 def build_tiny_llama(folder: Path, seed: int = 0, vocab: int = 1024, **config: Any) -> Path:
-    """Writes a random Llama (hidden 64, 2 layers, 152 k parameters unless told) in fp32 and returns `folder`."""
+    """Write a random Llama (hidden 64, 2 layers, 152 k parameters by default) in fp32 and return `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,7 +12,7 @@ from tests.plans import simple_plan
 def make_run(
     path: Path, base: Path, mode: str = "lora", *, tuning: str = "", plan: dict[str, Any] | None = None
 ) -> RunFolder:
-    """Publishes a run in `path` whose adapters (or weights, for `full`) were moved at random, seeded, away from `base`.
+    """Publish a run in `path` whose adapters (or weights, for `full`) were moved at random, seeded, away from `base`.
 
     `tuning` is further YAML of that section (`quantization: int8`).
     """

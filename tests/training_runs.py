@@ -59,7 +59,7 @@ class Trial:
 def make_rows(
     folder: Path, count: int, *, seed: int, vocab: int = 1024, weights: Sequence[float | None] = ()
 ) -> PreparedSplit:
-    """Writes `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one
+    """Write `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one
     target. `weights`: in turn, of all of a row's tokens.
     """
     import datasets
@@ -97,7 +97,7 @@ def make_rows(
 
 
 def make_plan(trial: Trial) -> Plan:
-    """Returns the plan of a trial on the CPU."""
+    """Return the plan of a trial on the CPU."""
     world = len(trial.ranks)
     ranks = tuple(
         rank_plan(rank, micro_batch=micro, accumulation=steps) for rank, (micro, steps) in enumerate(trial.ranks)
@@ -124,7 +124,7 @@ def make_plan(trial: Trial) -> Plan:
 
 
 def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
-    """Writes a run folder that is ready for its workers."""
+    """Write a run folder that is ready for its workers."""
     from sft_play.config.load import load_config, save_config
     from sft_play.model.resolve import resolve_model
 
@@ -157,12 +157,12 @@ def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
 
 
 def nested_yaml(lines: Sequence[str]) -> str:
-    """Returns `section.key: value` lines as nested YAML; a later line wins."""
+    """Return `section.key: value` lines as nested YAML; a later line wins."""
     return OmegaConf.to_yaml(OmegaConf.from_dotlist([line.replace(": ", "=", 1) for line in lines]))
 
 
 def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """Writes the launch files of a run; returns argv and environment of its workers, as `launch.commands` makes
+    """Write the launch files of a run; return argv and environment of its workers, as `launch.commands` makes
     them.
     """
     plan, node = Plan.load(run.plan), Node(master_port=free_port(), interface=loopback_interface())
@@ -175,29 +175,29 @@ def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) 
 
 
 def train(run: RunFolder, checkpoint: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the workers of `run` to their end."""
+    """Run the workers of `run` to their end."""
     arguments, variables = command(run, checkpoint, **environment)
     return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=400, check=False)
 
 
 def must_train(run: RunFolder, checkpoint: Path | None = None) -> RunFolder:
-    """Like `train`; fails with the logs of the ranks."""
+    """Train as `train` does, and fail with the logs of the ranks."""
     done = train(run, checkpoint)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs(run)}"
     return run
 
 
 def logs(run: RunFolder) -> str:
-    """Returns the ends of all rank logs."""
+    """Return the ends of all rank logs."""
     return "\n".join(
         f"== {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(run.logs.glob("rank*.log"))
     )
 
 
 def ended_with(run: RunFolder) -> dict[str, Any]:
-    """Returns what the first worker that failed recorded: `code`, `error`, ...
+    """Return what the first worker that failed recorded: `code`, `error`, ...
 
-    torchrun ends the other ranks as soon as one has failed, so any one of them may have left no record.
+    torchrun ends the other ranks after the first failure, so any of them may lack a record.
     """
     records = [json.loads(path.read_text()) for path in run.logs.glob("exit-rank*.json")]
     failed = [record for record in records if record["code"]]
@@ -206,13 +206,13 @@ def ended_with(run: RunFolder) -> dict[str, Any]:
 
 
 def copy_run(run: RunFolder, path: Path) -> RunFolder:
-    """Copies a run folder, links included, so that it can be resumed elsewhere."""
+    """Copy a run folder, links included, so that it can be resumed elsewhere."""
     shutil.copytree(run.path, path, symlinks=True)
     return RunFolder(path)
 
 
 def resume_from(run: RunFolder, path: Path, step: int, now: Trial | None = None) -> RunFolder:
-    """Trains a copy of a run that lost everything after a checkpoint, under the plan of `now` where that is given."""
+    """Train a copy of a run that lost everything after a checkpoint, under the plan of `now` if set."""
     copy = copy_run(run, path)
     for checkpoint in copy.checkpoints.glob("step-*"):
         if int(checkpoint.name[5:]) > step:
@@ -230,7 +230,7 @@ Trained = Callable[[Trial], RunFolder]
 
 
 def train_once(folder: Path, base: Path) -> Trained:
-    """Returns what trains each trial of a base once; the runs are for reading only."""
+    """Return a function that trains each trial of a base once; its runs are read-only."""
 
     @functools.cache
     def trained(trial: Trial) -> RunFolder:
@@ -240,24 +240,26 @@ def train_once(folder: Path, base: Path) -> Trained:
 
 
 def rows(run: RunFolder, kind: str = "train") -> list[dict[str, Any]]:
-    """Returns the rows of one kind in `metrics.jsonl`."""
+    """Return the rows of one kind in `metrics.jsonl`."""
     return metrics(run.path, kind)
 
 
 def column(run: RunFolder, name: str, kind: str = "train") -> list[float]:
-    """Returns one column of `metrics.jsonl`."""
+    """Return one column of `metrics.jsonl`."""
     return [row[name] for row in rows(run, kind)]
 
 
-def same_curves(run: Path, wanted: Path, first: int = 0) -> None:
-    """Asserts that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to
+def same_curves(run: Path, reference: Path, first: int = 0) -> None:
+    """Assert that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to
     1e-5.
     """
     for kind, names in (("train", ("step", "learning_rate", "loss", "grad_norm")), ("eval", ("step", "eval_loss"))):
-        found, expected = ([row for row in metrics(one, kind) if row["step"] > first] for one in (run, wanted))
+        actual, expected = (
+            [row for row in metrics(folder, kind) if row["step"] > first] for folder in (run, reference)
+        )
         for name in names:
             tolerance = 0.0 if name in ("step", "learning_rate") else 1e-5
-            assert [row[name] for row in found] == pytest.approx(
+            assert [row[name] for row in actual] == pytest.approx(
                 [row[name] for row in expected], rel=1e-5, abs=tolerance
             ), name
 
@@ -265,20 +267,20 @@ def same_curves(run: Path, wanted: Path, first: int = 0) -> None:
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_loss", "rank_tokens")
 
 
-def same_to_the_bit(run: RunFolder, wanted: RunFolder) -> None:
-    """Asserts that all steps and the published weights of two runs are equal."""
+def same_to_the_bit(run: RunFolder, reference: RunFolder) -> None:
+    """Assert that all steps and the published weights of two runs are equal."""
     assert [[row[name] for name in EXACT] for row in rows(run)] == [
-        [row[name] for name in EXACT] for row in rows(wanted)
+        [row[name] for name in EXACT] for row in rows(reference)
     ]
-    found, expected = weights(run), weights(wanted)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = weights(run), weights(reference)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    """Returns the published weights."""
+    """Return the published weights."""
     return {name: tensor for file in run.model.glob("*model*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def holdings(run: RunFolder) -> list[Mapping[str, Any]]:
-    """Returns what each rank held."""
+    """Return what each rank held."""
     return [json.loads(run.rank_holdings(rank).read_text()) for rank in range(Plan.load(run.plan).world_size)]

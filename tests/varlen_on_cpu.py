@@ -20,7 +20,7 @@ ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @cache
 def register() -> None:
-    """Lets `varlen_attn` run on a CPU, forward and backward."""
+    """Let `varlen_attn` run on a CPU, forward and backward."""
     from torch.nn.attention import varlen
 
     varlen._varlen_attn.register_kernel("cpu")(_forward)
@@ -30,19 +30,17 @@ def register() -> None:
 def _rows(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, window: Any
 ) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-    """Yields each row's place, its query, key and value [1, H, t, D] in fp32, and its mask: causal, or the window's
-    `left` tokens.
-    """
-    left, right = window
+    """Yield each row's place, its query, key and value [1, H, t, D] in fp32, and its causal or window mask."""
+    before, after = window
     for start, end in pairwise(ends.tolist()):
         row = slice(start, end)
         tensors = [
             x[row].transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0)[None] for x in (query, key, value)
         ]
         back = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = back >= (0 if causal or right == 0 else -(end - start))
-        if left >= 0:
-            seen &= back <= left
+        seen = back >= (0 if causal or after == 0 else -(end - start))
+        if before >= 0:
+            seen &= back <= before
         yield row, [x.float() for x in tensors], torch.zeros(back.shape).masked_fill(~seen, float("-inf"))
 
 
@@ -90,8 +88,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for row, tensors, mask in _rows(query, key, value, cu_seq_q, is_causal, window_size):
-        upstream, made = grad_out[row].transpose(0, 1)[None].float(), ATTEND(*tensors, attn_mask=mask, scale=scale)
-        parts = ATTEND_BACKWARD(upstream, *tensors, *made, 0.0, False, attn_mask=mask, scale=scale)
+        upstream, attended = grad_out[row].transpose(0, 1)[None].float(), ATTEND(*tensors, attn_mask=mask, scale=scale)
+        parts = ATTEND_BACKWARD(upstream, *tensors, *attended, 0.0, False, attn_mask=mask, scale=scale)
         for grad, part in zip(grads, parts, strict=True):
             grad[row] = part[0].unflatten(0, (grad.shape[1], -1)).sum(1).transpose(0, 1)
     return grads

@@ -1,4 +1,4 @@
-"""The one way to wait for something in a test."""
+"""Waits for a condition in a test."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def until(
     process: subprocess.Popen[Any] | None = None,
     seconds: float = 240,
     pause: float = 0.02,
-    said: Callable[[], object] = str,
+    explanation: Callable[[], object] = str,
 ) -> None:
-    """Returns when `happened()` is true; fails after `seconds`, or when `process` ends first, with what it or `said()`
-    tells.
+    """Return once `happened()` is true; fail after `seconds`, or if `process` ends first, with its output or
+    `explanation()`.
     """
     deadline = time.monotonic() + seconds
     while not happened():
         if process is not None and process.poll() is not None:
-            raise AssertionError(process.communicate() if said is str else said())
-        assert time.monotonic() < deadline, said()
+            raise AssertionError(process.communicate() if explanation is str else explanation())
+        assert time.monotonic() < deadline, explanation()
         time.sleep(pause)

@@ -4,7 +4,7 @@ would start.
 `tests/conftest.py` puts `Popen` in the place of subprocess's. A command `python -m MODULE ...` is forked from a server,
 and so is every such command that it starts, as its own child: `make train` becomes launcher, preparation, `accelerate
 launch` and ranks, with their own pids, command lines, environments, sessions and descriptors, but without 5 to 9
-seconds of imports each. Modules of this project are imported anew in each. Everything else is executed as ever: other
+seconds of imports each. Modules of this project are imported again in each. Everything else is executed as ever: other
 programs, and Pythons whose environment would change what an import does. `SFT_PLAY_TEST_COLD=1` (`make test-all`)
 executes everything.
 """
@@ -49,25 +49,27 @@ READ_LATER = {
 }
 """Of these, what changes nothing, or is done for a forked process too."""
 ALWAYS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-"""What is so where a test leaves it open."""
+"""Environment of a process unless a test sets it."""
 LIBRARIES = (
-    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard",
-    "accelerate.commands.launch", "transformers.trainer", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-    "datasets", "peft", "peft.utils.transformers_weight_conversion", "deepspeed", "bitsandbytes", "omegaconf", "psutil", "jinja2",
-    "safetensors.torch", "rouge_score.rouge_scorer", "pandas",
+    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "torch.utils.tensorboard", "accelerate.commands.launch", "transformers.trainer",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "datasets", "peft", "peft.utils.transformers_weight_conversion", "deepspeed", "bitsandbytes", "omegaconf", "psutil",
+    "jinja2", "safetensors.torch", "rouge_score.rouge_scorer", "pandas",
 )  # fmt: skip
 ROOM = 2**14
 """Bytes of arguments, and of environment, that a forked process can show in /proc."""
 
 
 def module_of(words: Sequence[str]) -> int:
-    """Returns the place of MODULE in `python [-u] -m MODULE ...`; 0 for another command."""
+    """Return the place of MODULE in `python [-u] -m MODULE ...`; 0 for another command."""
     place = 3 if list(words[1:2]) == ["-u"] else 2
     return place if list(words[:1]) == [sys.executable] and list(words[place - 1 : place]) == ["-m"] else 0
 
 
 def inside(words: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """Returns whose namespaces a command of `tests/lan.py` enters, its folder there, and what it starts there."""
+    """Return whose namespaces a command of `tests/lan.py` enters, its folder there, and what it starts there."""
     match words:
         case ["nsenter", "-t", host, "-n", "-u", "-m", "--", "env", "-C", folder, *rest]:
             return host, folder, rest
@@ -75,13 +77,15 @@ def inside(words: Sequence[str]) -> tuple[str, str, Sequence[str]]:
 
 
 def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in env.items() if name.startswith(READ_AT_START) and name not in READ_LATER}
+    variables = {
+        name: value for name, value in env.items() if name.startswith(READ_AT_START) and name not in READ_LATER
+    }
     customised = [folder for folder in folders_of(env) if Path(folder, "sitecustomize.py").exists()]
-    return ALWAYS | found | {"sitecustomize": ":".join(customised)}
+    return ALWAYS | variables | {"sitecustomize": ":".join(customised)}
 
 
 def folders_of(env: Mapping[str, str]) -> list[str]:
-    """Returns the folders of PYTHONPATH."""
+    """Return the folders of PYTHONPATH."""
     return [folder for folder in env.get("PYTHONPATH", "").split(":") if folder]
 
 
@@ -112,7 +116,8 @@ class Popen(_cold_popen[Any]):
         host, cwd_there, words = inside(list(map(str, args)) if plain else [])
         address = server_for(variables) if module_of(words) else None
         if address is None:
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore[misc]
+            first = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env)
+            super()._execute_child(*first, *others)  # type: ignore[misc]
             return
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(address)
@@ -123,7 +128,7 @@ class Popen(_cold_popen[Any]):
             "cwd": cwd_there or str(cwd or Path.cwd()),
             "session": session,
         }
-        descriptors = [given if given >= 0 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        descriptors = [number if number >= 0 else own for own, number in enumerate((pipes[0], pipes[3], pipes[5]))]
         socket.send_fds(self._line, [pickle.dumps(request)], descriptors)
         self.pid, self._child_created = int(self._line.recv(64)), True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -140,18 +145,18 @@ class Popen(_cold_popen[Any]):
     def _internal_poll(self, *arguments: Any, **named: Any) -> int | None:
         if self._line is None:
             return super()._internal_poll(*arguments, **named)  # type: ignore[misc,no-any-return]
-        if self.returncode is None and (found := self._try_wait(os.WNOHANG))[0]:
-            self._handle_exitstatus(found[1])  # type: ignore[attr-defined]
+        if self.returncode is None and (status := self._try_wait(os.WNOHANG))[0]:
+            self._handle_exitstatus(status[1])  # type: ignore[attr-defined]
         return self.returncode
 
 
-wanted = False
+allowed = False
 """Whether processes of the test that runs may start warm."""
 
 
 @functools.cache
 def _server() -> tuple[str, dict[str, str]]:
-    """Starts the server of this test process; returns where it listens, and what it read at its start."""
+    """Start the server of this test process; return where it listens, and what it read at its start."""
     address = f"\0sft-play-tests-{os.getpid()}"
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     variables |= ALWAYS | {
@@ -170,20 +175,25 @@ def _server() -> tuple[str, dict[str, str]]:
 
 
 def server_for(env: Mapping[str, str]) -> str | None:
-    """Returns where a server listens that may fork processes with this environment; with a GPU none: CUDA does not
+    """Return the address of a server that may fork processes with this environment; none with a GPU: CUDA does not
     survive a fork.
     """
-    if not wanted or os.environ.get("SFT_PLAY_TEST_COLD") or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+    if (
+        not allowed
+        or os.environ.get("SFT_PLAY_TEST_COLD")
+        or sys.platform != "linux"
+        or Path("/dev/nvidiactl").exists()
+    ):
         return None
-    address, found = _server()
-    return address if read_at_start(env) == found else None
+    address, process = _server()
+    return address if read_at_start(env) == process else None
 
 
 # The server's side.
 
 
 def serve() -> NoReturn:
-    """Forks a process for each request, tells its pid and then its status, until the tests' process has gone."""
+    """Fork a process for each request, and send its pid and then its status, until the test process has ended."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     _import_libraries()
     subprocess._fork_exec = _fork_exec  # type: ignore[attr-defined]
@@ -245,7 +255,7 @@ def _forget_our_modules() -> None:
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """In a child of the server: turns into what was asked for."""
+    """Turn a child of the server into the requested process."""
     try:
         if request["session"]:
             os.setsid()
@@ -260,12 +270,12 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
 
 
 def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
-    """In place of `_posixsubprocess.fork_exec`: forks where the program would be a Python that this one can stand
-    for.
-    """
+    """Replace `_posixsubprocess.fork_exec`: fork if this process can stand in for the program."""
     words = [os.fsdecode(word) for word in args]
     env_list = others[3]
-    env = dict(os.environ) if env_list is None else dict(os.fsdecode(one).split("=", 1) for one in env_list)
+    env = (
+        dict(os.environ) if env_list is None else dict(os.fsdecode(descriptor).split("=", 1) for descriptor in env_list)
+    )
     if not module_of(words) or read_at_start(env) != _read:
         return int(_execute(args, executables, *others))
     close_fds, pass_fds, cwd = others[:3]
@@ -284,7 +294,8 @@ def _fork_exec(args: Sequence[Any], executables: Any, *others: Any) -> int:
         if preexec is not None:
             preexec()
         _set_descriptors(
-            [p2cread, c2pwrite, errwrite], keep=[one for one in keep if one != errpipe and os.get_inheritable(one)]
+            [p2cread, c2pwrite, errwrite],
+            keep=[descriptor for descriptor in keep if descriptor != errpipe and os.get_inheritable(descriptor)],
         )
         _start(words, env)
     finally:
@@ -295,43 +306,41 @@ _execute, _spawn, _read = subprocess._fork_exec, os.posix_spawn, read_at_start(o
 
 
 def _posix_spawn(path: str, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
-    """In place of `os.posix_spawn`; signals are set back in any case."""
+    """Replace `os.posix_spawn`; signals are reset in any case."""
     if not module_of(argv) or read_at_start(env) != _read or options.keys() - {"setsigdef"}:
         return _spawn(path, argv, env, **options)
     if pid := os.fork():
         return pid
     try:
-        _set_descriptors([], keep=[one for one in _open_descriptors() if os.get_inheritable(one)])
+        _set_descriptors([], keep=[descriptor for descriptor in _open_descriptors() if os.get_inheritable(descriptor)])
         _start(argv, dict(env))
     finally:
         os._exit(255)
 
 
 def _open_descriptors() -> list[int]:
-    found = []
-    for one in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+    descriptors = []
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):
-            os.fstat(one)
-            found.append(one)
-    return found
+            os.fstat(descriptor)
+            descriptors.append(descriptor)
+    return descriptors
 
 
 def _set_descriptors(standard: Sequence[int], keep: Sequence[int]) -> None:
-    """Makes `standard` the descriptors 0 to 2 (-1: as they are) and closes all others but `keep`."""
-    copies = [os.dup(one) if one >= 0 else -1 for one in standard]
-    for place, one in enumerate(copies):
-        if one >= 0:
-            os.dup2(one, place)
-    for one in _open_descriptors():
-        if one > 2 and one not in keep:
+    """Make `standard` the descriptors 0 to 2 (-1: as they are) and close all others but `keep`."""
+    copies = [os.dup(standing) if standing >= 0 else -1 for standing in standard]
+    for place, standing in enumerate(copies):
+        if standing >= 0:
+            os.dup2(standing, place)
+    for standing in _open_descriptors():
+        if standing > 2 and standing not in keep:
             with contextlib.suppress(OSError):
-                os.close(one)
+                os.close(standing)
 
 
 def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Runs `python [-u] -m MODULE ...` in this process, which was forked just now, and ends as the interpreter
-    would.
-    """
+    """Run `python [-u] -m MODULE ...` in this freshly forked process, and end as the interpreter would."""
     os.environ.clear()
     os.environ.update(env)
     _show(words, env)  # over strings that libc's `environ` no longer names
@@ -388,7 +397,7 @@ def _start(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _stream(descriptor: int, mode: str, *, at_once: bool = False) -> Any:
-    """Returns a standard stream as Python opens it; `None` where the descriptor is closed."""
+    """Return a standard stream as Python opens it, or `None` if its descriptor is closed."""
     try:
         raw = open(descriptor, mode + "b", closefd=False)  # noqa: SIM115
     except OSError:
@@ -400,7 +409,7 @@ def _stream(descriptor: int, mode: str, *, at_once: bool = False) -> Any:
 
 
 def _show(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes command line and environment where the kernel shows them to others (proc(5)), as far as there is room."""
+    """Write command line and environment where the kernel shows them to others (proc(5)), as far as they fit."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     for start, end, parts in zip(
         fields[45:49:2], fields[46:49:2], (words, [f"{k}={v}" for k, v in env.items()]), strict=True

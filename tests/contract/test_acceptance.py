@@ -68,22 +68,25 @@ def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(
     cache: Path, tiny: Path, tmp_path: Path
 ) -> None:
     places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}", f"SMALL={tiny}", "STEPS=0,4,5"]
-    env, kept = environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""}), tmp_path / "work" / "results.json"
+    env, results = (
+        environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""}),
+        tmp_path / "work" / "results.json",
+    )
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.acceptance", *places], env=env, stderr=subprocess.PIPE, text=True
     ) as call:
 
         def trains() -> list[psutil.Process]:
-            ours = [(one, " ".join(one.info["cmdline"] or ())) for one in psutil.process_iter(["cmdline"])]
-            return [one for one, words in ours if "sft_play.train" in words and str(tmp_path) in words]
+            ours = [(process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"])]
+            return [process for process, words in ours if "sft_play.train" in words and str(tmp_path) in words]
 
-        until(lambda: kept.is_file() and trains(), process=call, seconds=300)
+        until(lambda: results.is_file() and trains(), process=call, seconds=300)
         family = [*trains(), *psutil.Process(call.pid).children()]
         call.terminate()
-        _, said = call.communicate(timeout=240)
-    assert call.returncode == 143, said
+        _, output = call.communicate(timeout=240)
+    assert call.returncode == 143, output
     assert not psutil.wait_procs(family, timeout=240)[1]
-    steps = json.loads(kept.read_text(encoding="utf-8"))["steps"]
+    steps = json.loads(results.read_text(encoding="utf-8"))["steps"]
     assert steps["0"]["rows"] and "5" not in steps
 
 

@@ -1,4 +1,4 @@
-"""`make bench` as a user types it (C21): some steps, their speed and memory beside the plan, and what they teach it."""
+"""`make bench` as a user types it (C21): some steps, speed and memory next to the plan, and how they correct it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def tiny_config(tmp_path: Path, tiny: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_its_steps_are_shown_beside_the_plan_and_teach_it(program: Program, tiny_config: Path, tmp_path: Path) -> None:
+def test_bench_shows_its_steps_next_to_the_plan_and_corrects_it(
+    program: Program, tiny_config: Path, tmp_path: Path
+) -> None:
     own = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
 
     def call(*words: str) -> Done:
@@ -28,10 +30,10 @@ def test_its_steps_are_shown_beside_the_plan_and_teach_it(program: Program, tiny
 
     before = call("plan", "JSON=1").json
     assert before["speed_basis"].startswith("a guess: ") and "a guess: " in call("plan").out
-    found = call("bench", "JSON=1", "TRAIN_MAX_STEPS=6").json
-    measured, run = found["measured"], Path(found["run"])
+    report = call("bench", "JSON=1", "TRAIN_MAX_STEPS=6").json
+    measured, run = report["measured"], Path(report["run"])
     assert all(value > 0 for value in measured.values()) and len(measured) == 4
-    assert found["plan"]["basis"].startswith("a guess: ") and found["plan"]["peak_memory_bytes"] > 0
+    assert report["plan"]["basis"].startswith("a guess: ") and report["plan"]["peak_memory_bytes"] > 0
     assert (tmp_path / run / "training_metrics.json").is_file() and not (tmp_path / run / "checkpoints").exists()
     after = call("plan", "JSON=1").json
     assert after["speed_basis"] == f"by run `{run.name}`: {measured['steady_tokens_per_second']:,.0f} tokens/s"
@@ -43,12 +45,12 @@ def test_its_steps_are_shown_beside_the_plan_and_teach_it(program: Program, tiny
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [(["MODEL_NAME=./not/there"], 4, "there is no such model folder"), (["RUN_NAME=mine"], 2, "takes no `RUN_NAME`")],
 )
-def test_mistakes_are_told_before_anything_is_trained(
-    in_process: Program, tmp_path: Path, words: list[str], code: int, said: str
+def test_mistakes_are_reported_before_training(
+    in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     done = in_process("bench", *words, env={"SFT_PLAY_CACHE": str(tmp_path / "cache")})
-    assert done.code == code and said in done.err, done.out + done.err
+    assert done.code == code and message in done.err, done.out + done.err
     assert not done.out and "Traceback" not in done.err and not (tmp_path / "runs").exists()

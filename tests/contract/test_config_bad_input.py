@@ -23,14 +23,22 @@ CASES = {
     "unknown key": (GOOD + "train:\n  learning_rat: 1\n", [], "x.yaml:4: unknown key `train.learning_rat`"),
     "key of another tool": (GOOD + "lora_r: 8\n", [], "did you mean `tuning.lora.r`?"),
     "datasets": (GOOD + "datasets: [{path: rows.jsonl}]\n", [], "did you mean `data.sources`?"),
-    "a file as a section": ("model: {name: some/model}\ndata: rows.jsonl\n", [], "did you mean `data.train_path: rows.jsonl`?"),
+    "a file as a section": (
+        "model: {name: some/model}\ndata: rows.jsonl\n", [], "did you mean `data.train_path: rows.jsonl`?"
+    ),
     "unknown variable": (GOOD, ["TRAIN_LEARNIG_RATE=1"], "did you mean `TRAIN_LEARNING_RATE=1`?"),
     "short of an option": (GOOD, ["NUM_GPU=2"], "did you mean `NUM_GPUS=2` (processes on this machine)?"),
-    "wrong type": (GOOD + "train:\n  batch_size: two\n", [], "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"),
+    "wrong type": (
+        GOOD + "train:\n  batch_size: two\n", [],
+        "x.yaml:4: `train.batch_size` is `two`; expected an integer >= 1 or `auto`"
+    ),
     "no GPUs": (GOOD, ["NUM_GPUS=0"], "`NUM_GPUS` is `0`; expected an integer >= 1"),
     "decided elsewhere": (GOOD, ["TRAIN_OUTPUT_DIR=out"], "use `RUN_NAME`"),
     "no model": ("data: {train_path: rows.jsonl}\n", [], "`model.name` is missing"),
-    "early stopping": (GOOD + "train: {eval_strategy: 'no', early_stopping_patience: 3}\n", [], "while training: `train.eval_strategy` is `no`"),
+    "early stopping": (
+        GOOD + "train: {eval_strategy: 'no', early_stopping_patience: 3}\n", [],
+        "while training: `train.eval_strategy` is `no`"
+    ),
     "contradiction": (GOOD, ["TRAIN_FP16=true", "TRAIN_BF16=true"], "are both `true`"),
     "pipeline": (GOOD + "launch: {pipeline: 2}\n", [], "`train-distributed LAUNCH_STRATEGY=pipeline`"),
     "deepspeed": (
@@ -38,7 +46,10 @@ CASES = {
         "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
     ),
     "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
-    "nearly a tracker": (GOOD + "train: {report_to: wandbb}\n", [], "names `wandbb`, which is not a tracker\n\nhint: did you mean `wandb`?"),
+    "nearly a tracker": (
+        GOOD + "train: {report_to: wandbb}\n", [],
+        "names `wandbb`, which is not a tracker\n\nhint: did you mean `wandb`?"
+    ),
     "percent": (GOOD, ["DATA_VALIDATION=10%"], "a share is written `0.1`"),
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
@@ -48,56 +59,103 @@ CASES = {
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
     "a short name": (GOOD, ["TRAIN_OPTIM=adamw"], "did you mean `adamw_torch`?"),
     "key of a source": (GOOD, ["DATA_SOURCES=[{path: a, formt: b}]"], "did you mean `format`?"),
-    "half a letter": (GOOD + 'train: {run_name: "a\\ud800"}\n', [], "x.yaml:3: `train.run_name` contains a character that no file can contain"),
+    "half a letter": (
+        GOOD + 'train: {run_name: "a\\ud800"}\n', [],
+        "x.yaml:3: `train.run_name` contains a character that no file can contain"
+    ),
     "a long path": (GOOD, ["DATA_TRAIN_PATH=" + "a" * 300], "longer than a file's name or path may be"),
     "no module": (GOOD, ["TUNING_LORA_TARGET_MODULES=[]"], "names no module"),
-    "negative share": (TWO + "weight: -1}, {path: b, weight: 1}]\n", [], "x.yaml:3: `data.sources[0].weight` is -1; a share cannot be negative"),
+    "negative share": (
+        TWO + "weight: -1}, {path: b, weight: 1}]\n", [],
+        "x.yaml:3: `data.sources[0].weight` is -1; a share cannot be negative"
+    ),
     "half of the shares": (TWO + "weight: 3}, {path: b}]\n", [], "`data.sources[1]` has no `weight`"),
     "one name twice": (TWO + "name: x}, {path: b, name: x}]\n", [], "two sources with the name `x`"),
     "mixed validation": (TWO + "}]\n  validation: [{path: b.jsonl, weight: 1}]\n", [], "validation is not mixed"),
     "half a filter": (TWO + "filter: 'lang =='}]\n", [], "`data.sources[0].filter` cannot be used: invalid syntax"),
-    "nearly a metric": (GOOD, ["EVAL_METRICS=[rougeL, blue]"], "`eval.metrics[1]` is `blue`, which is not a metric\n\nhint: did you mean `bleu`?"),
+    "nearly a metric": (
+        GOOD, ["EVAL_METRICS=[rougeL, blue]"],
+        "`eval.metrics[1]` is `blue`, which is not a metric\n\nhint: did you mean `bleu`?"
+    ),
     "no metric": (GOOD, ["EVAL_METRICS=[happiness]"], ", or evaluate:NAME for one of"),
     "a metric twice": (GOOD, ["EVAL_METRICS=[f1, 'evaluate:my/f1']"], "2 entries that are called `f1`"),
-    "no list": (GOOD, ["EVAL_METRICS=rogueL,blue"], "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"),
+    "no list": (
+        GOOD, ["EVAL_METRICS=rogueL,blue"], "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"
+    ),
     "nearly a source": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=loss/chats"], "did you mean `eval_loss/chat`?"),
     "best by answers": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=rougeL"], "set `train.predict_with_generate: true`"),
     "best of unknown": (NAMED + "eval: {metrics: ['evaluate:wer']}\n", WER, "set `train.greater_is_better: true`"),
-    "never evaluated": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"),
+    "never evaluated": (
+        NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"
+    ),
     "local steps of shards": (GOOD + "launch: {strategy: zero3, local_steps: 2}\n", [], "`launch.local_steps` is 2"),
-    "fp16 in local steps": (GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"),
+    "fp16 in local steps": (
+        GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"
+    ),
     "offload without recomputation": (
         GOOD + "train:\n  activation_offload: true\n  gradient_checkpointing: false\n",
         [],
-        "x.yaml:4: `train.activation_offload` is `on`, which needs recomputation, but `train.gradient_checkpointing` is",
+        "x.yaml:4: `train.activation_offload` is `on`, which needs recomputation, but `train.gradient_checkpointing` "
+        "is",
     ),
     "DFT of smoothed targets": (
         GOOD + "train:\n  loss: dft\n  label_smoothing_factor: 0.1\n",
         [],
         "x.yaml:5: `train.label_smoothing_factor` is 0.1, which goes with `train.loss: nll`, and that is `dft`",
     ),
-    "Muon for adapters": (GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"),
-    "an optimizer per micro-batch": (GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"),
-    "elastic pods": (GOOD + "kubernetes: {elasticPolicy: {minReplicas: 1}}\n", [], "`kubernetes.max_restarts` starts them again"),
-    "unsaved states": (GOOD, ["TRAIN_OPTIM=grokadamw"], "so no checkpoint can contain them\n\nhint: set `train.save_strategy: no`"),
-    "no targets": (GOOD, ["TRAIN_OPTIM=galore_adamw", "TRAIN_SAVE_STRATEGY=no"], "TRAIN_OPTIM_TARGET_MODULES=all-linear"),
-    "arguments of another": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=0.9,beta=1"], "has `beta`, which `sgd` does not take"),
+    "Muon for adapters": (
+        GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"
+    ),
+    "an optimizer per micro-batch": (
+        GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"
+    ),
+    "elastic pods": (
+        GOOD + "kubernetes: {elasticPolicy: {minReplicas: 1}}\n", [], "`kubernetes.max_restarts` starts them again"
+    ),
+    "unsaved states": (
+        GOOD, ["TRAIN_OPTIM=grokadamw"], "so no checkpoint can contain them\n\nhint: set `train.save_strategy: no`"
+    ),
+    "no targets": (
+        GOOD, ["TRAIN_OPTIM=galore_adamw", "TRAIN_SAVE_STRATEGY=no"], "TRAIN_OPTIM_TARGET_MODULES=all-linear"
+    ),
+    "arguments of another": (
+        GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=0.9,beta=1"], "has `beta`, which `sgd` does not take"
+    ),
     "no argument": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum"], "which is not `name=value`"),
-    "a word for a number": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=much"], "is `much`; expected a number"),
-    "betas of SGD": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_ADAM_BETA1=0.8"], "`train.adam_beta1` is given, but `sgd` does not take it"),
-    "no floor": (GOOD + "train:\n  lr_scheduler_type: cosine_with_min_lr\n", [], "x.yaml:4: `train.lr_scheduler_type` is `cosine_with"),
+    "a word for a number": (
+        GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=much"], "is `much`; expected a number"
+    ),
+    "betas of SGD": (
+        GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_ADAM_BETA1=0.8"], "`train.adam_beta1` is given, but `sgd` does not take it"
+    ),
+    "no floor": (
+        GOOD + "train:\n  lr_scheduler_type: cosine_with_min_lr\n", [],
+        "x.yaml:4: `train.lr_scheduler_type` is `cosine_with"
+    ),
     "two floors": (
-        GOOD + "train:\n  lr_scheduler_type: cosine_warmup_with_min_lr\n  lr_scheduler_kwargs: {min_lr: 1.0e-5, min_lr_rate: 0.1}\n", [],
+        GOOD + "train:\n  lr_scheduler_type: cosine_warmup_with_min_lr\n"
+               "  lr_scheduler_kwargs: {min_lr: 1.0e-5, min_lr_rate: 0.1}\n",
+        [],
         "has both `min_lr` and `min_lr_rate`",
     ),
     "no decay": (GOOD, ["TRAIN_LR_SCHEDULER_TYPE=warmup_stable_decay"], "has no `num_decay_steps`"),
     "another's setting": (
-        GOOD + "train:\n  lr_scheduler_kwargs: {num_cycle: 2}\n", [], "x.yaml:4: `train.lr_scheduler_kwargs` has `num_cycle`, which the",
+        GOOD + "train:\n  lr_scheduler_kwargs: {num_cycle: 2}\n", [],
+        "x.yaml:4: `train.lr_scheduler_kwargs` has `num_cycle`, which the",
     ),
-    "a setting's type": (GOOD, ["TRAIN_LR_SCHEDULER_KWARGS={num_cycles: many}"], "`train.lr_scheduler_kwargs.num_cycles` is `many`; expected"),
-    "nothing to follow": (GOOD, ["TRAIN_LR_SCHEDULER_TYPE=reduce_lr_on_plateau"], "which follows evaluations, but nothing is evaluated"),
-    "no warm-up": (GOOD, ["TRAIN_LR_SCHEDULER_TYPE=constant", "TRAIN_WARMUP_STEPS=5"], "the schedule `constant` has no warm-up"),
-    "never saved": (NAMED, ["TRAIN_LOAD_BEST_MODEL_AT_END=true", "TRAIN_SAVE_STRATEGY=no"], "`train.save_strategy` is `no`"),
+    "a setting's type": (
+        GOOD, ["TRAIN_LR_SCHEDULER_KWARGS={num_cycles: many}"],
+        "`train.lr_scheduler_kwargs.num_cycles` is `many`; expected"
+    ),
+    "nothing to follow": (
+        GOOD, ["TRAIN_LR_SCHEDULER_TYPE=reduce_lr_on_plateau"], "which follows evaluations, but nothing is evaluated"
+    ),
+    "no warm-up": (
+        GOOD, ["TRAIN_LR_SCHEDULER_TYPE=constant", "TRAIN_WARMUP_STEPS=5"], "the schedule `constant` has no warm-up"
+    ),
+    "never saved": (
+        NAMED, ["TRAIN_LOAD_BEST_MODEL_AT_END=true", "TRAIN_SAVE_STRATEGY=no"], "`train.save_strategy` is `no`"
+    ),
 }  # fmt: skip
 
 
@@ -121,7 +179,7 @@ def test_a_name_that_is_too_long_is_refused_wherever_it_is_typed(in_process: Pro
         in_process("train", *words).refused(2, "is longer than a file's name or path may be")
 
 
-def test_all_problems_of_a_file_come_in_one_go(in_process: Program, tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported_at_once(in_process: Program, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("model: {name: 1, max_seq_len: x}\ntrain:\n  epochs: -1\n  seeed: 3\ntuning: 4\n", encoding="utf-8")
     done = in_process("plan", f"CONFIG={file}", "TRAIN_SEED=s")
@@ -131,15 +189,15 @@ def test_all_problems_of_a_file_come_in_one_go(in_process: Program, tmp_path: Pa
     assert "TRAIN_SEED=s: `train.seed` is `s`" in done.err
 
 
-def test_what_config_prints_can_be_used_again(in_process: Program, tmp_path: Path) -> None:
+def test_output_of_config_is_a_valid_configuration(in_process: Program, tmp_path: Path) -> None:
     words = ["TRAIN_LEARNING_RATE=2e-5", 'MODEL_NAME=it\'s a "model" # $HOME\n\tü', "TRAIN_ADAM_BETA2=0.95"]
     shown = in_process("config", "CONFIG=h100_pair", *words)
     assert shown.code == 0 and parse_yaml(shown.out, "shown").plain()["train"]["learning_rate"] == 2e-5
     again = tmp_path / "again.yaml"
     again.write_text(shown.out, encoding="utf-8")
     first, second = (
-        in_process("config", f"CONFIG={name}", "JSON=1", *more).json
-        for name, more in (("h100_pair", words), (again, []))
+        in_process("config", f"CONFIG={name}", "JSON=1", *overrides).json
+        for name, overrides in (("h100_pair", words), (again, []))
     )
     assert {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
     assert first["train.adam_beta2"] == {"value": 0.95, "origin": "TRAIN_ADAM_BETA2=0.95"}

@@ -53,7 +53,7 @@ def test_any_text_survives_make_and_shell(value: str) -> None:
     "words", [("config", "CONFIG=configs/quickstart.yaml"), ("gpu-info",)], ids=["config", "gpu-info"]
 )
 def test_quick_commands_answer_within_half_a_second(program, words: tuple[str, ...]) -> None:
-    """By their processor time: `import torch` takes 1.8 s on a quiet machine, and more on a busy one, as they do."""
+    """Compare processor time with that of `import torch` (1.8 s on a quiet machine), which a busy machine slows too."""
     seconds = min(seconds_of(lambda: program(*words))[0] for _ in range(3))
     assert seconds < 0.3 * importing("torch"), seconds
 
@@ -89,7 +89,7 @@ def test_rendered_files_are_up_to_date() -> None:
     )
 
 
-def test_a_data_file_as_configuration_is_told_where_it_belongs(in_process: Program, tmp_path: Path) -> None:
+def test_a_data_file_as_configuration_is_refused_with_the_right_key(in_process: Program, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     in_process("train", f"CONFIG={rows}").refused(2, f"DATA_TRAIN_PATH={rows}")

@@ -1,5 +1,5 @@
 """`make data`: what it prints, keeps in the cache and refuses; the same rows for any number of processes; nothing
-half-made when stopped.
+half-written after a stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Data = Callable[..., Done]
 def data(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Data]:
-    """Runs `make data JSON=1` on `key: value` lines, in this process."""
+    """Run `make data JSON=1` on `key: value` lines, in this process."""
     for name, value in (("RUNS_DIR", tmp_path / "runs"), ("SFT_PLAY_CACHE", tmp_path / "cache"), ("HF_HUB_OFFLINE", 1)):
         monkeypatch.setenv(name, str(value))
 
@@ -44,8 +44,8 @@ def data(
         document = configured(tmp_path, tiny, lines)
         capfd.readouterr()
         code = main(["data", f"CONFIG={document}", *words])
-        told = capfd.readouterr()
-        return Done(code, told.out, told.err)
+        captured = capfd.readouterr()
+        return Done(code, captured.out, captured.err)
 
     yield run
     assert not (tmp_path / "runs").exists(), "no run is made"
@@ -70,29 +70,31 @@ def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def answers(found: Done, split: str = "train") -> list[str]:
-    """Returns the answers of a prepared split, read by `datasets`."""
+def answers(done: Done, split: str = "train") -> list[str]:
+    """Return the answers of a prepared split, read by `datasets`."""
     import datasets
 
-    assert found.code == 0, found.err
-    rows = datasets.load_from_disk(found.json[split]["split"]["path"])
-    assert len(rows) == found.json[split]["split"]["rows"]
+    assert done.code == 0, done.err
+    rows = datasets.load_from_disk(done.json[split]["split"]["path"])
+    assert len(rows) == done.json[split]["split"]["rows"]
     return list(rows["reference"])
 
 
-def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> None:
+def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", [*pairs(30), *pairs(4)])
-    more = write_rows(tmp_path / "more.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(5)])
-    held = write_rows(tmp_path / "held.jsonl", [*pairs(3, start=28), {"prompt": "long", "completion": "word " * 100}])
+    appended = write_rows(tmp_path / "more.jsonl", [{"question": f"q{i}", "answer": "a"} for i in range(5)])
+    validation = write_rows(
+        tmp_path / "held.jsonl", [*pairs(3, start=28), {"prompt": "long", "completion": "word " * 100}]
+    )
     lines = [
-        f'data.sources: [{{"path": "{train}", "weight": 3}}, {{"path": "{more}", "name": "more", "weight": 2}}]',
-        f'data.validation: [{{"path": "{held}"}}]',
+        f'data.sources: [{{"path": "{train}", "weight": 3}}, {{"path": "{appended}", "name": "more", "weight": 2}}]',
+        f'data.validation: [{{"path": "{validation}"}}]',
         "data.overlong: drop",
     ]
     done = data(*lines)
     assert done.code == 0, done.err
-    found = done.json
-    first, second = found["train"]["sources"]
+    summary = done.json
+    first, second = summary["train"]["sources"]
     assert (first["name"], first["format"], first["rows_read"], first["kept"]) == (
         str(train),
         "prompt_completion",
@@ -101,20 +103,20 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
     )
     assert (first["duplicates"], first["dropped"]) == (4, {})
     assert (second["name"], second["format"], second["kept"]) == ("more", "question_answer", 5)
-    assert first["tokens"] + second["tokens"] == found["train"]["split"]["tokens"]
-    assert first["trained_tokens"] + second["trained_tokens"] == found["train"]["split"]["label_tokens"]
-    assert found["train"]["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
+    assert first["tokens"] + second["tokens"] == summary["train"]["split"]["tokens"]
+    assert first["trained_tokens"] + second["trained_tokens"] == summary["train"]["split"]["label_tokens"]
+    assert summary["train"]["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
     assert len(first["content_sha256"]) == 64
-    assert found["validation"]["overlap"] == {"with": "train", "rows": 2}
-    assert found["validation"]["sources"][0]["dropped"] == {"longer than model.max_seq_len": 1}
+    assert summary["validation"]["overlap"] == {"with": "train", "rows": 2}
+    assert summary["validation"]["sources"][0]["dropped"] == {"longer than model.max_seq_len": 1}
     assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
     assert "rows that are in the training data too: 2" in done.err
-    told = done.err.partition("validation data: ")
-    assert "% of them trained, median" in told[0] and "% of them scored, median" in told[2]
+    notice = done.err.partition("validation data: ")
+    assert "% of them trained, median" in notice[0] and "% of them scored, median" in notice[2]
     prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
     assert prepared and prepared.train and [fact.weight for fact in prepared.train.sources] == [3, 2]
     words = data(*lines, words=())
-    assert words.out.splitlines() == [f"{name}: {found[name]['split']['path']}" for name in ("train", "validation")]
+    assert words.out.splitlines() == [f"{name}: {summary[name]['split']['path']}" for name in ("train", "validation")]
     assert data(*lines, "data.duplicates: keep").json["train"]["sources"][0]["kept"] == 34
     refused = data(*lines, words=("MODEL_MAX_SEQ_LEN=1024",))
     assert refused.code == 2 and "knows 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
@@ -123,11 +125,11 @@ def test_it_prepares_counts_and_tells_the_plan(data: Data, tmp_path: Path) -> No
 
 
 def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(tmp_path: Path, tiny: Path) -> None:
-    """In a process of its own, as the launcher starts it."""
+    """Run it in a separate process, as the launcher does."""
     file = write_rows(tmp_path / "rows.jsonl", pairs(40))
     document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.validation: 0.2"])
     env = environment(tmp_path / "cache", tmp_path / "runs") | {"PYTHONPROFILEIMPORTTIME": "1"}
-    found = []
+    summaries = []
     for name in ("first", "second"):
         run = RunFolder(tmp_path / "runs" / name)
         run.path.mkdir(parents=True)
@@ -141,13 +143,13 @@ def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(t
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found.append(Prepared.load(run.prepared))
+        summaries.append(Prepared.load(run.prepared))
         imported = {
             line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")
         }
         assert ("transformers" in imported) == (name == "first")
-    prepared = found[0]
-    assert prepared == found[1] and prepared.train and prepared.validation
+    prepared = summaries[0]
+    assert prepared == summaries[1] and prepared.train and prepared.validation
     assert prepared.train.rows + prepared.validation.rows == 40 and prepared.validation.rows > 0
     assert (prepared.model.source, prepared.model.path) == ("folder", str(tiny.resolve()))
 
@@ -156,16 +158,16 @@ def test_the_same_rows_for_every_number_of_processes(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
-    found = []
+    summaries = []
     for number in (1, 2):
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache-{number}"))
-        found.append(data(f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}").json)
-    one, two = found
+        summaries.append(data(f"data.train_path: {file}", "data.validation: 0.1", f"data.num_proc: {number}").json)
+    first, second = summaries
     for split in ("train", "validation"):
-        assert one[split]["split"].pop("path") != two[split]["split"].pop("path")
-    assert one == two
-    assert one["train"]["split"]["rows"] + one["validation"]["split"]["rows"] == 1500
-    assert sum(one[split]["sources"][0]["duplicates"] for split in ("train", "validation")) == 20
+        assert first[split]["split"].pop("path") != second[split]["split"].pop("path")
+    assert first == second
+    assert first["train"]["split"]["rows"] + first["validation"]["split"]["rows"] == 1500
+    assert sum(first[split]["sources"][0]["duplicates"] for split in ("train", "validation")) == 20
 
 
 def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
@@ -186,8 +188,8 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: P
     sides = []
     for rows in (pairs(60), pairs(30, start=60) + pairs(60)):
         file = write_rows(tmp_path / "rows.jsonl", rows)
-        found = data(f"data.train_path: {file}", "data.validation: 0.3")
-        sides.append([set(answers(found, split)) for split in ("train", "validation")])
+        done = data(f"data.train_path: {file}", "data.validation: 0.3")
+        sides.append([set(answers(done, split)) for split in ("train", "validation")])
     before, after = sides
     assert before[0] <= after[0] and before[1] <= after[1]
     assert not after[0] & after[1] and len(after[0] | after[1]) == 90
@@ -196,7 +198,9 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: P
 @pytest.mark.parametrize(
     "change", ["content", "length", "data.overlong: drop", "train.loss_on: all", "data.system: Be brief.", "template"]
 )
-def test_what_matters_is_part_of_the_cache_key(change: str, data: Data, tiny: Path, tmp_path: Path) -> None:
+def test_everything_that_changes_rows_is_part_of_the_cache_key(
+    change: str, data: Data, tiny: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
     file = write_rows(tmp_path / "rows.jsonl", pairs(5))
     lines = [f"model.name: {model}", f"data.train_path: {file}"]
@@ -212,12 +216,12 @@ def test_what_matters_is_part_of_the_cache_key(change: str, data: Data, tiny: Pa
         template.write_text("{# another #}" + template.read_text())
     after = data(*lines).json
     assert before["train"]["split"]["path"] != after["train"]["split"]["path"]
-    fingerprints = [found["model"]["tokenizer_fingerprint"] for found in (before, after)]
+    fingerprints = [summary["model"]["tokenizer_fingerprint"] for summary in (before, after)]
     assert (fingerprints[0] != fingerprints[1]) == (change in ("template", "data.system: Be brief."))
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit, size and times kept"])
-def test_a_damaged_cache_is_made_again(damage: str, data: Data, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_rebuilt(damage: str, data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", pairs(5))
     first = data(f"data.train_path: {file}")
     arrow = next(Path(first.json["train"]["split"]["path"]).glob("*.arrow"))
@@ -243,24 +247,24 @@ def test_two_processes_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp
         child.join(timeout=240)
     assert [child.exitcode for child in children] == [0, 0]
     assert len(list((tmp_path / "cache" / "data").iterdir())) == 2, "nothing is left aside"
-    found = data(*lines)
-    assert len(answers(found)) + len(answers(found, "validation")) == 300
+    done = data(*lines)
+    assert len(answers(done)) + len(answers(done, "validation")) == 300
 
 
 def test_lookup_knows_what_was_prepared_until_a_file_changes(data: Data, tiny: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
     write_rows(tmp_path / "data" / "deep" / "a.jsonl", pairs(5))
-    found = data(f"model.name: {model}", f"data.train_path: {tmp_path}/data/*/*.jsonl").json
+    summary = data(f"model.name: {model}", f"data.train_path: {tmp_path}/data/*/*.jsonl").json
 
     def known() -> str | None:
         prepared = lookup(load_config(tmp_path / "x.yaml", environ={}).config)
         return prepared.train.path if prepared and prepared.train else None
 
-    assert known() == found["train"]["split"]["path"]
-    more = write_rows(tmp_path / "data" / "deep" / "b.jsonl", pairs(1))
+    assert known() == summary["train"]["split"]["path"]
+    added = write_rows(tmp_path / "data" / "deep" / "b.jsonl", pairs(1))
     assert known() is None
-    more.unlink()
-    assert known() == found["train"]["split"]["path"]
+    added.unlink()
+    assert known() == summary["train"]["split"]["path"]
     (model / "chat_template.jinja").write_text("{{ messages }}")
     assert known() is None
 
@@ -270,41 +274,60 @@ LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completi
 
 
 @pytest.mark.parametrize(
-    ("rows", "line", "code", "said"),
+    ("rows", "line", "code", "messages"),
     [
         (
-            [*pairs(3), LONG], "data.overlong: error", 4,
-            ("error: {file}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has ", "DATA_OVERLONG=drop"),
+            [*pairs(3), LONG],
+            "data.overlong: error",
+            4,
+            (
+                "error: {file}:4: 1 of 4 rows are longer than `model.max_seq_len` 64; the longest has ",
+                "DATA_OVERLONG=drop",
+            ),
         ),
         (
-            [*pairs(3), LONG], "data.overlong: drop", 0,
-            ("4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); ", "; 1 were too long ("),
+            [*pairs(3), LONG],
+            "data.overlong: drop",
+            0,
+            (
+                "4 read as prompt_completion, 3 kept, 1 left out (longer than model.max_seq_len); ",
+                "; 1 were too long (",
+            ),
         ),
         (
-            [*pairs(1), LONG, LONG_PROMPT], "data.overlong: drop", 0,
+            [*pairs(1), LONG, LONG_PROMPT],
+            "data.overlong: drop",
+            0,
             ("warning: 2 of 3 rows are left out for their length; raise MODEL_MAX_SEQ_LEN, or cut them",),
         ),
         (
-            [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT], "data.overlong: drop", 4,
-            ("no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)", "raise MODEL_MAX_SEQ_LEN"),
+            [LONG_PROMPT, LONG_PROMPT | {"completion": "no"}, LONG_PROMPT],
+            "data.overlong: drop",
+            4,
+            (
+                "no row is left of 3: 1 left out (duplicate), 2 left out (longer than model.max_seq_len)",
+                "raise MODEL_MAX_SEQ_LEN",
+            ),
         ),
         (
-            pairs(2), "data.validation: 0.0001", 4,
+            pairs(2),
+            "data.validation: 0.0001",
+            4,
             ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each",),
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_that_are_too_long_or_too_few_are_counted_or_refused(
-    rows: list[dict[str, Any]], line: str, code: int, said: tuple[str, ...], data: Data, tmp_path: Path
+    rows: list[dict[str, Any]], line: str, code: int, messages: tuple[str, ...], data: Data, tmp_path: Path
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", rows)
     done = data(f"data.train_path: {file}", line)
     assert done.code == code
-    assert all(text.format(file=file) in done.err for text in said), done.err
-    assert ("warning" in done.err) == said[0].startswith("warning")
+    assert all(text.format(file=file) in done.err for text in messages), done.err
+    assert ("warning" in done.err) == messages[0].startswith("warning")
 
 
-def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, tmp_path: Path) -> None:
+def test_bad_rows_stop_or_are_skipped_and_one_file_lists_them(data: Data, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     good = [json.dumps(row) for row in pairs(4)]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
@@ -324,8 +347,8 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, t
     assert len(answers(dropped)) == 4
     assert "8 read as prompt_completion, 4 kept, 4 left out (bad row); " in dropped.err
     assert f"left out: {file}:2:1: is not JSON: Expecting value (2 such rows; the first is here)" in dropped.err
-    for told in (stopped.err, dropped.err):
-        (named,) = re.findall(r"each with its reason in (\S+);", told)
+    for error in (stopped.err, dropped.err):
+        (named,) = re.findall(r"each with its reason in (\S+);", error)
         places = re.findall(r"^.*jsonl:(\d+).*: .*$", Path(named).read_text(encoding="utf-8"), re.MULTILINE)
         assert sorted(map(int, places)) == [2, 4, 5, 7]
     file.write_text("not json\n")
@@ -334,19 +357,19 @@ def test_bad_rows_stop_or_are_left_out_and_one_file_names_them_all(data: Data, t
     )
 
 
-def test_a_text_with_a_label_is_told_how_to_learn_the_label(data: Data, tmp_path: Path) -> None:
+def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path: Path) -> None:
     file = tmp_path / "tickets.csv"
     file.write_text("text,label\nMy invoice is wrong,billing\n")
-    told = data(f"data.train_path: {file}")
+    done = data(f"data.train_path: {file}")
     hint = "`sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
-    assert told.code == 4 and hint in told.err
+    assert done.code == 4 and hint in done.err
     columns = "columns: {prompt: text, completion: label}"
-    beside = data(f"data.train_path: {file}", f"data.{columns}")
-    assert beside.code == 2 and "it belongs to a source: `data.sources: [{path: FILE, columns: {" in beside.err
+    misplaced = data(f"data.train_path: {file}", f"data.{columns}")
+    assert misplaced.code == 2 and "it belongs to a source: `data.sources: [{path: FILE, columns: {" in misplaced.err
     assert answers(data(f"data.sources: [{{path: {file}, {columns}}}]")) == ["billing"]
 
 
-def test_rows_of_preferences_are_told_how_to_train_on_the_chosen(data: Data, tmp_path: Path) -> None:
+def test_preference_rows_get_a_hint_to_train_on_the_chosen_answer(data: Data, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
     refused = data(f"data.train_path: {file}")
     assert refused.code == 4 and "preferences are not trained here" in refused.err
@@ -377,7 +400,7 @@ class Running:
         assert len(self.workers) == 2
 
     def end(self) -> tuple[int, str]:
-        """Waits for its end, and for that of its processes."""
+        """Wait for its end, and for that of its processes."""
         err = self.process.communicate(timeout=240)[1]
         assert not psutil.wait_procs(self.workers, timeout=240)[1], "its processes end with it"
         return self.process.returncode, err
@@ -396,14 +419,14 @@ def running(tmp_path: Path, tiny: Path) -> Callable[[], Running]:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
 )
-def test_a_signal_leaves_nothing(number: int, code: int, running: Callable[[], Running]) -> None:
+def test_a_signal_leaves_no_process(number: int, code: int, running: Callable[[], Running]) -> None:
     started = running()
     os.kill(started.process.pid, number)
     assert started.end()[0] == code and not started.left()
 
 
 @pytest.mark.long
-def test_a_killed_process_is_told_and_a_killed_preparation_is_cleared(running: Callable[[], Running]) -> None:
+def test_a_killed_process_is_reported_and_its_preparation_removed(running: Callable[[], Running]) -> None:
     started = running()
     started.workers[1].kill()
     code, err = started.end()
@@ -436,7 +459,7 @@ def test_a_row_that_json_cannot_write_is_a_bad_row_with_its_place(data: Data, tm
     half = write_rows(tmp_path / "half.jsonl", [row(1, "x"), row(2, "\ud83d"), row(3, "y")])
     dated = tmp_path / "dated.parquet"
     parquet.write_table(Table.from_pylist([row(1, datetime.date(2026, 1, 1))]), dated)
-    for file, place, said in (
+    for file, place, message in (
         (half, ":2", "half of a surrogate pair"),
         (dated, ", row 1", "is date, which JSON does not have"),
     ):
@@ -444,7 +467,7 @@ def test_a_row_that_json_cannot_write_is_a_bad_row_with_its_place(data: Data, tm
         assert (
             refused.code == 4
             and f"{file}{place}: `messages[1].tool_calls[0].arguments.a` " in refused.err
-            and said in refused.err
+            and message in refused.err
         )
     dropped = data(
         f"data.train_path: {half}", "data.chat_template: qwen3", "model.max_seq_len: 512", "data.bad_rows: drop"
@@ -465,9 +488,9 @@ def test_a_folder_of_splits_is_trained_and_validated_by_its_splits(data: Data, t
         refused.code == 4
         and "there are several splits: `train` (1 file), `validation` (1 file), `test` (1 file)" in refused.err
     )
-    found = data(
+    done = data(
         f'data.sources: [{{"path": "{folder}", "split": "train"}}]',
         f'data.validation: [{{"path": "{folder}", "split": "validation"}}]',
     )
-    assert sorted(answers(found)) == [f"Answer {i}." for i in range(5)]
-    assert sorted(answers(found, "validation")) == [f"Answer {i}." for i in range(20, 25)]
+    assert sorted(answers(done)) == [f"Answer {i}." for i in range(5)]
+    assert sorted(answers(done, "validation")) == [f"Answer {i}." for i in range(20, 25)]

@@ -1,6 +1,4 @@
-"""Each finding of `make doctor`, provoked by the condition that it is about: stub packages, fake tools, limits, taken
-ports.
-"""
+"""Each finding of `make doctor`, provoked by its condition: stub packages, fake tools, limits, ports in use."""
 
 from __future__ import annotations
 
@@ -52,15 +50,13 @@ class Doctor:
         }
 
     def tool(self, name: str, script: str) -> None:
-        """Puts an executable on the PATH."""
+        """Put an executable on the PATH."""
         path = self.bin / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
     def torch(self, *, cuda: str | None, fails: str = "", broken: str = "") -> None:
-        """Puts another torch in front of the installed one; `fails` is what it says of every GPU, `broken` of being
-        imported.
-        """
+        """Put another torch before the installed one; `fails` is its error for GPUs, `broken` that of its import."""
         package = self.folder / "stubs" / "torch"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(
@@ -82,7 +78,7 @@ class Doctor:
     def findings(
         self, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
     ) -> Mapping[str, Mapping[str, Any]]:
-        """Runs it; returns id -> finding."""
+        """Run it; return id -> finding."""
         process = subprocess.run(
             [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"],
             cwd=self.working,
@@ -94,13 +90,13 @@ class Doctor:
             preexec_fn=limit,
         )
         assert process.stdout, process.stderr
-        found = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
-        severities = {finding["severity"] for finding in found.values()}
+        findings = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
+        severities = {finding["severity"] for finding in findings.values()}
         assert severities <= {"error", "warning", "note"} and process.returncode == 3 * ("error" in severities), (
             process.stderr
         )
-        assert all(finding["text"] and finding["remedy"] for finding in found.values())
-        return found
+        assert all(finding["text"] and finding["remedy"] for finding in findings.values())
+        return findings
 
 
 Spoil = Callable[[Doctor], object]
@@ -123,22 +119,24 @@ def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
     }
 
 
-def test_hub_unreachable_and_offline(doctor: Doctor) -> None:
+def test_an_unreachable_hub_and_offline_mode_are_reported(doctor: Doctor) -> None:
     assert "127.0.0.1:9" in doctor.findings()["hub-unreachable"]["text"]
     doctor.environment["HF_HUB_OFFLINE"] = "1"
-    found = doctor.findings()
-    assert "hub-offline" in found
-    assert "hub-unreachable" not in found
+    findings = doctor.findings()
+    assert "hub-offline" in findings
+    assert "hub-unreachable" not in findings
 
 
-def test_missing_packages_no_compiler_and_no_ninja(doctor: Doctor) -> None:
+def test_missing_packages_compiler_and_ninja_are_reported(doctor: Doctor) -> None:
     (doctor.bin / "c++").unlink()
     (doctor.bin / "ninja").unlink()
-    venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja beside its Python
+    venv.create(doctor.folder / "venv", with_pip=False)  # the test's own environment has a ninja next to its Python
     doctor.python = str(doctor.folder / "venv" / "bin" / "python")
-    found = doctor.findings()
-    assert "accelerate" in found["package-missing"]["text"] and "make install" in found["package-missing"]["remedy"]
-    assert {"no-compiler", "no-ninja"} <= set(found)
+    findings = doctor.findings()
+    assert (
+        "accelerate" in findings["package-missing"]["text"] and "make install" in findings["package-missing"]["remedy"]
+    )
+    assert {"no-compiler", "no-ninja"} <= set(findings)
 
 
 def another_version(doctor: Doctor) -> None:
@@ -149,12 +147,12 @@ def another_version(doctor: Doctor) -> None:
 
 
 def blocked(variable: str) -> Spoil:
-    """Puts a folder below a file."""
+    """Put a folder below a file."""
     return lambda doctor: doctor.environment.update({variable: str(doctor.bin / "sh" / "inside")})
 
 
 def gpus(machine: Machine, **torch: Any) -> Spoil:
-    """Moves to a machine, with another torch where `torch` says something of it."""
+    """Move to a machine, with another torch if `torch` describes one."""
 
     def spoil(doctor: Doctor) -> None:
         doctor.environment |= machine.environment(doctor.folder / "machine")
@@ -168,9 +166,13 @@ NO_IMAGE = "CUDA error: no kernel image is available for execution on the device
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
     "another version": (another_version, "warning", "package-version", "accelerate 0.1.0 (tested: "),
-    "hidden library": (lambda doctor: (doctor.working / "datasets.py").touch(), "error", "shadowed-library", "datasets.py"),
+    "hidden library": (
+        lambda doctor: (doctor.working / "datasets.py").touch(), "error", "shadowed-library", "datasets.py"
+    ),
     "driver": (
-        lambda doctor: doctor.tool("nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9'),
+        lambda doctor: doctor.tool(
+            "nvidia-smi", 'echo "NVIDIA-SMI has failed because it could not communicate with the driver"; exit 9'
+        ),
         "error", "driver-broken", "could not communicate",
     ),
     "runs": (blocked("RUNS_DIR"), "error", "runs-folder", ""),
@@ -181,20 +183,25 @@ FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
         "error", "driver-too-old", "13.0",
     ),
     "old card": (
-        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), "error", "torch-lacks-architecture", "",
+        gpus(Machine(cards=(replace(RTX4090, capability=(6, 1)),)), cuda="13.0", fails=NO_IMAGE), "error",
+        "torch-lacks-architecture", "",
     ),
     "broken torch": (
-        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), "error", "torch-broken", "libcudart",
+        gpus(MACHINES["h200"], cuda=None, broken="libcudart.so.13: cannot open shared object file"), "error",
+        "torch-broken", "libcudart",
     ),
     "busy slice": (  # one slice is all that a process sees of cards that MIG splits
         gpus(Machine(cards=(A100_SPLIT, A100_SPLIT)), cuda="13.0", fails=BUSY),
         "error", "gpu-unusable", f"torch 2.13.0 cannot use GPU 0 (NVIDIA A100-SXM4-80GB MIG 3g.40gb): {BUSY}",
     ),
     "lost card": (
-        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), "error", "gpus-refused", "GPU 1 of 2 does not answer: GPU is lost",
+        gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), "error", "gpus-refused",
+        "GPU 1 of 2 does not answer: GPU is lost",
     ),
     "unlike cards": (gpus(MACHINES["unlike_pair"], cuda="13.0"), "note", "mixed-gpus", ""),
-    "another maker": (gpus(Machine(cards=(), system="Darwin")), "warning", "other-gpu", "Apple's GPUs (MPS) are not supported"),
+    "another maker": (
+        gpus(Machine(cards=(), system="Darwin")), "warning", "other-gpu", "Apple's GPUs (MPS) are not supported"
+    ),
 }  # fmt: skip
 TORCH = {"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "torch-broken", "gpu-unusable"}
 
@@ -203,12 +210,12 @@ TORCH = {"torch-without-cuda", "driver-too-old", "torch-lacks-architecture", "to
 def test_each_condition_is_its_finding(name: str, doctor: Doctor) -> None:
     spoil, severity, finding, text = FINDINGS[name]
     spoil(doctor)
-    found = doctor.findings()
-    assert text in found[finding]["text"] and found[finding]["severity"] == severity, found
-    assert TORCH & set(found) == TORCH & {finding}, "one cause is one finding"
+    findings = doctor.findings()
+    assert text in findings[finding]["text"] and findings[finding]["severity"] == severity, findings
+    assert TORCH & set(findings) == TORCH & {finding}, "one cause is one finding"
 
 
-def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
+def test_unknown_visible_devices_are_reported(doctor: Doctor) -> None:
     gpus(MACHINES["rtx3090_pair"], cuda="13.0")(doctor)
     doctor.environment["CUDA_VISIBLE_DEVICES"] = "0,5"
     assert "names 5," in doctor.findings()["gpus-refused"]["text"]
@@ -218,7 +225,7 @@ def test_visible_devices_that_are_not_here(doctor: Doctor) -> None:
     assert "gpus-hidden" in doctor.findings()
 
 
-def test_a_taken_port(doctor: Doctor) -> None:
+def test_a_port_in_use_is_reported(doctor: Doctor) -> None:
     with socket.socket() as listener:
         with contextlib.suppress(OSError):  # then somebody else has it, which is as good
             listener.bind(("127.0.0.1", 29500))
@@ -226,18 +233,18 @@ def test_a_taken_port(doctor: Doctor) -> None:
         assert "port-29500" in doctor.findings()
 
 
-def test_stray_variables_accelerates_default_file_and_few_open_files(doctor: Doctor) -> None:
+def test_stray_variables_accelerates_default_file_and_few_open_files_are_reported(doctor: Doctor) -> None:
     doctor.environment |= {"PET_NNODES": "2", "RANK": "0"}
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.touch()
-    found = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
-    assert "256 files" in found["open-files"]["text"]
-    assert "PET_NNODES, RANK" in found["stray-variables"]["text"] and "accelerate-default-config" in found
+    findings = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
+    assert "256 files" in findings["open-files"]["text"]
+    assert "PET_NNODES, RANK" in findings["stray-variables"]["text"] and "accelerate-default-config" in findings
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
-def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
+def test_a_full_disk_and_small_shared_memory_are_reported(doctor: Doctor) -> None:
     (doctor.folder / "runs").mkdir()
     for tool in ("mount", "unshare"):
         (doctor.bin / tool).symlink_to(str(shutil.which(tool)))
@@ -245,9 +252,9 @@ def test_full_disk_and_small_shared_memory(doctor: Doctor) -> None:
         f"mount -t tmpfs -o size=100m none {doctor.folder}/runs && mount -t tmpfs -o size=64m none /dev/shm && exec"
         ' "$@"'
     )
-    found = doctor.findings(prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
-    assert found["disk-low"]["severity"] == "error"
-    assert "64 MiB" in found["shared-memory"]["text"]
+    findings = doctor.findings(prefix=(str(doctor.bin / "unshare"), "-m", str(doctor.bin / "sh"), "-c", script, "sh"))
+    assert findings["disk-low"]["severity"] == "error"
+    assert "64 MiB" in findings["shared-memory"]["text"]
 
 
 def test_the_command_reads_a_configuration(doctor: Doctor) -> None:

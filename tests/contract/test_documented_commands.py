@@ -23,7 +23,7 @@ UNIQUE = list({command.text: command for command in documented_commands()}.value
 
 
 def parts(command: DocumentedCommand) -> list[list[str]]:
-    """Returns the make calls of a line; `&&`, `;` and pipes separate them."""
+    """Return the make calls of a line; `&&`, `;` and pipes separate them."""
     lines = [shlex.split(part, comments=True) for part in re.split(r"&&|;|\|", command.text)]
     return [words[words.index("make") + 1 :] for words in lines if "make" in words]
 
@@ -105,14 +105,14 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 
 
 def anchors(path: Path) -> set[str]:
-    """Returns what a page's headings are called in links, as GitHub makes it."""
+    """Return what a page's headings are called in links, as GitHub makes it."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
     heads = re.findall(r"^#+ +(.+?) *$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_in_documents_have_a_target(page: Path) -> None:
     for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page

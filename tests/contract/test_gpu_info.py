@@ -11,7 +11,7 @@ H200 = Gpu("NVIDIA H200", 139.8, 130.0, (9, 0))
 T4 = Gpu("Tesla T4", 14.7, 14.0, (7, 5))
 
 
-def test_without_a_driver(program: Program, tmp_path: Path) -> None:
+def test_without_a_driver_the_cpu_is_reported(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(), broken=NOT_LOADED).environment(tmp_path / "nvml")
     done = program("gpu-info", env=env)
     assert done.code == 0, done.err
@@ -21,7 +21,7 @@ def test_without_a_driver(program: Program, tmp_path: Path) -> None:
     assert lines[-1].startswith("CPU: ") and "threads" in lines[-1]
 
 
-def test_two_different_cards(program: Program, tmp_path: Path) -> None:
+def test_two_different_cards_are_listed_with_their_memory(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
     lines = program("gpu-info", env=env).out.splitlines()
     assert lines[:2] == ["Number of GPUs: 2", "  driver 580.65.06, CUDA 13.0"]
@@ -36,18 +36,18 @@ def test_two_different_cards(program: Program, tmp_path: Path) -> None:
 
 def test_hidden_cards_are_not_counted(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
-    one = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
+    shown = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": "1"}).out
     assert (
-        one.startswith("Number of GPUs: 1\n")
-        and "CUDA_VISIBLE_DEVICES=1" in one
-        and "Tesla T4" in one
-        and "H200" not in one
+        shown.startswith("Number of GPUs: 1\n")
+        and "CUDA_VISIBLE_DEVICES=1" in shown
+        and "Tesla T4" in shown
+        and "H200" not in shown
     )
     none = program("gpu-info", env=env | {"CUDA_VISIBLE_DEVICES": ""}).out.splitlines()
     assert none[:2] == ["Number of GPUs: 0", "  CUDA_VISIBLE_DEVICES= hides all 2"]
 
 
-def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp_path: Path) -> None:
+def test_memory_check_compares_cards_with_a_configuration(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(H200, T4)).environment(tmp_path / "nvml")
     done = program("memory-check", "CONFIG=configs/run_bnb.yaml", env=env | {"CUDA_VISIBLE_DEVICES": "0"})
     assert done.code == 0, done.err
@@ -58,7 +58,7 @@ def test_memory_of_cards_beside_what_a_configuration_needs(program: Program, tmp
     assert [device["name"] for device in facts["devices"]] == ["NVIDIA H200", "Tesla T4"] and facts["need"] is None
 
 
-def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None:
     small = Gpu("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
     env = Machine(cards=(small,)).environment(tmp_path / "nvml")
     full = program("memory-check", "CONFIG=configs/run_bnb.yaml", "JSON=1", "SOURCE=formula", "NUM_GPUS=1", env=env)
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_an_error(program: Program, tmp_path: Path) -> None
     assert "not even one row" in full.err and "hint: " in full.err
 
 
-def test_a_chip_that_shares_the_machines_memory(program: Program, tmp_path: Path) -> None:
+def test_a_chip_without_own_memory_is_listed_with_the_machines(program: Program, tmp_path: Path) -> None:
     """GB10 and Jetson: the driver knows no memory of the GPU, nor who holds it."""
     env = Machine(cards=(Gpu("NVIDIA GB10", 0, 0, (12, 1), unified=True),)).environment(tmp_path / "nvml")
     facts = program("gpu-info", "JSON=1", env=env).json

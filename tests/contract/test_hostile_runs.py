@@ -1,6 +1,4 @@
-"""Every command with every part of a run as a stranger could make it: nothing outside is written or read, one line says
-why, other runs are shown.
-"""
+"""Every command refuses hostile parts of a run in one line, touches nothing outside it, and still shows other runs."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ NAMED = {
     "cluster-logs": ["CLUSTER={inventory}"],
     "cluster-stop": ["CLUSTER={inventory}"],
 }
-"""What a command needs beside `RUN`."""
+"""What a command needs in addition to `RUN`."""
 BY_NAME = {
     "slurm": ["CONFIG={config}", "RUN_NAME=bad"],
     "kubernetes": ["CONFIG={config}", "RUN_NAME=bad"],
@@ -55,7 +53,7 @@ READERS = ("report", "stamp", "config", "compare", "watch", "logs", "card", "pro
 
 @pytest.fixture(scope="module")
 def complete(cache: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run with two checkpoints, an evaluation, a report, and a configuration beside it."""
+    """Make a complete run with two checkpoints, an evaluation, a report, and a configuration next to it."""
     folder = tmp_path_factory.mktemp("complete")
     rows, config = folder / "rows.jsonl", folder / "c.yaml"
     rows.write_text("".join(f'{{"prompt": "a{i}", "completion": "b{i}"}}\n' for i in range(24)))
@@ -69,14 +67,12 @@ def complete(cache: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @contextmanager
 def watched(outside: Path) -> Iterator[list[str]]:
-    """Yields what this process opens outside of the run, whatever links lead there, and lets nothing take longer than
-    `SECONDS`.
-    """
+    """Yield the files outside the run that this process opens, and end what takes longer than `SECONDS`."""
     opened: list[str] = []
 
-    def hook(event: str, given: tuple[Any, ...]) -> None:
-        if event == "open" and active and isinstance(given[0], str | Path) and not given[2] & UNFOLLOWED:
-            path = Path(given[0])
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and active and isinstance(arguments[0], str | Path) and not arguments[2] & UNFOLLOWED:
+            path = Path(arguments[0])
             opened.extend([str(path)] if path.resolve().is_relative_to(outside) else [])
 
     def late(*_: Any) -> None:
@@ -98,13 +94,13 @@ UNFOLLOWED = 0o400000  # O_NOFOLLOW
 
 
 def words_of(command: str, tmp_path: Path, complete: Path) -> list[str]:
-    given = BY_NAME.get(command) or OF_ALL.get(command) or ["RUN=bad", *NAMED.get(command, [])]
+    arguments = BY_NAME.get(command) or OF_ALL.get(command) or ["RUN=bad", *NAMED.get(command, [])]
     places = {"out": tmp_path / "out", "inventory": tmp_path / "home.yaml", "config": complete.parent.parent / "c.yaml"}
-    return [command, *(word.format(**places) for word in given)]
+    return [command, *(word.format(**places) for word in arguments)]
 
 
 def commands() -> list[str]:
-    """Returns every command that takes a run, or lists them."""
+    """Return every command that takes a run, or lists them."""
     return [*(name for name, row in COMMANDS.items() if "RUN" in row.options), *BY_NAME, *OF_ALL]
 
 
@@ -126,9 +122,7 @@ def check(done: Done, outside: Path, before: dict[str, str], opened: list[str], 
 def test_no_command_follows_what_a_stranger_put_into_a_run(
     kind: str, complete: Path, tmp_path: Path, in_process: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the part is one that a command can do without, it is refused all the same: by one gate, before anything is
-    read or written.
-    """
+    """The same check refuses parts that a command can do without, before anything is read or written."""
     outside, runs = tmp_path / "outside", tmp_path / "runs"
     runs.mkdir()
     shutil.copytree(complete, runs / "good", symlinks=True)
@@ -169,13 +163,13 @@ def test_no_command_follows_what_a_stranger_put_into_a_run(
 def test_no_file_of_a_run_ends_a_command_with_a_traceback(
     kind: str, complete: Path, tmp_path: Path, in_process: Program
 ) -> None:
-    """JSON nested 200,000 times, and values of other types: what a command can do without is left out, else one line
-    says what is wrong.
+    """Deeply nested JSON and values of wrong types are omitted if a command can do without them, else refused in one
+    line.
     """
     outside, runs = tmp_path / "outside", tmp_path / "runs"
     runs.mkdir()
     shutil.copytree(complete, runs / "good", symlinks=True)
-    for part in (one for one in parts_of(complete) if one.endswith((".json", ".jsonl"))):
+    for part in (file for file in parts_of(complete) if file.endswith((".json", ".jsonl"))):
         shutil.copytree(complete, runs / "bad", symlinks=True)
         make_hostile(runs / "bad", part, kind, outside)
         for command in READERS:
@@ -189,7 +183,7 @@ def test_no_file_of_a_run_ends_a_command_with_a_traceback(
         shutil.rmtree(runs / "bad")
 
 
-def test_a_change_between_the_look_and_the_use_is_caught_by_the_open(tmp_path: Path) -> None:
+def test_links_and_pipes_are_refused_when_a_file_is_opened(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     for number, make in enumerate(

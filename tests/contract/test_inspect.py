@@ -43,7 +43,7 @@ def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     return ["inspect", f"CONFIG={config}"]
 
 
-def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Program, arguments: list[str]) -> None:
+def test_the_terminal_shows_learnt_tokens_and_skipped_rows(program: Program, arguments: list[str]) -> None:
     done = program(*arguments, "ROWS=20")
     assert done.code == 0, done.err
     for shown in re.findall(r"^«.*$", done.out.partition("──")[2], re.MULTILINE):
@@ -53,17 +53,17 @@ def test_the_terminal_shows_what_is_trained_and_what_was_left_out(program: Progr
     assert re.search(
         r"skipped in \[/pairs\] :smile:: 1 \(longer than model\.max_seq_len\): \S+pairs\.jsonl:2", done.out
     )
-    assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown letter for letter"
+    assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown verbatim"
 
 
-def test_samples_are_found_by_their_words(in_process: Program, arguments: list[str]) -> None:
+def test_samples_are_searched_by_their_text(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
-    [found] = done.json["samples"]
-    pieces = found["pieces"]
-    assert found["source"] == "[/pairs] :smile:"
+    [sample] = done.json["samples"]
+    pieces = sample["pieces"]
+    assert sample["source"] == "[/pairs] :smile:"
     assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
-    assert sum(piece["tokens"] for piece in pieces) == found["tokens"]
-    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == found["trained"]
+    assert sum(piece["tokens"] for piece in pieces) == sample["tokens"]
+    assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == sample["trained"]
     assert "no row holds `zebra`" in in_process(*arguments, "SEARCH=zebra").err
 
 
@@ -109,9 +109,9 @@ def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: 
 
 @pytest.mark.parametrize("values", [[1], [98, 97, 3, 3], [8192, 1], [0, 0]])
 def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
-    found = histogram(values)
-    assert sum(found["counts"]) == len(values) and len(found["counts"]) <= MOST_BINS
-    assert all(found["counts"][value // found["width"]] for value in values)
+    bins = histogram(values)
+    assert sum(bins["counts"]) == len(values) and len(bins["counts"]) <= MOST_BINS
+    assert all(bins["counts"][value // bins["width"]] for value in values)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,13 @@ def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
         ("ROWS=0", "`ROWS`"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(in_process: Program, arguments: list[str], typed: str, words: str) -> None:
+def test_data_that_cannot_be_shown_are_refused(
+    in_process: Program, arguments: list[str], typed: str, words: str
+) -> None:
     in_process(*arguments, typed).refused(2, words)
 
 
-def test_rows_that_were_cut_are_told(in_process: Program, arguments: list[str]) -> None:
+def test_truncated_rows_are_reported(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "DATA_OVERLONG=truncate_answers")
     assert "kept of [/pairs] :smile:: 1 cut to model.max_seq_len (1 lost the end of an answer)" in done.out, done.err
     assert "no row was skipped" not in done.out

@@ -33,7 +33,7 @@ def test_files_go_to_the_runs_folder_and_json_says_which(in_process: Program, tm
     assert "these claims must exist: models, runs, each mounted by all pods at once" in again.err
 
 
-def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Path) -> None:
+def test_without_a_description_the_hardware_is_this_machines(in_process: Program, tmp_path: Path) -> None:
     words = ("kubernetes", "CONFIG=configs/quickstart.yaml", "OUT=~/manifests", "KUBERNETES_KIND=job", "JSON=1")
     done = in_process(*words, env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)})
     assert done.code == 0, done.err
@@ -42,7 +42,7 @@ def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (
             ("HARDWARE=8GB", "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct", "TUNING_MODE=full"),
@@ -53,13 +53,13 @@ def test_without_hardware_it_is_this_machines(in_process: Program, tmp_path: Pat
     ],
 )
 def test_bad_input_is_one_error_and_nothing_is_written(
-    in_process: Program, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+    in_process: Program, tmp_path: Path, words: tuple[str, ...], code: int, message: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    given = [*TWO, f"OUT={tmp_path / 'out'}", *(word.replace("FILE", str(tmp_path / "file")) for word in words)]
-    done = in_process("kubernetes", *{word.partition("=")[0]: word for word in given}.values())
+    arguments = [*TWO, f"OUT={tmp_path / 'out'}", *(word.replace("FILE", str(tmp_path / "file")) for word in words)]
+    done = in_process("kubernetes", *{word.partition("=")[0]: word for word in arguments}.values())
     assert done.code == code, done.err
-    assert said in done.err and "Traceback" not in done.err
+    assert message in done.err and "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
 
 
@@ -73,7 +73,7 @@ def test_files_of_others_are_not_written_over(in_process: Program, tmp_path: Pat
 
 def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> None:
     """28 rows per GPU fit, 56 make a step; both kinds are rendered by the commands of its README."""
-    plan, *renders = [shlex.split(one.text) for one in documented_commands() if one.document == EXAMPLE]
+    plan, *renders = [shlex.split(command.text) for command in documented_commands() if command.document == EXAMPLE]
     done = in_process(*plan[1:], "JSON=1")
     assert done.code == 0, done.err
     assert [(r["micro_batch"], r["accumulation"]) for r in done.json["ranks"]] == [(28, 1)] * 2
@@ -82,8 +82,8 @@ def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> No
         done = in_process(*(word for word in words[1:] if not word.startswith("OUT=")), f"OUT={tmp_path / 'out'}")
         assert done.code == 0, done.err
         assert "names `aim`, which is in an image that was built with --build-arg TRACKERS=aim==3.29.1" in done.err
-    found = list(yaml.safe_load_all((tmp_path / "out" / "pytorchjob.yaml").read_text()))
-    for template in pods(found):
+    documents = list(yaml.safe_load_all((tmp_path / "out" / "pytorchjob.yaml").read_text()))
+    for template in pods(documents):
         assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
-    config = json.loads(of_kind(found, "ConfigMap")["data"]["config.json"])["config"]
+    config = json.loads(of_kind(documents, "ConfigMap")["data"]["config.json"])["config"]
     assert config["train"]["extra"]["report_to"] == ["tensorboard", "aim"]

@@ -1,5 +1,4 @@
-"""What is rendered is accepted by the schemas of Kubernetes, by the official models of the operators and by rules for
-what both miss.
+"""Rendered manifests pass Kubernetes' schemas, the operators' official models and rules for what both miss.
 
 The packages come with the development tools (ADR 2).
 """
@@ -36,7 +35,7 @@ Document = dict[str, Any]
 
 
 def builtin_problem(document: Document) -> str | None:
-    """Returns what the schema of a built-in kind says against a document."""
+    """Return the error of a built-in kind's schema for a document."""
     validation = pytest.importorskip("kubernetes_validate")
     try:
         validation.validate(document, VERSION, strict=True)
@@ -45,23 +44,21 @@ def builtin_problem(document: Document) -> str | None:
     return None
 
 
-def lost(given: Any, kept: Any, where: str = "") -> Iterator[str]:
-    """Yields what a model that ignores unknown fields did not keep, and what it put an empty text for: required, and
-    not given.
-    """
-    if isinstance(given, Mapping) and isinstance(kept, Mapping):
-        yield from (f"{where}.{key}" for key in given if key not in kept)
-        yield from (f"{where}.{key}: missing" for key, value in kept.items() if key not in given and value == "")
-        for key in given.keys() & kept.keys():
-            yield from lost(given[key], kept[key], f"{where}.{key}")
-    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        yield from chain.from_iterable(lost(old, new, f"{where}[]") for old, new in zip(given, kept, strict=True))
-    elif given != kept:
-        yield f"{where}: {given!r} became {kept!r}"
+def lost(written: Any, accepted: Any, where: str = "") -> Iterator[str]:
+    """Yield fields that a model dropped as unknown or filled with an empty text because they were missing."""
+    if isinstance(written, Mapping) and isinstance(accepted, Mapping):
+        yield from (f"{where}.{key}" for key in written if key not in accepted)
+        yield from (f"{where}.{key}: missing" for key, value in accepted.items() if key not in written and value == "")
+        for key in written.keys() & accepted.keys():
+            yield from lost(written[key], accepted[key], f"{where}.{key}")
+    elif isinstance(written, list) and isinstance(accepted, list) and len(written) == len(accepted):
+        yield from chain.from_iterable(lost(old, new, f"{where}[]") for old, new in zip(written, accepted, strict=True))
+    elif written != accepted:
+        yield f"{where}: {written!r} became {accepted!r}"
 
 
 def read_by_trainer(document: Document) -> Any:
-    """Returns a document as the official models of Trainer v2 have it."""
+    """Return a document as read by the official models of Trainer v2."""
     pytest.importorskip("kubeflow_trainer_api")
     from kubeflow_trainer_api import models
 
@@ -69,7 +66,7 @@ def read_by_trainer(document: Document) -> Any:
 
 
 def read_by_operator(document: Document) -> Any:
-    """Returns a document as the official models of the Training Operator have it."""
+    """Return a document as read by the official models of the Training Operator."""
     pytest.importorskip("kubeflow.training")
     from kubeflow.training import ApiClient, models
 
@@ -81,7 +78,7 @@ def read_by_operator(document: Document) -> Any:
 
 
 def problem(document: Document) -> str | None:
-    """Returns what the schema of any of our documents says."""
+    """Return the error of the schema for one of our documents."""
     read = {"PyTorchJob": read_by_operator, "TrainJob": read_by_trainer, "TrainingRuntime": read_by_trainer}.get(
         document["kind"]
     )
@@ -92,11 +89,11 @@ def problem(document: Document) -> str | None:
 @pytest.mark.parametrize("words", [(), FULL], ids=["plain", "with everything"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: int) -> None:
-    found = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
-    assert [(document["kind"], problem(document)) for document in found] == [
-        (document["kind"], None) for document in found
+    manifests = documents(f"KUBERNETES_KIND={kind}", f"NUM_NODES={nodes}", *words)
+    assert [(document["kind"], problem(document)) for document in manifests] == [
+        (document["kind"], None) for document in manifests
     ]
-    templates = pods(found)
+    templates = pods(manifests)
     assert templates
     for template in templates:  # custom resources hold pods unchecked
         spec = {"restartPolicy": "Never", **template["spec"]}
@@ -105,18 +102,18 @@ def test_every_document_is_accepted(kind: str, words: tuple[str, ...], nodes: in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pods_name_what_is_there_and_may_do_little(kind: str) -> None:
-    """What every schema takes, and a cluster would refuse, or never start."""
-    found = documents(f"KUBERNETES_KIND={kind}", *FULL)
-    named = {(document["kind"], document["metadata"]["name"]) for document in found}
-    for pod in (template["spec"] for template in pods(found)):
-        [one] = pod["containers"]
-        assert one["resources"]["requests"] == one["resources"]["limits"]
+def test_pods_name_existing_objects_and_have_few_permissions(kind: str) -> None:
+    """Check what every schema accepts but a cluster would refuse or never start."""
+    manifests = documents(f"KUBERNETES_KIND={kind}", *FULL)
+    named = {(document["kind"], document["metadata"]["name"]) for document in manifests}
+    for pod in (template["spec"] for template in pods(manifests)):
+        [container] = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
         assert all(
             ("ConfigMap", volume["configMap"]["name"]) in named for volume in pod["volumes"] if "configMap" in volume
         )
         assert "subdomain" not in pod or ("Service", pod["subdomain"]) in named
         assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
-        assert not one["securityContext"]["allowPrivilegeEscalation"] and one["securityContext"]["capabilities"][
-            "drop"
-        ] == ["ALL"]
+        assert not container["securityContext"]["allowPrivilegeEscalation"] and container["securityContext"][
+            "capabilities"
+        ]["drop"] == ["ALL"]

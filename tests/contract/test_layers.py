@@ -27,9 +27,7 @@ UNUSED = (
 
 
 def test_a_launcher_starts_without_torch() -> None:
-    """That no module of layers 0 to 2 imports a heavy package, but the store of several machines, is import-linter's
-    contract.
-    """
+    """import-linter's contract covers the imports of layers 0 to 2; only the store of several machines is exempt."""
     code = "import sys, sft_play.__main__, sft_play.launch.commands; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
@@ -41,16 +39,16 @@ def test_a_launcher_starts_without_torch() -> None:
 def test_a_worker_imports_nothing_that_its_run_does_not_use(tiny: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny, Trial(mode="lora"))
     _, variables = command(run)
-    found = tmp_path / "found.json"
+    report = tmp_path / "found.json"
     code = (
         "import json, pathlib, sys, sft_play.train\n"
         f"code = sft_play.train.main(['--run', {str(run.path)!r}])\n"
         f"loaded = [m for m in {UNUSED!r} if sys.modules.get(m)]\n"
-        f"pathlib.Path({str(found)!r}).write_text(json.dumps([code, loaded]))"
+        f"pathlib.Path({str(report)!r}).write_text(json.dumps([code, loaded]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(found.read_text()) == [0, []]
+    assert json.loads(report.read_text()) == [0, []]
     assert (run.model / "adapter_model.safetensors").is_file()

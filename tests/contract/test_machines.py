@@ -1,6 +1,4 @@
-"""Machines that are not here, from `make plan` to the refusal of `make train`: what a user of each of them reads
-(B20).
-"""
+"""What users of other machines read, from `make plan` to the refusal of `make train` (B20)."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def test_wsl2_is_planned_without_expandable_segments(in_process: Program, tmp_pa
     assert not plan["expandable_segments"] and any(
         "WSL2's driver fails" in reason for reason in plan["reasons"].values()
     )
-    lost, least = (one["ranks"][0]["memory_bytes"]["fragmentation"] for one in (plan, linux))
+    lost, least = (plan_json["ranks"][0]["memory_bytes"]["fragmentation"] for plan_json in (plan, linux))
     assert lost > least
 
 
@@ -66,28 +64,39 @@ def test_an_accelerate_file_that_asks_for_the_cpu_leaves_gpus_alone(
 
 
 REFUSED: dict[str, tuple[Machine, str, str]] = {
-    "V100": (MACHINES["v100"], "", "torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0); it has sm_75, sm_80"),
+    "V100": (
+        MACHINES["v100"], "",
+        "torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0); it has sm_75, sm_80"
+    ),
     "driver": (MACHINES["old_driver"], "", "torch 2.13.0+cu130 is built for CUDA 13.0, driver 550.54.14 is for 12.4"),
     "CPU build": (
-        MACHINES["cpu_torch"], "", "this machine has 1 GPU, but torch 2.13.0+cpu is a build without CUDA: training would use the CPU",
+        MACHINES["cpu_torch"], "",
+        "this machine has 1 GPU, but torch 2.13.0+cpu is a build without CUDA: training would use the CPU",
     ),
     "rights": (
         MACHINES["mig_without_rights"], "",
-        "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: Insufficient Permissions",
+        "GPU 0 (NVIDIA A100-SXM4-80GB) is split by MIG, and none of its slices can be used here: Insufficient "
+        "Permissions",
     ),
-    "slice that is gone": (MACHINES["mig"], "MIG-2222", "CUDA_VISIBLE_DEVICES=`MIG-2222` names MIG-2222, but no GPU here has it"),
+    "slice that is gone": (
+        MACHINES["mig"], "MIG-2222", "CUDA_VISIBLE_DEVICES=`MIG-2222` names MIG-2222, but no GPU here has it"
+    ),
     "index": (MACHINES["rtx4090"], "0,7", "CUDA_VISIBLE_DEVICES=`0,7` names 7, but this machine has 1 GPU"),
-    "prohibited": (Machine(cards=(replace(RTX4090, mode=2),)), "", "torch 2.13.0+cu130 cannot use GPU 0 (NVIDIA GeForce RTX 4090): "),
+    "prohibited": (
+        Machine(cards=(replace(RTX4090, mode=2),)), "",
+        "torch 2.13.0+cu130 cannot use GPU 0 (NVIDIA GeForce RTX 4090): "
+    ),
     "lost": (Machine(cards=(RTX3090, replace(RTX3090, lost=True))), "", "GPU 1 of 2 does not answer: GPU is lost"),
     "updated driver": (
-        Machine(cards=(RTX4090,), broken=MISMATCH), "", "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch.",
+        Machine(cards=(RTX4090,), broken=MISMATCH), "",
+        "the NVIDIA driver fails: RM has detected an NVML/RM version mismatch.",
     ),
 }  # fmt: skip
 """What -> machine, `CUDA_VISIBLE_DEVICES`, and the message."""
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_training_is_refused_before_there_is_a_run(in_process: Program, tmp_path: Path, what: str) -> None:
+def test_training_is_refused_before_a_run_exists(in_process: Program, tmp_path: Path, what: str) -> None:
     machine, shown, message = REFUSED[what]
     env = machine.environment(tmp_path / "machine", torch=True) | ({"CUDA_VISIBLE_DEVICES": shown} if shown else {})
     done = in_process("train", "CONFIG=configs/quickstart.yaml", "RUN_NAME=never", env=env)
@@ -105,7 +114,7 @@ def test_the_plan_says_what_torch_cannot_use(program: Program, tmp_path: Path) -
     assert fine.code == 0 and "warning" not in fine.err
 
 
-def test_a_lost_card_can_be_left_out(tmp_path: Path, in_process: Program) -> None:
+def test_a_lost_card_can_be_excluded(tmp_path: Path, in_process: Program) -> None:
     env = Machine(cards=(replace(RTX3090, lost=True), RTX3090)).environment(tmp_path)
     assert "`CUDA_VISIBLE_DEVICES=1` continues without it" in in_process("gpu-info", env=env).err
     facts = in_process(
@@ -128,16 +137,16 @@ def test_answers_use_one_card_or_say_why_not(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_worker_that_sees_two_cards_is_refused() -> None:
-    one = SimpleNamespace(distributed_type="NO", num_processes=1)
+    state = SimpleNamespace(distributed_type="NO", num_processes=1)
     plan = simple_plan(device="cuda")
-    check_world(plan, one, 1)
+    check_world(plan, state, 1)
     with pytest.raises(HardwareError, match="sees 2 GPUs and would train under torch's DataParallel"):
-        check_world(plan, one, 2)
+        check_world(plan, state, 2)
 
 
 def test_other_makers_gpus_are_named(tmp_path: Path, in_process: Program) -> None:
     env = Machine(cards=(), broken=NOT_LOADED, system="Darwin").environment(tmp_path)
     plan = in_process("plan", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env)
-    said = "training runs on the CPU: Apple's GPUs (MPS) are not supported"
-    assert plan.code == 0 and said in plan.json["reasons"].values(), plan.err
-    assert said in in_process("gpu-info", env=env).out
+    notice = "training runs on the CPU: Apple's GPUs (MPS) are not supported"
+    assert plan.code == 0 and notice in plan.json["reasons"].values(), plan.err
+    assert notice in in_process("gpu-info", env=env).out

@@ -34,7 +34,7 @@ def makefile_targets() -> set[str]:
     return makefile_commands() | set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, re.M))
 
 
-def test_every_command_is_a_target_and_the_other_way_round() -> None:
+def test_commands_and_targets_are_the_same() -> None:
     assert makefile_commands() == set(COMMANDS)
     assert makefile_targets() - makefile_commands() == set(MAKEFILE_TARGETS)
 
@@ -64,8 +64,9 @@ def test_documents_name_only_targets_that_exist(document) -> None:
 def make(
     *words: str, before: Callable[[], object] = lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 ) -> subprocess.CompletedProcess[str]:
-    """Runs make in the repository, where all is installed; `before` is called in its process. What a shell starts in the
-    background would ignore SIGQUIT.
+    """Run make in the repository, with all installed; `before` is called in its process.
+
+    What a shell starts in the background would ignore SIGQUIT.
     """
     installed = ["-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench"]
     return subprocess.run(
@@ -81,7 +82,7 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["test", "FOO=2", "TRAIN_X=1"], "takes no TRAIN_X FOO"),
         (["check", "TESTS=tests/unit"], "takes no TESTS"),
@@ -91,12 +92,12 @@ def make(
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: list[str], said: str) -> None:
+def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: list[str], message: str) -> None:
     done = make("-n", *words)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
+def test_a_variable_of_an_outer_make_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"ci:\n\t@$(MAKE) -C {ROOT} plan CONFIG=quickstart\n")
     done = subprocess.run(
         ["make", "ci", "ENV=prod"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
@@ -106,9 +107,9 @@ def test_a_variable_of_an_outer_make_is_told_as_such(tmp_path: Path) -> None:
     )
 
 
-def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: Path) -> None:
+def test_make_elsewhere_or_with_b_is_refused_with_the_right_way(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\n")
-    said = []
+    errors = []
     for words, folder in (
         (["plan"], tmp_path),
         (["-f", f"{ROOT}/Makefile", "plan"], tmp_path),
@@ -119,8 +120,8 @@ def test_elsewhere_and_when_all_is_made_again_the_right_way_is_named(tmp_path: P
             ["make", *words], cwd=folder, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 2 and f"type `make -C {ROOT} ...`" in done.stderr and not done.stdout, done.stderr
-        said.append(done.stderr)
-    assert all("its own folder" in one for one in said[:2]) and all("`-B` would" in one for one in said[2:])
+        errors.append(done.stderr)
+    assert all("its own folder" in error for error in errors[:2]) and all("`-B` would" in error for error in errors[2:])
     assert make("-n", "config", "BUILD=B").returncode == 0, "a variable is no option"
 
 
@@ -138,8 +139,8 @@ AWKWARD = ['"; touch x; "', "$(touch x)", "$(shell touch x)", "`touch x`", "two 
     ("goal", "name"),
     [("test", "TESTS"), ("bench-preparation", "ROWS"), ("install", "PYTHON")],
 )
-def test_values_reach_the_program_letter_for_letter(goal: str, name: str, value: str, tmp_path: Path) -> None:
-    """Runs the recipe with programs that write their arguments down, typed and from the environment."""
+def test_values_reach_the_program_verbatim(goal: str, name: str, value: str, tmp_path: Path) -> None:
+    """Run the recipe with programs that write their arguments down, typed and from the environment."""
     (tmp_path / "Makefile").write_text(MAKEFILE)
     for program in (tmp_path / "v/bin/python", tmp_path / "scripts/install.sh"):
         program.parent.mkdir(parents=True)
@@ -165,7 +166,7 @@ def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None
     assert "give a path without blanks" in done.stderr
 
 
-def test_what_scripts_see_of_a_failure() -> None:
+def test_make_passes_on_a_failing_exit_code() -> None:
     """The code of docs/launching.md is 2, which make does not pass on."""
     assert make(*HERE, "plan", "CONFIG=no.yaml").returncode == 1
     deaf = make(*HERE, "plan", "CONFIG=no.yaml", before=lambda: signal.signal(signal.SIGQUIT, signal.SIG_IGN))
@@ -173,7 +174,7 @@ def test_what_scripts_see_of_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["train-distribted", "CONFIG=x"],
@@ -186,8 +187,8 @@ def test_what_scripts_see_of_a_failure() -> None:
         ),
     ],
 )
-def test_what_is_typed_wrongly_is_told_with_the_right_word_and_nothing_of_makes_own(
-    words: list[str], said: str
+def test_mistyped_words_are_refused_with_the_right_one_and_without_makes_messages(
+    words: list[str], message: str
 ) -> None:
     done = make(*HERE, *words)
-    assert done.returncode and said in done.stderr and "make:" not in done.stderr, done.stderr
+    assert done.returncode and message in done.stderr and "make:" not in done.stderr, done.stderr

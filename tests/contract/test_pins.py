@@ -17,33 +17,33 @@ WITH_PYTHON = {"pip", "setuptools", "wheel"}
 
 
 def pinned() -> list[Requirement]:
-    """Returns the lines of `constraints.txt`."""
+    """Return the lines of `constraints.txt`."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [Requirement(text) for line in lines if (text := line.partition("#")[0].strip())]
 
 
 def test_every_line_pins_one_version_and_no_package_twice() -> None:
-    found = pinned()
-    assert all([one.operator for one in line.specifier] == ["=="] for line in found)
-    assert len({canonicalize_name(one.name) for one in found}) == len(found) > 100
+    requirements = pinned()
+    assert all([requirement.operator for requirement in line.specifier] == ["=="] for line in requirements)
+    assert len({canonicalize_name(requirement.name) for requirement in requirements}) == len(requirements) > 100
 
 
 @pytest.mark.pinned
-def test_everything_that_is_needed_is_pinned_and_installed_so() -> None:
-    pins = {canonicalize_name(one.name): one for one in pinned()}
+def test_all_dependencies_are_pinned_and_installed_in_that_version() -> None:
+    pins = {canonicalize_name(pin.name): pin for pin in pinned()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     waiting = [(Requirement(text), {""}) for group in groups for text in group]
     loose = {
-        one.name for one, _ in waiting if canonicalize_name(one.name) not in pins and "==" not in str(one.specifier)
+        pin.name for pin, _ in waiting if canonicalize_name(pin.name) not in pins and "==" not in str(pin.specifier)
     }
     assert loose == set(), "named in pyproject.toml"
     seen = set()
     while waiting:
         requirement, extras = waiting.pop()
         name = canonicalize_name(requirement.name)
-        wanted = not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
-        if not wanted or (name, *requirement.extras) in seen or name in WITH_PYTHON:
+        applies = not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
+        if not applies or (name, *requirement.extras) in seen or name in WITH_PYTHON:
             continue
         seen.add((name, *requirement.extras))
         try:

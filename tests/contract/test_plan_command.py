@@ -41,7 +41,7 @@ def tiny_config(tmp_path: Path, tiny: Path) -> Path:
     return path
 
 
-def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> None:
+def test_the_quickstart_is_planned_without_a_gpu(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(), broken=NOT_LOADED).environment(tmp_path / "nvml") | {"SFT_PLAY_CACHE": str(tmp_path)}
     done = program("plan", "CONFIG=configs/quickstart.yaml", env=env)
     assert done.code == 0, done.err
@@ -57,7 +57,7 @@ def test_the_quickstart_on_this_machine(program: Program, tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def test_json_is_plan_json(in_process: Program, tiny_config: Path) -> None:
+def test_json_output_is_that_of_plan_json(in_process: Program, tiny_config: Path) -> None:
     value = in_process(
         "plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", "NUM_NODES=2", "JSON=1", "TRAIN_GLOBAL_BATCH_SIZE=64"
     ).json
@@ -68,18 +68,18 @@ def test_json_is_plan_json(in_process: Program, tiny_config: Path) -> None:
 
 
 @pytest.mark.quiet
-def test_it_answers_in_less_time_than_torch_is_imported_in(program: Program) -> None:
+def test_a_plan_is_made_faster_than_torch_is_imported(program: Program) -> None:
     words = ("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=2x24GB")
     assert seconds_of(lambda: program(*words))[0] < importing("torch")
 
 
-def test_detected_cards(program: Program, tmp_path: Path) -> None:
+def test_a_plan_uses_the_detected_cards(program: Program, tmp_path: Path) -> None:
     env = Machine(cards=(Gpu("NVIDIA H200", 139.8, 138.0, (9, 0)),) * 2).environment(tmp_path / "nvml")
     plan = program("plan", "CONFIG=configs/run_bnb.yaml", "JSON=1", env=env).json
     assert plan["world_size"] == 2 and plan["strategy"] == "ddp" and plan["ranks"][0]["device_name"] == "NVIDIA H200"
 
 
-def test_what_is_typed_counts(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
+def test_typed_files_decide_the_plan(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
     """DeepSpeed and accelerate files decide as they would in training."""
     own = tmp_path / "own.json"
     own.write_text('{"zero_optimization": {"stage": 1}} // mine\n', encoding="utf-8")
@@ -97,8 +97,8 @@ def test_what_is_typed_counts(in_process: Program, tiny_config: Path, tmp_path: 
     assert f"to run it: make train-distributed CONFIG={tiny_config} NUM_GPUS=2 TRAIN_SEED=7" in shown
 
 
-def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
-    """`RUN` is planned as it was launched, by what its preparation found."""
+def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
+    """`RUN` is planned as it was launched, with its prepared rows."""
     first = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
     run = tmp_path / "runs" / "before"
     run.mkdir(parents=True)
@@ -127,7 +127,9 @@ def test_a_runs_own_plan_again(in_process: Program, tiny_config: Path, tmp_path:
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
     ],
 )
-def test_refusals(in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]) -> None:
+def test_wrong_calls_of_plan_are_refused(
+    in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]
+) -> None:
     done = in_process("plan", "CONFIG=configs/quickstart.yaml", *words)
     assert done.code == code and done.err.startswith("error: "), done.out + done.err
     assert not done.out or done.out.startswith("needs ")  # what does not fit is shown part by part

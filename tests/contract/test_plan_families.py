@@ -39,7 +39,7 @@ def test_a_model_as_its_family_saves_it_is_counted_and_traced(program: Program, 
     )
 
 
-def test_what_a_mixture_s_adapters_and_experts_are_is_said(program: Program, tmp_path: Path) -> None:
+def test_adapters_and_experts_of_a_mixture_are_described(program: Program, tmp_path: Path) -> None:
     """Its router is no linear layer."""
     tiny_model("glm4_moe", "meta").config.save_pretrained(tmp_path)
     words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula")
@@ -56,18 +56,18 @@ def test_what_a_mixture_s_adapters_and_experts_are_is_said(program: Program, tmp
 
 
 @pytest.mark.parametrize(
-    ("family", "said"),
+    ("family", "message"),
     [
         ("nobody_knows_it", "knows no `model_type: nobody_knows_it`"),
         ("paligemma", "`paligemma` is not a language model of transformers"),
     ],
 )
 def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
-    program: Program, tmp_path: Path, family: str, said: str
+    program: Program, tmp_path: Path, family: str, message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     done = program(*PLAN, f"MODEL_NAME={tmp_path}")
-    assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and said in done.err, done.err
+    assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and message in done.err, done.err
 
 
 def test_typed_targets_of_one_layer_count_once_and_a_shared_head_is_refused(program: Program, tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""The shipped presets are those of docs/presets.md, and what comments and pages say of batches and speeds is what the
-plan finds.
-"""
+"""The shipped presets are those of docs/presets.md, and quoted batches and speeds are those of the plan."""
 
 from __future__ import annotations
 
@@ -34,18 +32,21 @@ def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_s
     else:
         with pytest.raises(DoesNotFitError, match="does not fit") as error:
             plan_of(name, described, batch_size=micro, grad_accum=accumulation)
-        # What fits beside it makes the same step.
+        # What fits in addition makes the same step.
         plan = plan_of(name, described)
         assert plan.ranks[0].micro_batch < micro and error.value.micro_batch == micro and plan.global_batch_size == rows
 
 
 # Every preset on every machine that it is for: by name, by the memory that its comment states, and joined as it says.
 MACHINES = [
-    ("run_bnb", "16GB"), ("run_bnb", "T4"), ("run_unsloth", "16GB"), ("rtx4090_sli", "2xRTX3090"), ("a100_pair", "2x80GB"),
-    ("h100_pair", "2xH100PCIe"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"), ("l40s_pair", "2x48GB@10Gbit"),
+    ("run_bnb", "16GB"), ("run_bnb", "T4"), ("run_unsloth", "16GB"), ("rtx4090_sli", "2xRTX3090"),
+    ("a100_pair", "2x80GB"),
+    ("h100_pair", "2xH100PCIe"), ("h200_pair", "2xH200NVL"), ("h200_quad", "4x141GB"), ("l40s_single", "48GB"),
+    ("l40s_pair", "2x48GB@10Gbit"),
     ("home_lan", LAN), ("home_lan_13b", "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop@1Gbit"),
-    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "cpu"), ("quickstart", "cpu"),
-    ("run_cpu", "cpu"), ("from_scratch", "8GB"), ("cpu_qwen3_5", "cpu"), ("run_bnb_qwen3_5", "16GB"), ("rtx4090_sli_gemma4", "2x24GB"),
+    ("smoke", "8GB+8GB@1Gbit"), ("smoke", "cpu"), ("quickstart", "cpu"), ("run_cpu", "cpu"), ("from_scratch", "8GB"),
+    ("cpu_qwen3_5", "cpu"), ("run_bnb_qwen3_5", "16GB"),
+    ("rtx4090_sli_gemma4", "2x24GB"),
     ("home_lan_smollm3", LAN), ("h200_pair_gemma4", "2xH200"), ("h200_single_gpt_oss", "H200"),
 ]  # fmt: skip
 
@@ -81,6 +82,6 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:60])
 def test_speeds_are_the_plans(in_process: Program, words: list[str]) -> None:
     assert len(COMMANDS) >= 5
-    found = in_process("plan", *words, "JSON=1").json
-    for speed in [row["tokens_per_second"] for row in found.get("scale", [])] or [found["tokens_per_second"]]:
+    plan = in_process("plan", *words, "JSON=1").json
+    for speed in [row["tokens_per_second"] for row in plan.get("scale", [])] or [plan["tokens_per_second"]]:
         assert f"{speed:,.0f}" in FORECAST[HEADING:], words

@@ -24,8 +24,8 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.training_metrics.write_text(json.dumps({"steps": 5, "training_seconds": 90, "tokens_per_second": 1234.5}))
     for step, mean in ((0, 0.1), (5, 0.4)):
         run.evaluation(step).mkdir(parents=True)
-        found = {"loss": 3.0 - step / 5, "rougeL": {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "n": 40}}
-        (run.evaluation(step) / "scores.json").write_text(json.dumps(found))
+        scores = {"loss": 3.0 - step / 5, "rougeL": {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "n": 40}}
+        (run.evaluation(step) / "scores.json").write_text(json.dumps(scores))
     stamp = json.loads((run.model / "stamp.json").read_text())
     (run.model / "stamp.json").write_text(json.dumps({**stamp, "step": 5}))
     return folder
@@ -39,7 +39,7 @@ def typed(runs: Path, *words: str, hub: Repository | None = None, token: str = T
     return done
 
 
-def test_the_card_says_what_made_the_model(runs: Path, tmp_path: Path) -> None:
+def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     done = typed(runs, "card", "RUN=tuned", f"OUT={tmp_path / 'card.md'}")
     assert done.code == 0, done.err
     text = (tmp_path / "card.md").read_text()
@@ -65,7 +65,7 @@ def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"peft_type": "IA3"}, "`peft_type` is `IA3`"),
         ({"layer_replication": [[0, 100_000]]}, "`layer_replication`"),
@@ -76,23 +76,23 @@ def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> N
         ([], "`peft_type` is `None`"),
     ],
 )
-def test_an_adapter_of_another_making_is_refused_in_a_sentence(
-    changed: Any, said: str, runs: Path, tmp_path: Path
+def test_an_unsupported_adapter_is_refused_in_a_sentence(
+    changed: Any, message: str, runs: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tuned"
     shutil.copytree(runs / "tuned", folder)
     path = folder / "model" / "adapter_config.json"
     path.write_text(json.dumps(changed if isinstance(changed, list) else json.loads(path.read_text()) | changed))
     for words in (("infer", f"RUN={folder}", "PROMPT=a"), ("merge", f"RUN={folder}", f"OUT={tmp_path / 'out'}")):
-        call_program(list(words), environment(runs / "cache", runs)).refused(5, said)
+        call_program(list(words), environment(runs / "cache", runs)).refused(5, message)
 
 
 def test_all_weights_go_to_the_hub_where_the_base_is_a_folder(runs: Path, tiny: Path) -> None:
     words = ("push", "RUN=tuned", "REPO=me/whole", "MERGED=1", "YES=1")
     typed(runs, *words).refused(5, "there are no merged weights", "make merge RUN=tuned")
     assert "make merge RUN=tuned && make push RUN=tuned" in typed(runs, *words[:3]).out
-    made = typed(runs, "merge", "RUN=tuned")
-    assert made.code == 0 and "make push RUN=tuned REPO=owner/name MERGED=1" in made.err, made.err
+    merged = typed(runs, "merge", "RUN=tuned")
+    assert merged.code == 0 and "make push RUN=tuned REPO=owner/name MERGED=1" in merged.err, merged.err
     config = runs / "tuned" / "merged" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": str(tiny)}))
     with serve_repository() as hub:
@@ -121,7 +121,7 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
             "passwords.json",
             "evil.md",
             "old.safetensors",
-        ):  # what else is beside the weights stays here
+        ):  # other files next to the weights stay here
             (runs / "tuned" / "model" / name).write_text("mine alone")
         done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub)
         assert done.code == 0, done.err
@@ -145,7 +145,7 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
         assert again.json["exists"] and "adapter_model.safetensors" in again.json["replaced"]
 
 
-def test_what_the_hub_refuses_is_said(runs: Path) -> None:
+def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
     with serve_repository(readers={"hf_reads_only"}) as hub:
         for token, code, words in (
             ("hf_reads_only", 4, "may not write to `me/tuned`"),
@@ -159,14 +159,14 @@ def test_what_the_hub_refuses_is_said(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("token", "why"), [(TOKEN, "the hub cannot be reached"), ("", "no token for the hub is set")])
-def test_what_would_go_is_shown_without_a_hub(runs: Path, token: str, why: str) -> None:
+def test_an_upload_is_listed_without_a_hub(runs: Path, token: str, why: str) -> None:
     done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token=token)
     assert done.code == 0, done.err
     size = (runs / "tuned" / "model" / "adapter_model.safetensors").stat().st_size
     assert f"{size:,}  adapter_model.safetensors" in done.out and f"not compared with the hub: {why}" in done.out
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500]" in done.out, "the card"
     assert done.out.endswith("nothing was uploaded; YES=1 does it\n")
-    found = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token=token).json
-    assert (found["exists"], found["replaced"], found["uploaded"]) == (None, None, None) and found["card"].startswith(
-        "---"
-    )
+    answer = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token=token).json
+    assert (answer["exists"], answer["replaced"], answer["uploaded"]) == (None, None, None) and answer[
+        "card"
+    ].startswith("---")

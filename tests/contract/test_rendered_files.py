@@ -16,11 +16,11 @@ from tests.documents import ROOT
 pytestmark = pytest.mark.slow
 
 
-def test_kept_files_are_fresh_and_nothing_else_is_kept_there() -> None:
+def test_committed_files_are_up_to_date_and_there_are_no_others() -> None:
     folders = (ROOT / "accelerate_configs", ROOT / "deepspeed")
-    found = [path for folder in folders for path in folder.iterdir() if path.name not in ("local.yaml", "README.md")]
-    kept = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in found}
-    assert kept == kept_files(), "run `make render`"
+    paths = [path for folder in folders for path in folder.iterdir() if path.name not in ("local.yaml", "README.md")]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+    assert texts == kept_files(), "run `make render`"
 
 
 LIBRARIES = """
@@ -52,9 +52,9 @@ def test_the_libraries_read_them_and_removed_keys_are_known() -> None:
     shown = subprocess.check_output(
         [sys.executable, "-c", LIBRARIES], cwd=ROOT, env=environment, text=True, timeout=240
     )
-    found = json.loads(shown.splitlines()[-1])
-    assert set(found["accelerate"]) == set(KEPT)
-    assert found["accelerate"]["cpu_ddp"] == ["MULTI_GPU", 2, "no", None]
-    assert found["accelerate"]["fsdp2"] == ["FSDP", 2, "bf16", 2]
-    assert found["accelerate"]["zero3_offload"][0] == "DEEPSPEED"
-    assert set(found["removed"]) == REMOVED
+    settings = json.loads(shown.splitlines()[-1])
+    assert set(settings["accelerate"]) == set(KEPT)
+    assert settings["accelerate"]["cpu_ddp"] == ["MULTI_GPU", 2, "no", None]
+    assert settings["accelerate"]["fsdp2"] == ["FSDP", 2, "bf16", 2]
+    assert settings["accelerate"]["zero3_offload"][0] == "DEEPSPEED"
+    assert set(settings["removed"]) == REMOVED

@@ -1,4 +1,4 @@
-"""`make report` and `make ui`: what a run left, as a page in Chromium and behind the server's check."""
+"""`make report` and `make ui`: a run's files as a page in Chromium and behind the server's check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\
 
 
 def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -> Path:
-    """Writes the files that a run leaves."""
+    """Write the files that a run leaves."""
     folder = runs / name
     evaluation = folder / "eval" / "step-000040"
     ranks = [{"rank": number, "device": "cpu", "memory_bytes": {"frozen": 2**30, "free": 2**30}} for number in (0, 1)]
@@ -143,8 +143,8 @@ def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) ->
 
 def test_a_spike_stays_in_a_thinned_curve() -> None:
     rows = [{"kind": "train", "step": step, "loss": 50.0 if step == 7_777 else 1.0} for step in range(20_000)]
-    found = curves_of(rows)["train"]
-    assert len(found["step"]) <= POINTS and (found["step"][0], found["step"][-1], max(found["loss"])) == (
+    curve = curves_of(rows)["train"]
+    assert len(curve["step"]) <= POINTS and (curve["step"][0], curve["step"][-1], max(curve["loss"])) == (
         0,
         19_999,
         50.0,
@@ -153,7 +153,7 @@ def test_a_spike_stays_in_a_thinned_curve() -> None:
 
 @contextmanager
 def served(runs: Path, *words: str, **variables: str) -> Iterator[str]:
-    """Runs `make ui` and yields its address."""
+    """Run `make ui` and yield its address."""
     env = {**os.environ, "RUNS_DIR": str(runs), "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-m", "sft_play", "ui", "PORT=18600", "JSON=1", *words]
     with subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
@@ -202,7 +202,7 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         assert not shown.complaints
 
 
-def test_others_need_the_token(runs: Path, in_process: Program) -> None:
+def test_other_clients_need_the_token(runs: Path, in_process: Program) -> None:
     assert in_process("ui", "HOST=0.0.0.0", runs=runs).code == 2
     token = "a-token-of-many-letters"
     with served(runs, "HOST=0.0.0.0", SFT_PLAY_SERVE_TOKEN=token) as url:
@@ -211,17 +211,17 @@ def test_others_need_the_token(runs: Path, in_process: Program) -> None:
             base64.b64encode(f"me:{password}".encode()).decode() for password in (token, "wrong-but-long-enough")
         )
         # `Basic` is how a browser sends what it asked for.
-        for given, status in (
+        for authorization, status in (
             (f"Bearer {token}", 200),
             (f"Basic {right}", 200),
             (f"Basic {wrong}", 401),
             (f"Basic {token}", 401),
         ):
-            assert asked(f"{url}api/runs", Authorization=given)[0] == status
+            assert asked(f"{url}api/runs", Authorization=authorization)[0] == status
 
 
 def million_rows(runs: Path) -> tuple[float, Any]:
-    """Returns in how many seconds the curves of a million rows were there, and the curves."""
+    """Return the seconds until the curves of a million rows arrived, and the curves."""
     path = runs / "first" / "metrics.jsonl"
     row = '{{"kind": "train", "step": {}, "loss": 2.5, "rank_loss": [2.0, 2.0]}}\n'
     with path.open("w") as stream:
@@ -231,14 +231,14 @@ def million_rows(runs: Path) -> tuple[float, Any]:
     with served(runs) as url:
         asked(url)
         begun = time.monotonic()
-        found = json.loads(asked(f"{url}api/run/first")[1])["curves"]
-        return time.monotonic() - begun, found
+        curves = json.loads(asked(f"{url}api/run/first")[1])["curves"]
+        return time.monotonic() - begun, curves
 
 
 def test_the_curves_of_a_million_rows_are_thinned(runs: Path) -> None:
-    _, found = million_rows(runs)
-    assert found["train"]["step"][-1] == 999_999
-    assert len(found["eval"]["step"]) == 100, "every evaluation is there"
+    _, curves = million_rows(runs)
+    assert curves["train"]["step"][-1] == 999_999
+    assert len(curves["eval"]["step"]) == 100, "every evaluation is there"
 
 
 @pytest.mark.quiet

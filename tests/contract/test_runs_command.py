@@ -1,4 +1,4 @@
-"""`make runs`, `stop`, `logs`: what they say of runs in every state. Training runs are in
+"""`make runs`, `stop`, `logs`: their output for runs in every state. Training runs are in
 tests/distributed/test_stops.py.
 """
 
@@ -52,7 +52,7 @@ def make_run(runs: Path, name: str, *events: str, best: str = "loss") -> RunFold
 
 
 def hold(run: RunFolder, **variables: str) -> subprocess.Popen[str]:
-    """Starts a process that holds a run's lock as its launcher does, and records how it ends."""
+    """Start a process that holds a run's lock as a launcher does and records how it ends."""
     words = [sys.executable, "-c", HOLDER, str(run.path)]
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **variables}
@@ -61,7 +61,7 @@ def hold(run: RunFolder, **variables: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_all_states_are_listed(in_process: Program, tmp_path: Path) -> None:
+def test_runs_in_every_state_are_listed(in_process: Program, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     states = {"done": ("started", "finished"), "broken": ("started", "failed"), "gone": ("started",), "none": ()}
     for name, events in states.items():
@@ -120,16 +120,16 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
     lines = in_process("runs", "CSV=1", "SORT=name").out.splitlines()
     assert len(lines) == 4 and lines[0].startswith("name,state,") and lines[1].startswith("a,finished,")
-    for words, said in (
+    for words, message in (
         ("SORT=speed", "names the column `speed`"),
         ("WHERE=speed<3", "names the column `speed`, which is missing"),
         ("WHERE=__import__('os')", "not a function"),
     ):
-        in_process("runs", words).refused(2, said)
+        in_process("runs", words).refused(2, message)
 
 
 @pytest.mark.parametrize("by_script", [True, False])
-def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that_a_batch_script_goes_on(
+def test_stop_signals_even_a_suspended_holder_of_the_lock_and_mentions_a_batch_script(
     program: Program, tmp_path: Path, by_script: bool
 ) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
@@ -153,26 +153,28 @@ def test_stop_asks_the_process_that_holds_the_lock_be_it_suspended_and_says_that
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("logs RUN=now RANK=7", "there are those of ranks 0, 1"),
         ("logs", "`make logs` needs `RUN=name-or-folder`"),
         ("logs RUN=now rank=1", "`RANK=1`"),
     ],
 )
-def test_refusals(in_process: Program, tmp_path: Path, words: str, said: str) -> None:
+def test_wrong_calls_of_runs_stop_and_logs_are_refused(
+    in_process: Program, tmp_path: Path, words: str, message: str
+) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     for rank in (0, 1):
         run.rank_log(rank).write_text(f"rank {rank} speaks\n")
-    in_process(*words.split()).refused(2, said)
+    in_process(*words.split()).refused(2, message)
 
 
-def test_logs_of_a_rank_and_what_is_added(in_process: Program, tmp_path: Path) -> None:
+def test_logs_of_a_rank_are_shown_and_followed(in_process: Program, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "now", "started")
     run.rank_log(1).write_text("first\n")
     assert in_process("logs", "RUN=now", "RANK=1").out == "first\n"
-    found: Any = in_process("logs", "RUN=now", "RANK=1", "JSON=1").json
-    assert found["rank"] == 1 and found["text"] == "first\n"
+    log: Any = in_process("logs", "RUN=now", "RANK=1", "JSON=1").json
+    assert log["rank"] == 1 and log["text"] == "first\n"
     launcher = hold(run)
     words = [sys.executable, "-m", "sft_play", "logs", "RUN=now", "RANK=1", "FOLLOW=1"]
     env = {**os.environ, "RUNS_DIR": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}

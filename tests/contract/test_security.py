@@ -1,6 +1,4 @@
-"""What a stranger's text, file, folder or configuration can make this program do: nothing. And where tokens are
-refused.
-"""
+"""A stranger's text, file, folder or configuration cannot act here, and tokens are refused where they would leak."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def typed(settings: Mapping[str, str]) -> list[Override]:
 
 
 @pytest.mark.parametrize("key", TEXT_KEYS)
-def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
+def test_every_text_key_keeps_a_value_verbatim_or_refuses_it(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,10 +79,10 @@ def test_every_text_key_takes_a_value_letter_for_letter_or_refuses_it(
             continue
         save_config(loaded, tmp_path / "config.json")
         save_config(read_config(tmp_path / "config.json", of_run=False), tmp_path / "config.json")
-        kept = flatten(read_config(tmp_path / "config.json", of_run=False))[key]
-        if isinstance(kept, dict) and value.startswith("{"):
+        read_back = flatten(read_config(tmp_path / "config.json", of_run=False))[key]
+        if isinstance(read_back, dict) and value.startswith("{"):
             continue  # a key that takes a mapping reads one
-        assert kept == value or value in str(kept), f"{key} was given {value!r} and is {kept!r}"
+        assert read_back == value or value in str(read_back), f"{key} was given {value!r} and is {read_back!r}"
         taken += 1
     assert {path.name for path in tmp_path.iterdir()} <= {"config.json"}
     assert taken or key not in ("model.name", "data.train_path"), "a check that refuses everything checks nothing"
@@ -110,9 +108,9 @@ def test_a_token_in_a_configuration_is_refused_and_not_repeated(text: str, tmp_p
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         load_config(path, environ={})
-    said = caught.value.render()
-    assert SECRET not in said and SECRET[:20] not in said
-    assert "HF_TOKEN" in said or "max_seq_len" in said or "hub_token" in said
+    rendered = caught.value.render()
+    assert SECRET not in rendered and SECRET[:20] not in rendered
+    assert "HF_TOKEN" in rendered or "max_seq_len" in rendered or "hub_token" in rendered
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_a_token_on_the_command_line_is_refused_and_not_repeated(word: str, in_p
         "github_pat_11AA_Planted0Secret0Planted",
     ],
 )
-def test_every_letter_of_a_token_is_left_out(token: str) -> None:
+def test_no_letter_of_a_token_is_printed(token: str) -> None:
     shown = without_tokens(f"a `{token}` b")
     assert shown.startswith("a `") and shown.endswith("...` b") and not re.search("(?i)planted|tail|secret", shown), (
         shown
@@ -153,7 +151,7 @@ def test_every_letter_of_a_token_is_left_out(token: str) -> None:
         "hf_x.jsonl",
     ],
 )
-def test_what_is_no_token_is_left_alone(text: str) -> None:
+def test_text_that_is_no_token_is_unchanged(text: str) -> None:
     assert without_tokens(text) == text
 
 
@@ -167,8 +165,8 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(
         " hunter2hunter2}]}\n"
     )
     for words in (
-        ("config", "CONFIG=quickstart", given := f"{word}=hunter2hunter2"),
-        ("runs", given),
+        ("config", "CONFIG=quickstart", override := f"{word}=hunter2hunter2"),
+        ("runs", override),
         ("config", f"CONFIG={path}"),
     ):
         done = in_process(*words)
@@ -187,7 +185,7 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(
         ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
     ],
 )
-def test_what_could_be_a_secret_by_name_or_looks_stays_in_the_environment(
+def test_values_that_look_like_secrets_stay_in_the_environment(
     name: str, value: str, in_process: Program, tmp_path: Path
 ) -> None:
     path = tmp_path / "c.yaml"
@@ -224,18 +222,16 @@ def test_secrets_of_the_environment_are_masked(name: str, value: str, shown: str
 
 @pytest.mark.parametrize("revision", [None, "main", "a" * 39, "A" * 40])
 def test_code_of_the_hub_runs_only_at_a_full_commit(revision: str | None) -> None:
-    given = {"model.name": "x/y", "model.trust_remote_code": "true"} | (
+    settings = {"model.name": "x/y", "model.trust_remote_code": "true"} | (
         {"model.revision": revision} if revision else {}
     )
     with pytest.raises(UserError, match="pinned to one commit") as caught:
-        load_config(None, typed(given), environ={})
+        load_config(None, typed(settings), environ={})
     assert "40 hexadecimal" in str(caught.value.hint)
 
 
-def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
-    """A variable that a profile or an image exports would hold for every model; a word that is typed is for this
-    command.
-    """
+def test_code_is_not_trusted_by_an_environment_variable(tmp_path: Path) -> None:
+    """A variable that a profile or an image exports would apply to every model; a typed word applies to one command."""
     path, variable = tmp_path / "one.yaml", {"SFT_MODEL_TRUST_REMOTE_CODE": "true"}
     for name in (tmp_path, "x/y"):
         path.write_text(f"model: {{name: {name}, revision: {'a' * 40}}}\ndata: {{train_path: rows.jsonl}}\n")
@@ -244,14 +240,14 @@ def test_the_environment_trusts_no_code(tmp_path: Path) -> None:
         assert caught.value.place == "environment SFT_MODEL_TRUST_REMOTE_CODE=true"
         assert "MODEL_TRUST_REMOTE_CODE=true with the command" in str(caught.value.hint)
         assert not load_config(path, environ={"SFT_MODEL_TRUST_REMOTE_CODE": "false"}).config.model.trust_remote_code
-        said = typed({"model.trust_remote_code": "true"})
-        assert load_config(path, said, environ=variable).config.model.trust_remote_code
+        answer = typed({"model.trust_remote_code": "true"})
+        assert load_config(path, answer, environ=variable).config.model.trust_remote_code
     path.write_text(f"model: {{name: {tmp_path}, trust_remote_code: true}}\ndata: {{train_path: rows.jsonl}}\n")
     assert load_config(path, environ={}).config.model.trust_remote_code
 
 
 def trainable(folder: Path, model: Path) -> Path:
-    """Writes the configuration of a run of one step, and its rows."""
+    """Write the configuration of a run of one step, and its rows."""
     data, config = folder / "d.jsonl", folder / "c.yaml"
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     config.write_text(
@@ -261,9 +257,9 @@ def trainable(folder: Path, model: Path) -> Path:
     return config
 
 
-def change(path: Path, **more: Any) -> None:
-    """Changes fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+def change(path: Path, **values: Any) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 CODE = """
@@ -281,7 +277,7 @@ class MyTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose configuration, weights and tokenizer all want to run `code.py`."""
+    """Build a model whose configuration, weights and tokenizer all ask to run `code.py`."""
     folder = build_tiny_llama(tmp_path_factory.mktemp("models") / "mine")
     (folder / "code_of_mine.py").write_text(CODE.format(mark=str(folder / "ran")))
     classes = {"AutoConfig": "code_of_mine.MyConfig", "AutoModelForCausalLM": "code_of_mine.MyModel"}
@@ -292,8 +288,8 @@ def with_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_models_code_runs_only_by_this_users_own_words(with_code: Path, program: Program, tmp_path: Path) -> None:
-    """Not unasked, nor for a copied run whose configuration trusts its base's code."""
+def test_a_models_code_runs_only_with_this_users_consent(with_code: Path, program: Program, tmp_path: Path) -> None:
+    """Code needs this user's consent, also for a copied run whose configuration trusts its base's code."""
     mark, config = with_code / "ran", trainable(tmp_path, with_code)
     done = program("train", f"CONFIG={config}", "RUN_NAME=demo", stdin="y\ny\ny\n", timeout=240)
     done.refused(4, "comes with its own Python code")
@@ -347,11 +343,11 @@ def test_a_merged_model_has_the_code_that_its_base_has(
 @pytest.mark.parametrize(
     "way", ["config.json", "mine.json in a run", "mine.yaml in a run", "mine.yaml in a cache", "own.yaml below a run"]
 )
-def test_a_copied_configuration_is_no_consent_whatever_is_left_out_of_it(
+def test_a_copied_configuration_is_no_consent_even_with_omissions(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `config.json` without origins looks like one that somebody wrote; and what a stranger's file extends is read as
-    that file's.
+    """A `config.json` without origins counts as a user's file; a file that a stranger's extends counts as the
+    stranger's.
     """
 
     def load(path: Path, *words: str) -> tuple[bool, bool]:
@@ -389,13 +385,15 @@ def test_code_of_another_repository_is_refused_even_when_trusted(with_code: Path
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not finish within"),
         ("{{ 'a' * 10 ** 15 }}", "more memory than there is"),
     ],
 )
-def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_waits_for_a_template(
+    template: str, message: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizer_module, "SECONDS", 0.3)
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template
@@ -405,7 +403,7 @@ def test_no_command_waits_for_a_template(template: str, said: str, tiny: Path, m
         lambda: end_of_turn_ids(tokenizer),
         lambda: template_sha256(tokenizer),
     ):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             act()
         assert caught.value.exit_code == 4
 
@@ -441,7 +439,7 @@ def test_files_that_could_run_or_unpack_are_no_data(name: str, tmp_path: Path) -
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A file that no source names, and a folder of data that holds a link to it."""
+    """Write a file that no source names, and a data folder with a link to it."""
     secret = tmp_path / "secret.jsonl"
     secret.write_text('{"prompt": "the", "completion": "secret"}\n')
     folder = tmp_path / "data"
@@ -477,11 +475,11 @@ def model(tiny: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny, tmp_path / "model")
 
 
-def refuse_model(folder: Path, said: str) -> None:
-    """Holds that neither a base model nor a trained one is taken from `folder`."""
-    with pytest.raises(DataError, match=said):
+def refuse_model(folder: Path, message: str) -> None:
+    """Assert that `folder` is refused as a base model and as a trained one."""
+    with pytest.raises(DataError, match=message):
         check_folder(folder, "x")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         check_trained(folder)
 
 
@@ -512,7 +510,7 @@ def test_a_models_own_attention_setting_does_not_overrule_the_plan(model: Path) 
 
 
 @pytest.mark.parametrize(("ending", "opener"), [(".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)])
-def test_a_few_bytes_do_not_become_all_of_the_memory(ending: str, opener: Any, tmp_path: Path) -> None:
+def test_a_file_that_expands_too_much_is_refused(ending: str, opener: Any, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{ending}"
     with opener(path, "wb") as stream:
         for _ in range(70):
@@ -553,7 +551,7 @@ def test_a_saved_data_set_names_only_its_own_files(outside: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".."])
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-def test_an_index_names_only_files_beside_it(name: str, index: str, model: Path) -> None:
+def test_an_index_names_only_files_next_to_it(name: str, index: str, model: Path) -> None:
     check_folder(model, "x")
     (model / index).write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": name}}))
     refuse_model(model, "which is not in the folder")
@@ -566,7 +564,7 @@ def test_a_manifest_names_only_files_of_its_checkpoint(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "-rf", "a\nb", "$(touch x)"])
-def test_a_run_is_named_and_not_placed(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
+def test_a_run_name_that_is_a_path_is_refused(name: str, in_process: Program, tmp_path: Path, tiny: Path) -> None:
     before = set(tmp_path.rglob("*"))
     in_process("train", "CONFIG=quickstart", f"MODEL_NAME={tiny}", f"RUN_NAME={name}").refused(2, "RUN_NAME")
     assert set(tmp_path.rglob("*")) == before

@@ -25,13 +25,13 @@ TOKEN = "a-token-of-26-letters-here"
         ("::", "::", False),
     ],
 )
-def test_addresses(typed: str | None, address: str, own: bool) -> None:
+def test_addresses_are_parsed_and_loopback_is_recognised(typed: str | None, address: str, own: bool) -> None:
     assert address_of(typed) == address
     assert is_loopback(address) is own
 
 
 def answer(guard: Guard, *headers: tuple[str, str], kind: str = "http", path: str = "/") -> int:
-    """Returns the status that the guard answered by itself; 200 when the application was reached."""
+    """Return the guard's status, or 200 if the request reached the application."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -90,13 +90,15 @@ def test_without_a_token_a_request_names_this_machine_and_comes_from_it(
 
 
 def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> None:
-    for token, said in (
+    for token, message in (
         ("", "openssl rand"),
         ("tooshort", "at least 16"),
         ("with a blank in the middle", "without blanks"),
     ):
         done = in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: token})
-        assert done.code == 2 and TOKEN_VARIABLE in done.err and said in done.err and (token or "none") not in done.err
+        assert (
+            done.code == 2 and TOKEN_VARIABLE in done.err and message in done.err and (token or "none") not in done.err
+        )
     assert "there is no run" in in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: TOKEN}).err
     assert in_process("serve", "RUN=gone", env={TOKEN_VARIABLE: "tooshort"}).code == 2, (
         "one that is set is always asked for"
@@ -104,30 +106,30 @@ def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> N
 
 
 def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
-    for words, said in (
+    for words, message in (
         ("HOST=127.0.0.2", "TensorBoard listens on 127.0.0.1 only"),
         ("HOST=::1", "TensorBoard listens on 127.0.0.1 only"),
         ("TENSORBOARD_PORT=70000", "expected a port, 1 to 65535"),
         ("HOST=everywhere", "expected an IP address"),
         ("HOST=0.0.0.0 TENSORBOARD_PORT=7007", "ssh -L 7007:127.0.0.1:7007"),
     ):
-        in_process("tensorboard", *words.split()).refused(2, said)
+        in_process("tensorboard", *words.split()).refused(2, message)
 
 
 @pytest.mark.parametrize(
-    ("typed", "key", "said"),
+    ("typed", "key", "message"),
     [
         ("MASTER_KEY=typed-for-all-to-see", "", "read from the environment only"),
         ("", "short-one", "`MASTER_KEY` has 9 characters"),
     ],
 )
 def test_a_runs_key_is_neither_typed_nor_weak_nor_repeated(
-    typed: str, key: str, said: str, in_process: Program, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: str, key: str, message: str, in_process: Program, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_KEY", key)
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
     node = ("NUM_NODES=2", "RUN_NAME=keyed", "NODE_RANK=1", "MASTER_ADDR=127.0.0.1", "NUM_GPUS=1")
     own = (f"MODEL_NAME={tiny}", f"DATA_TRAIN_PATH={tmp_path}/d.jsonl")
     done = in_process("train-distributed", "CONFIG=quickstart", *node, *own, *filter(None, [typed]))
-    done.refused(2, said, "openssl rand")
+    done.refused(2, message, "openssl rand")
     assert "for-all-to-see" not in done.err and "short-one" not in done.err

@@ -15,14 +15,14 @@ from tests.conftest import Program, called, environment
 
 @pytest.fixture
 def setup(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """The command in an empty folder, on a machine without a GPU."""
+    """Return the command in an empty folder, on a machine without a GPU."""
     (folder := tmp_path / "here").mkdir()
     monkeypatch.chdir(folder)
     variables = environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""})
     return lambda *words, **_: called(lambda: main(["setup-accelerate", *words]), variables, cwd=folder)
 
 
-def test_it_chooses_and_says_why(setup: Program) -> None:
+def test_setup_chooses_a_configuration_and_says_why(setup: Program) -> None:
     outcome = setup()
     assert outcome.code == 0, outcome.err
     assert "wrote accelerate_configs/local.yaml" in outcome.out
@@ -43,7 +43,7 @@ def test_it_chooses_and_says_why(setup: Program) -> None:
         ("NUM_GPUS=1", ("single", 1, 1)),
     ],
 )
-def test_answers_as_variables(setup: Program, arguments: str, expected: tuple[str, int, int]) -> None:
+def test_answers_are_accepted_as_variables(setup: Program, arguments: str, expected: tuple[str, int, int]) -> None:
     report = setup(*arguments.split(), "OUT=mine.yaml", "JSON=1").json
     assert report["path"] == "mine.yaml" and len(report["reasons"]) == 4
     choices = read_accelerate_config(Path("mine.yaml"))
@@ -53,7 +53,7 @@ def test_answers_as_variables(setup: Program, arguments: str, expected: tuple[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ("MIXED_PRECISION=fp8", 2, "`MIXED_PRECISION` is `fp8`"),
         ("MIXED_PRECISION=fp16", 3, "CPUs cannot train in"),
@@ -61,12 +61,12 @@ def test_answers_as_variables(setup: Program, arguments: str, expected: tuple[st
         ("STRATEGY=single NUM_GPUS=2", 2, "the number of processes is 2"),
     ],
 )
-def test_refusals(setup: Program, arguments: str, code: int, said: str) -> None:
-    setup(*arguments.split()).refused(code, said)
+def test_wrong_answers_are_refused(setup: Program, arguments: str, code: int, message: str) -> None:
+    setup(*arguments.split()).refused(code, message)
     assert list(Path().iterdir()) == []
 
 
-def test_only_what_it_wrote_itself_is_replaced(setup: Program) -> None:
+def test_only_generated_files_are_replaced(setup: Program) -> None:
     Path("notes.txt").write_text("buy: milk\n")
     setup("OUT=notes.txt").refused(2, "`notes.txt` exists and was not written by `make setup-accelerate`")
     assert Path("notes.txt").read_text() == "buy: milk\n"
@@ -74,7 +74,7 @@ def test_only_what_it_wrote_itself_is_replaced(setup: Program) -> None:
     assert "num_processes" in Path("mine.yaml").read_text()
 
 
-def test_a_place_that_cannot_be_written(in_process: Program, tmp_path: Path) -> None:
+def test_an_out_path_that_cannot_be_written_is_refused(in_process: Program, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = in_process("setup-accelerate", "NUM_GPUS=2", "STRATEGY=ddp", f"OUT={tmp_path / 'file' / 'x.yaml'}")
     done.refused(2, "error: OUT: ", "cannot be written", "hint: OUT=")

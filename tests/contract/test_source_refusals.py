@@ -36,7 +36,7 @@ def write(path: Path, content: bytes | list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_path: Path) -> None:
+def test_all_bad_files_are_reported_together_with_their_places(tiny: Path, tmp_path: Path) -> None:
     good = {"question": "q", "answer": "a"}
     cut = write(tmp_path / "cut.jsonl.gz", gzip.compress(json.dumps(good).encode() * 50)[:-12])
     mixed = write(tmp_path / "mixed.jsonl", [good, {"prompt": "q", "completion": "a"}])
@@ -58,7 +58,7 @@ def test_each_bad_file_is_told_with_its_place_and_all_together(tiny: Path, tmp_p
 
 
 @pytest.mark.long
-def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: Path, tmp_path: Path) -> None:
+def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_reported(tiny: Path, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"question": f"q{n}", "answer": "a", "n": n}) + "\n" for n in range(9)).encode()
     hub = {"path": "nobody/small"}
     files = {"data/train.jsonl": rows, "README.md": b"# Small\n"}
@@ -85,9 +85,7 @@ def test_a_hub_dataset_is_downloaded_or_streamed_and_its_faults_are_told(tiny: P
     done.refused(4, "404", "Unknown split", "'nope' not found. Available: ['default']")
 
 
-def test_faults_of_rows_and_of_their_text_are_told_together_and_one_that_moves_only_once(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_faults_of_rows_and_their_text_are_reported_together_and_only_once(tiny: Path, tmp_path: Path) -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "note", "user", "assistant", "note")]
     stop = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
     data = write(

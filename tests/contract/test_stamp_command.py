@@ -1,4 +1,4 @@
-"""`make stamp` as a user calls it: one stamp, two stamps, and and what is not there."""
+"""`make stamp` as a user calls it: one stamp, two stamps, and what is missing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.plans import rank_plan, simple_plan
 from tests.unit.test_stamp import stamp
 
 
-def make_run(runs: Path, name: str, made: Stamp, launch: dict[str, Any] | None = None, **plan: Any) -> None:
-    """Writes as much of a run as the command reads."""
+def make_run(runs: Path, name: str, stamp: Stamp, launch: dict[str, Any] | None = None, **plan: Any) -> None:
+    """Write the files of a run that the command reads."""
     run = runs / name
-    made.save(run)
-    dataclasses.replace(made, step=40).save(run / "checkpoints" / "step-000040")
+    stamp.save(run)
+    dataclasses.replace(stamp, step=40).save(run / "checkpoints" / "step-000040")
     (run / "checkpoints" / "last").symlink_to("step-000040")
-    dataclasses.replace(made, step=80).save(run / "model")
+    dataclasses.replace(stamp, step=80).save(run / "model")
     config = {"train": {"batch_size": "auto", "gradient_checkpointing": "auto"}}
     (run / "config.json").write_text(json.dumps({"config": config, "origins": {}}))
     simple_plan(**plan).save(run / "plan.json")
@@ -82,15 +82,15 @@ def test_a_strangers_stamp_does_not_steer_the_terminal(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_names_and_folders_are_taken(runs: Path, words: list[str], folder: str, step: int) -> None:
-    found = ask(runs, *(word.format(runs=runs) for word in words), "JSON=1")
-    assert found.code == 0, found.err
-    assert (Path(found.json["folder"]), found.json["stamp"]["step"]) == (runs / folder, step)
+def test_stamps_are_found_by_names_and_folders(runs: Path, words: list[str], folder: str, step: int) -> None:
+    answer = ask(runs, *(word.format(runs=runs) for word in words), "JSON=1")
+    assert answer.code == 0, answer.err
+    assert (Path(answer.json["folder"]), answer.json["stamp"]["step"]) == (runs / folder, step)
 
 
-def test_the_difference_of_two(runs: Path) -> None:
-    found = ask(runs, "A=one", "B=other@model", "JSON=1").json
-    by_field = {row["field"]: row for row in found["differences"]}
+def test_two_stamps_are_compared_field_by_field(runs: Path) -> None:
+    answer = ask(runs, "A=one", "B=other@model", "JSON=1").json
+    by_field = {row["field"]: row for row in answer["differences"]}
     assert set(by_field) == {"backend", "seed", "versions"}
     assert (by_field["backend"]["a"], by_field["backend"]["b"], by_field["backend"]["eval"]) == (
         "bnb",
@@ -98,7 +98,7 @@ def test_the_difference_of_two(runs: Path) -> None:
         "refuse",
     )
     assert by_field["seed"]["resume"] == "refuse" and by_field["seed"]["infer"] == "allow"
-    assert found["steps"] == [0, 80]
+    assert answer["steps"] == [0, 80]
     shown = ask(runs, "A=one", "B=other").out
     assert "versions.torch" in shown and "transformers" not in shown
     assert "use the `tuning.backend` that made it" in shown
@@ -106,7 +106,7 @@ def test_the_difference_of_two(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ([], 2, "`RUN` is missing"),
         (["RUN=gone"], 5, "there is no run `gone`"),
@@ -115,15 +115,15 @@ def test_the_difference_of_two(runs: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_shown_is_one_clear_error(runs: Path, words: list[str], code: int, said: str) -> None:
+def test_missing_stamps_are_one_clear_error(runs: Path, words: list[str], code: int, message: str) -> None:
     done = ask(runs, *words)
-    done.refused(code, "error: ", said)
+    done.refused(code, "error: ", message)
     assert not done.out
 
 
-def test_the_command_that_repeats_a_run_is_its_own(tmp_path: Path) -> None:
+def test_the_printed_command_repeats_a_run(tmp_path: Path) -> None:
     launch = {"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}
     make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, world_size=2)
     again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]
     assert again.startswith("make train-deepspeed ") and "NUM_GPUS=2" in again and "DEEPSPEED_CONFIG=" in again
-    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it letter for letter"
+    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it verbatim"

@@ -30,14 +30,14 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_starts_once_shows_one_run_and_stops(tensorboard: Program, tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        wanted = busy.getsockname()[1]
-        first = tensorboard("tensorboard", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
+        taken = busy.getsockname()[1]
+        first = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
     port = int(first["url"].rstrip("/").rpartition(":")[2])
-    assert wanted < port < wanted + 100 and f"port {wanted} is taken" in first["note"]
+    assert taken < port < taken + 100 and f"port {taken} is taken" in first["note"]
     with urllib.request.urlopen(first["url"], timeout=240) as response:
         assert response.status == 200
     (listener,) = {
@@ -47,8 +47,8 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     again = tensorboard("tensorboard").out
     assert "already runs" in again and first["url"] in again
 
-    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
-    assert ended(first["pid"]) and second["url"].endswith(f":{wanted}/") and first["url"] in second["note"]
+    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
+    assert ended(first["pid"]) and second["url"].endswith(f":{taken}/") and first["url"] in second["note"]
     runs = tmp_path / "runs"
     (runs / "q").mkdir()
     (runs / "q" / "config.json").write_text("{}")
@@ -56,10 +56,10 @@ def test_start_again_elsewhere_of_a_run_and_stop(tensorboard: Program, tmp_path:
     assert (
         of_run["url"] == second["url"] and of_run["folder"] == str(runs.resolve() / "q" / "tb") and ended(second["pid"])
     )
-    kept = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={wanted}", "JSON=1").json
-    assert kept["pid"] == of_run["pid"] and "already runs" in kept["note"]
+    server = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={taken}", "JSON=1").json
+    assert server["pid"] == of_run["pid"] and "already runs" in server["note"]
 
-    assert str(kept["pid"]) in tensorboard("tensorboard-stop").out and ended(kept["pid"])
+    assert str(server["pid"]) in tensorboard("tensorboard-stop").out and ended(server["pid"])
     assert "no TensorBoard" in tensorboard("tensorboard-stop").out
 
 
@@ -78,7 +78,7 @@ def test_stop_spares_a_process_that_got_the_same_pid(tensorboard: Program, tmp_p
         other.communicate(b"\n", timeout=240)
 
 
-def test_curves_answers_and_plan(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_shows_curves_answers_and_plan(tensorboard: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "one")
     answers = run.evaluation(2)
     answers.mkdir(parents=True)

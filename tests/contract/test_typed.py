@@ -1,6 +1,4 @@
-"""What people type from the guides that they know: taken, or refused with words that are accepted when they are typed
-as shown.
-"""
+"""Commands from other guides are accepted, or refused with a suggestion that works as typed."""
 
 from __future__ import annotations
 
@@ -35,16 +33,16 @@ GOOD = "data: {train_path: a.jsonl, val_path: b.jsonl}\ntrain: {eval_strategy: s
 
 
 def suggestions(message: str) -> list[list[str]]:
-    """Returns each `NAME=value ...` between backticks of the hints, a command before it or not, without those that
-    leave the value open.
+    """Return each `NAME=value ...` in backticks of the hints, with its command if any, but not those with an open
+    value.
     """
     hints = " ".join(re.findall(r"^hint: (.*)$", message, re.M))
-    found = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
-    return [words for words in found if not any(word.endswith("=...") for word in words)]
+    commands = [re.split(r" (?=[A-Z_]+=)", text) for text in re.findall(r"`((?:train-\S+ )?[A-Z_]+=[^`]*)`", hints)]
+    return [words for words in commands if not any(word.endswith("=...") for word in words)]
 
 
 def accepted(command: str, words: list[str], folder: Path) -> Call:
-    """Parses and loads what is typed, over a pretrained model's file, or one of random weights."""
+    """Parse and load what is typed over the configuration of a pretrained model, or of one with random weights."""
     call = parse_call(words if words[0].startswith("train-") else [command, *words], COMMANDS)
     for model in (
         "{name: m}",
@@ -61,7 +59,7 @@ def accepted(command: str, words: list[str], folder: Path) -> Call:
 
 
 @pytest.mark.parametrize("name", TYPED)
-def test_each_word_is_refused_with_the_right_one(name: str, tmp_path: Path) -> None:
+def test_each_mistyped_word_is_refused_with_the_right_one(name: str, tmp_path: Path) -> None:
     words, right = TYPED[name]
     message = refused(*words)
     assert right in message, message
@@ -86,7 +84,7 @@ VALUES = (
 )
 
 
-def test_every_suggestion_is_accepted_as_it_is_shown(tmp_path: Path) -> None:
+def test_every_suggestion_is_accepted_as_shown(tmp_path: Path) -> None:
     wrong, seen = [], set()
     for alias in {*ALIASES, *INSTEAD}:
         for value in VALUES:
@@ -122,26 +120,28 @@ def test_two_typed_numbers_outrank_the_global_batch_of_a_file(in_process: Progra
 @pytest.mark.skipif(importlib.util.find_spec("swanlab") is not None, reason="swanlab is installed")
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(in_process: Program, tmp_path: Path) -> None:
     words = ("CONFIG=quickstart", "TRAIN_REPORT_TO=[tensorboard, swanlab]")
-    said = "`train.report_to` names `swanlab`, which is not installed here"
-    in_process("train", *words, "RUN_NAME=never").refused(3, f"error: {said}", "swanlab 0.9.8 wants protobuf < 7")
+    message = "`train.report_to` names `swanlab`, which is not installed here"
+    in_process("train", *words, "RUN_NAME=never").refused(3, f"error: {message}", "swanlab 0.9.8 wants protobuf < 7")
     assert not (tmp_path / "runs").exists()
-    for command, *more in (["plan"], ["slurm", f"OUT={tmp_path}/s/"], ["kubernetes", f"OUT={tmp_path}/k/"]):
-        done = in_process(command, *words, *more)
-        assert done.code == 0 and said in done.err, done.err
+    for command, *arguments in (["plan"], ["slurm", f"OUT={tmp_path}/s/"], ["kubernetes", f"OUT={tmp_path}/k/"]):
+        done = in_process(command, *words, *arguments)
+        assert done.code == 0 and message in done.err, done.err
 
 
 # ---- Environment
 
 
-OF_LAUNCH = ["RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG", "SOURCE", "JSON", "CONFIG",
-             "SFT_NUM_GPUS", "SFT_RUN_NAME", "SFT_CONFIG"]  # fmt: skip
+OF_LAUNCH = [
+    "RUN_NAME", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG",
+    "SOURCE", "JSON", "CONFIG", "SFT_NUM_GPUS", "SFT_RUN_NAME", "SFT_CONFIG",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_LAUNCH)
 def test_an_option_in_the_environment_is_refused_with_what_to_type(
     in_process: Program, tmp_path: Path, name: str
 ) -> None:
-    """A second machine would start a run of its own otherwise."""
+    """Otherwise a second machine would start a separate run."""
     option = name.removeprefix("SFT_")
     words = ["train-deepspeed", *(["CONFIG=smoke"] if option != "CONFIG" else [])]
     done = in_process(*words, env={name: "a b"})
@@ -154,7 +154,7 @@ def test_an_option_in_the_environment_is_refused_with_what_to_type(
     assert not (tmp_path / "runs").exists()
 
 
-def test_each_command_names_every_option_that_stands_in_the_environment(in_process: Program) -> None:
+def test_each_command_names_all_its_options_in_the_environment(in_process: Program) -> None:
     for command, row in COMMANDS.items():
         if row.options:
             done = in_process(command, env=dict.fromkeys(row.options, "x"))
@@ -162,7 +162,7 @@ def test_each_command_names_every_option_that_stands_in_the_environment(in_proce
     in_process("cluster-status", "CLUSTER=home", env={"CLUSTER_NETWORK": "1Gbit"}).refused(2, "CLUSTER_NETWORK=1Gbit")
 
 
-def test_what_is_typed_wins_over_the_environment_and_what_is_empty_is_nothing(in_process: Program) -> None:
+def test_typed_options_win_over_the_environment_and_empty_ones_are_ignored(in_process: Program) -> None:
     done = in_process("config", "CONFIG=smoke", "JSON=1", env={"CONFIG": "other", "RUN": "", "NUM_NODES": "2"})
     assert done.code == 0 and done.json["train.seed"], done.err
 
@@ -170,7 +170,7 @@ def test_what_is_typed_wins_over_the_environment_and_what_is_empty_is_nothing(in
 # ---- Presets and accelerate's default file
 
 
-def test_a_preset_that_does_not_fit_here_names_the_hardware_that_it_is_for(in_process: Program, tmp_path: Path) -> None:
+def test_a_preset_that_does_not_fit_names_its_hardware(in_process: Program, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: a100_pair\ntrain: {epochs: 1}\n", encoding="utf-8")
     for config in ("a100_pair", str(mine)):
@@ -190,15 +190,22 @@ DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines are planned": (SEVERAL, ["plan"], "asks for 3 machines, so it is read", "3 nodes, each with"),
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
-    "a strategy": ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`", "plan: fsdp2"),
-    "a section that is refused": ("distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""),
-    "a strategy that is refused": ("distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected `NO`", ""),
+    "a strategy": (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`",
+        "plan: fsdp2"
+    ),
+    "a section that is refused": (
+        "distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""
+    ),
+    "a strategy that is refused": (
+        "distributed_type: XLA\n", ["plan"], "`distributed_type` is `XLA`; expected `NO`", ""
+    ),
     "plain": ("distributed_type: 'NO'\nmixed_precision: fp16\n", ["plan"], "to use it: ACCELERATE_CONFIG=", ""),
     "schedulers": (SEVERAL, ["slurm", "OUT={folder}/"], "", ""),
 }  # fmt: skip
 
 
-def test_what_an_accelerate_file_asks_for_in_vain_names_the_file(in_process: Program, tmp_path: Path) -> None:
+def test_impossible_settings_of_an_accelerate_file_name_the_file(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "distributed_type: MULTI_CPU\nmixed_precision: fp16\nuse_cpu: true\nnum_processes: 2\n", encoding="utf-8"
@@ -210,13 +217,13 @@ def test_what_an_accelerate_file_asks_for_in_vain_names_the_file(in_process: Pro
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_accelerates_default_file_is_read_refused_or_noted(name: str, in_process: Program, tmp_path: Path) -> None:
-    text, words, said, shown = DEFAULTS[name]
+    text, words, message, shown = DEFAULTS[name]
     path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")
     words = [word.format(folder=tmp_path) for word in words]
     done = in_process(words[0], "CONFIG=configs/quickstart.yaml", *words[1:], env={"HF_HOME": str(tmp_path / "hf")})
-    assert said in done.err if said else "default file" not in done.err, done.err
+    assert message in done.err if message else "default file" not in done.err, done.err
     assert (
         ("error: " in done.err)
         == (done.code != 0)

@@ -26,7 +26,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the wheel; what SFT-Play depends on is this environment's."""
+    """Install the wheel into an environment that uses this one's dependencies, and return its programs."""
     folder = tmp_path_factory.mktemp("wheel")
     words = [
         sys.executable,
@@ -70,7 +70,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
-    """Runs a program of the environment in `tmp_path`, without PYTHONPATH; returns what it printed."""
+    """Run a program of the environment in `tmp_path`, without PYTHONPATH; return what it printed."""
     env = environment(cache, tmp_path / "runs", {"PATH": f"{installed}:{os.defpath}"})
     del env["PYTHONPATH"], env["RUNS_DIR"]
 
@@ -127,7 +127,7 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.cold
-def test_files_of_the_working_folder_stand_for_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
+def test_files_of_the_working_folder_shadow_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
     run("sft-play", "init")
     config = tiny_config(tmp_path, tiny, rows=8, steps=2)
     for name in ("tokenizers", "datasets", "evaluate", "yaml", "psutil", "accelerate", "transformers"):

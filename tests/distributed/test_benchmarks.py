@@ -1,6 +1,4 @@
-"""Each benchmark and each script runs, at its smallest size: what they measure then says nothing, that they measure it
-is the test.
-"""
+"""Each benchmark and script runs at its smallest size; the figures mean nothing then."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def run(words: Sequence[str], env: dict[str, str], cwd: Path = ROOT) -> subproce
 
 
 def copied(folder: Path) -> Path:
-    """Returns a copy of what scripts read and write."""
+    """Return a copy of what scripts read and write."""
     for name in (
         "accelerate_configs",
         "configs",
@@ -76,14 +74,14 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def test_none_is_missing_here() -> None:
+def test_every_benchmark_and_script_is_tested() -> None:
     assert {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} == BENCHMARKS.keys() | NO_BENCHMARK
     assert {path.name for path in (ROOT / "scripts").glob("*.py")} == SCRIPTS.keys() | NO_PLAIN_SCRIPT
 
 
 @pytest.fixture(scope="module")
 def small(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a real tokenizer."""
+    """Build a tiny model with a real tokenizer."""
     folder = tmp_path_factory.mktemp("benchmarks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFT_PLAY_CACHE", str(cache))
@@ -95,15 +93,15 @@ def small(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", [pytest.param(n, marks=LONG if n in ("training", "local_steps") else ()) for n in BENCHMARKS]
 )
 def test_a_benchmark_runs(name: str, cache: Path, small: Path, tmp_path: Path) -> None:
-    """It ends with 1 where a bound does not hold."""
+    """It ends with 1 if a bound does not hold."""
     if name == "training":
         pytest.importorskip("trl")
-    words, held = BENCHMARKS[name]
+    words, expected = BENCHMARKS[name]
     env = environment(
         cache, tmp_path / "runs", {"BENCH_MODEL": str(small), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
     )
     (tmp_path / "runs").mkdir()
-    assert held in run(["-m", f"benchmarks.{name}", *words], env).stdout
+    assert expected in run(["-m", f"benchmarks.{name}", *words], env).stdout
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -129,7 +127,7 @@ def test_a_picture_is_drawn_of_what_a_command_prints(tmp_path: Path, monkeypatch
 
 
 @LONG
-def test_a_family_s_row_is_rendered_as_it_stands(cache: Path, tmp_path: Path) -> None:
+def test_a_familys_row_in_the_table_is_up_to_date(cache: Path, tmp_path: Path) -> None:
     tree = copied(tmp_path / "tree")
     run(
         ["-m", "scripts.render_models", "llama"], environment(cache, tmp_path / "runs", {"PYTHONPATH": str(tree)}), tree

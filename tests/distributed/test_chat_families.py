@@ -1,5 +1,5 @@
-"""A model that has learnt its rows scores 1, whatever marks its family writes round thoughts and calls: `train`,
-`eval`, `infer`.
+"""A model that has learnt its rows scores 1, whatever its family's marks for thoughts and calls: `train`, `eval`,
+`infer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BASE_STOP = 7
 
 
 def rows_of_family(name: str) -> list[dict[str, Any]]:
-    """Returns four conversations: with a thought, after an earlier answer, with a call, and its result."""
+    """Return four conversations: with a thought, after an earlier answer, with a call, and its result."""
     family = CHAT_FAMILIES[name]
 
     def thought(text: str) -> dict[str, Any]:
@@ -67,16 +67,16 @@ def test_a_model_that_writes_its_rows_scores_1(name: str, tmp_path: Path) -> Non
     )
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr
-    found = place.scores("RUN=one")
+    scores = place.scores("RUN=one")
     lines = [json.loads(line) for line in (place.folder_of("one", 90) / "predictions.jsonl").read_text().splitlines()]
-    assert found["loss"] < 0.1
+    assert scores["loss"] < 0.1
     assert [line["answer"] for line in lines] == [line["reference"] for line in lines]
-    assert found["exact_match"]["mean"] == found["rougeL"]["mean"] == 1.0
+    assert scores["exact_match"]["mean"] == scores["rougeL"]["mean"] == 1.0
     assert "rose" in {line["reference"] for line in lines}
     if family.tools:
         assert '{"name": "add", "arguments": {"a": 2, "b": 2}}' in {line["answer"] for line in lines}
-    said = place.call("infer", "RUN=one", "PROMPT=red?")
-    assert said.out.strip() == "rose"
-    assert ("thought: a flower" in said.err) == family.thoughts
+    answer = place.call("infer", "RUN=one", "PROMPT=red?")
+    assert answer.out.strip() == "rose"
+    assert ("thought: a flower" in answer.err) == family.thoughts
     published = json.loads((tmp_path / "runs" / "one" / "model" / "generation_config.json").read_text())
     assert BASE_STOP in published["eos_token_id"] and len(published["eos_token_id"]) >= 2

@@ -1,6 +1,4 @@
-"""Each file of a checkpoint spoilt in each way: the checkpoint before it is taken, and it is said which file was
-wrong.
-"""
+"""After damage to any file of a checkpoint a run resumes from the one before, and names the file."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flips one bit in the middle."""
+    """Flip one bit in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -35,15 +33,15 @@ def flip(path: Path) -> None:
     params=["ddp", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("zero2", "zero3", "fsdp2"))],
 )
 def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of two ranks with checkpoints of steps 2 and 4, full tuning so that there are optimizer states of some
-    size.
+    """Train a run of two ranks with checkpoints of steps 2 and 4, by full tuning so that optimizer states are large
+    enough.
     """
     folder = tmp_path_factory.mktemp(f"damaged-{request.param}")
     trial = Trial(strategy=request.param, ranks=TWO_RANKS, settings=("train.save_steps: 2",), steps=4)
     return must_train(make_run(folder / "run", tiny, trial))
 
 
-def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFolder) -> None:
+def test_damage_to_any_file_means_the_checkpoint_before(run: RunFolder) -> None:
     newest, before = run.checkpoint(4), run.checkpoint(2)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
     names = {path.relative_to(newest).as_posix() for path in files}
@@ -57,8 +55,8 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFold
         content = path.read_bytes()
         for way in (Path.unlink, truncate, flip):
             way(path)
-            found, skipped = newest_valid(run)
-            assert found == before, (name, way.__name__)
+            checkpoint, skipped = newest_valid(run)
+            assert checkpoint == before, (name, way.__name__)
             assert len(skipped) == 1 and skipped[0].startswith("step-000004: "), skipped
             assert ("manifest" if name == "manifest.json" else f"`{name}`") in skipped[0], (way.__name__, skipped)
             path.write_bytes(content)
@@ -66,9 +64,7 @@ def test_every_file_spoilt_in_every_way_means_the_checkpoint_before(run: RunFold
 
 
 def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path, tmp_path: Path) -> None:
-    """As a user: of three checkpoints two are spoilt in different ways, and the run ends, to the bit, as it would
-    have.
-    """
+    """With two of three checkpoints damaged in different ways the run still ends with the same bits."""
     rows = ragged_rows(tmp_path / "train.jsonl", 12)
     config = tmp_path / "demo.yaml"
     config.write_text(

@@ -41,7 +41,7 @@ def texts(folder: Path, model: Path) -> list[str]:
 
 @pytest.fixture
 def dated(tmp_path: Path) -> Path:
-    """A model whose template writes the date, as Llama 3.1's does."""
+    """Build a model whose template writes the date, as in Llama 3.1."""
     folder = build_tiny_llama(tmp_path / "model")
     return save_family(folder, "llama3_1")
 
@@ -56,7 +56,7 @@ def configured(folder: Path, model: Path) -> Place:
     return place
 
 
-def test_rows_have_the_day_that_is_asked_for_else_that_of_their_first_preparation(
+def test_rows_have_the_requested_day_or_that_of_their_first_preparation(
     tmp_path: Path, dated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
@@ -104,19 +104,19 @@ def test_a_resume_on_another_day_trains_on_the_same_rows(tmp_path: Path, dated: 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_machines_prepare_the_rows_of_node_0s_day(tmp_path: Path, dated: Path) -> None:
-    """Node 1 has the rows of another day in its cache."""
+    """Node 1 has another day's rows in its cache."""
     launcher = Launcher(tmp_path, dated)
     caches = [{"SFT_PLAY_CACHE": str(tmp_path / f"cache{rank}")} for rank in range(2)]
     words = [sys.executable, "-m", "sft_play", "data", f"CONFIG={launcher.config}", "MODEL_MAX_SEQ_LEN=256"]
     need("faketime")
-    made = subprocess.run(
+    process = subprocess.run(
         ["faketime", "-m", "2026-01-05 10:00:00", *words],
         env=launcher.environment | caches[1],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert made.returncode == 0, made.stderr
+    assert process.returncode == 0, process.stderr
     start = (
         "train-distributed",
         f"CONFIG={launcher.config}",
@@ -132,7 +132,7 @@ def test_machines_prepare_the_rows_of_node_0s_day(tmp_path: Path, dated: Path) -
         launcher.start(*start, f"NODE_RANK={rank}", RUNS_DIR=str(tmp_path / f"runs{rank}"), **caches[rank])
         for rank in range(2)
     ]
-    for code, said in [node.end() for node in nodes]:
-        assert code == 0, said
-    found = [prepared_of(tmp_path / f"runs{rank}" / "apart").train for rank in range(2)]
-    assert [part.day for part in found if part] == [date.today().isoformat()] * 2
+    for code, outputs in [node.end() for node in nodes]:
+        assert code == 0, outputs
+    prepared = [prepared_of(tmp_path / f"runs{rank}" / "apart").train for rank in range(2)]
+    assert [part.day for part in prepared if part] == [date.today().isoformat()] * 2

@@ -1,8 +1,7 @@
-"""The entry point under an operator's variables, with a real training: two containers' worth of processes find each
-other and train.
+"""The entry point under an operator's variables, with a real training: the processes of two containers find each other
+and train.
 
-`tests/unit/test_entry.py` has the other schedulers and what becomes of signals; how ranks stop and go on is proved by
-hand and on Slurm.
+`tests/unit/test_entry.py` covers the other schedulers and signals; `tests/multinode` covers how ranks stop and resume.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def own_address() -> str:
-    """Returns an address of this machine that is not loopback; asking for a route sends nothing."""
+    """Return an address of this machine other than loopback; looking up a route sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -32,7 +31,7 @@ def own_address() -> str:
 
 
 def operators_variables(rank: int, address: str, port: int) -> dict[str, str]:
-    """Returns what the Training Operator gives pod `rank` of two with one process each."""
+    """Return what the Training Operator gives pod `rank` of two with one process each."""
     mine = "localhost" if rank == 0 else address  # as older operators tell their masters
     return {
         "MASTER_ADDR": mine,
@@ -49,7 +48,7 @@ def operators_variables(rank: int, address: str, port: int) -> dict[str, str]:
 
 
 def test_two_pods_find_each_other_and_train(tmp_path: Path, tiny: Path) -> None:
-    """With the words that `make kubernetes` renders."""
+    """Use the words that `make kubernetes` renders."""
     launcher, address, port = Launcher(tmp_path, tiny), own_address(), free_port()
     command = [
         sys.executable,
@@ -75,10 +74,10 @@ def test_two_pods_find_each_other_and_train(tmp_path: Path, tiny: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
+        outputs = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
     finally:
         for pod in pods:
             pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], said
-    assert "NODE_RANK=1" in said[1] and "LAUNCH_AUTO_RESUME=true" in said[1]
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    assert "NODE_RANK=1" in outputs[1] and "LAUNCH_AUTO_RESUME=true" in outputs[1]
     assert [len(row["rank_tokens"]) for row in metrics(launcher.runs / "demo")] == [2, 2]

@@ -21,7 +21,7 @@ from tests.tiny_models import build_tiny_llama
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A run `one` of two steps, with the base and the model scored on its own rows."""
+    """Train a run `one` of two steps, and score base and model on its rows."""
     place = Place(tmp_path_factory.mktemp("others"))
     model = build_tiny_llama(place.folder / "model")
     for name, start, count in (("train", 0, 24), ("val", 100, 11), ("other", 200, 6)):
@@ -44,21 +44,21 @@ def answers(folder: Path) -> list[dict[str, Any]]:
 
 def test_scores_are_printed_written_and_shown_again_at_once(place: Place) -> None:
     during = json.loads((place.folder_of("one", 2) / "scores.json").read_text())
-    found = place.scores("RUN=one")
-    assert (found["run"], found["step"]) == ("one", 2)
+    scores = place.scores("RUN=one")
+    assert (scores["run"], scores["step"]) == ("one", 2)
     # The last evaluation of the training saw the same weights, rows and settings.
-    assert found["loss"] == pytest.approx(during["loss"], rel=1e-5)
-    assert found["chrf"] == pytest.approx(during["chrf"]) and found["rougeL"]["n"] == 7
+    assert scores["loss"] == pytest.approx(during["loss"], rel=1e-5)
+    assert scores["chrf"] == pytest.approx(during["chrf"]) and scores["rougeL"]["n"] == 7
     each = [line["scores"]["rougeL"] for line in answers(place.folder_of("one", 2))]
-    assert sum(each) / len(each) == pytest.approx(found["rougeL"]["mean"], abs=1e-12)
+    assert sum(each) / len(each) == pytest.approx(scores["rougeL"]["mean"], abs=1e-12)
 
     shown = place.call("eval", "RUN=one")
     assert "scored before" in shown.err
-    for part in (f"{found['loss']:.4f}", f"{found['rougeL']['mean']:.4f}", "n = 7"):
+    for part in (f"{scores['loss']:.4f}", f"{scores['rougeL']['mean']:.4f}", "n = 7"):
         assert part in shown.out
 
 
-def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
+def test_other_settings_and_weights_are_scored_again(place: Place) -> None:
     runs = place.folder / "runs"
     shutil.copytree(runs / "one", runs / "again", symlinks=True)
     fewer = place.scores("RUN=again", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4")
@@ -71,7 +71,7 @@ def test_other_settings_and_weights_are_scored_anew(place: Place) -> None:
     assert base["loss"] > last["loss"], "two steps at a high rate lower the loss"
 
 
-def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(place: Place) -> None:
+def test_runs_without_validation_rows_or_of_another_backend_are_refused(place: Place) -> None:
     bare = place.folder / "runs" / "bare"
     shutil.copytree(bare.with_name("one"), bare, symlinks=True)
     prepared = (bare / "prepared.json").read_text()
@@ -87,20 +87,20 @@ def test_run_without_validation_rows_and_weights_of_another_backend_are_refused(
     (bare / "model" / "stamp.json").write_text(json.dumps(stamp))
     base = Path(shutil.copytree(place.folder / "model", place.folder / "changed"))
     (base / "config.json").write_text((base / "config.json").read_text() + "\n")
-    found = json.loads(prepared)
-    found["model"]["path"] = str(base)
-    (bare / "prepared.json").write_text(json.dumps(found))
+    facts = json.loads(prepared)
+    facts["model"]["path"] = str(base)
+    (bare / "prepared.json").write_text(json.dumps(facts))
     for words in ((), ("CHECKPOINT=base",)):
         place.call("eval", "RUN=bare", "EVAL_SAMPLES=2", *words).refused(5, "changed", "restore")
 
 
-def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
+def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     other, own = place.folder / "other.jsonl", place.folder_of("one", 2) / "scores.json"
     before = own.read_bytes()
-    found = place.scores("RUN=one", f"DATA={other}")
-    assert Path(found["folder"]).name.startswith("step-000002-other-")
-    assert found["chrf"]["n"] == 6
-    assert found["settings"]["data"] == str(other)
+    scores = place.scores("RUN=one", f"DATA={other}")
+    assert Path(scores["folder"]).name.startswith("step-000002-other-")
+    assert scores["chrf"]["n"] == 6
+    assert scores["settings"]["data"] == str(other)
     assert own.read_bytes() == before, "the run's own scores are left alone"
     again = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
     imported = subprocess.run(again, env=place.environment, capture_output=True, text=True, check=True).stderr
@@ -115,13 +115,13 @@ def test_other_rows_of_a_run_and_a_plain_model_beside_it(place: Place) -> None:
     )
     plain = place.scores(*words)
     assert plain["weights"] == "base"
-    assert plain["loss"] > found["loss"], "two steps at a high rate lower the loss"
+    assert plain["loss"] > scores["loss"], "two steps at a high rate lower the loss"
     assert "scored before" in place.call("eval", *words).err
 
-    beside = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
-    assert beside["losses"]["loss"] == [found["loss"], plain["loss"]]
-    assert "train.max_steps" not in beside["settings"], "a plain model was never trained"
-    assert beside["differences"]["rougeL"][1]["n"] == 6
+    comparison = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
+    assert comparison["losses"]["loss"] == [scores["loss"], plain["loss"]]
+    assert "train.max_steps" not in comparison["settings"], "a plain model was never trained"
+    assert comparison["differences"]["rougeL"][1]["n"] == 6
 
 
 def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
@@ -135,22 +135,26 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     place.call("compare", "RUNS=one unscored", f"DATA={place.folder / 'other.jsonl'}").refused(5, "has no scores on")
 
 
-def test_runs_side_by_side(place: Place) -> None:
-    found = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1").json
-    assert found["settings"] == {}
-    assert found["facts"]["weights"][1].endswith("(step 2)")
+def test_runs_are_compared_side_by_side(place: Place) -> None:
+    comparison = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1").json
+    assert comparison["settings"] == {}
+    assert comparison["facts"]["weights"][1].endswith("(step 2)")
     lines = [{line["row"]: line for line in answers(place.folder_of("one", step))} for step in (0, 2)]
     gaps = {row: lines[1][row]["scores"]["chrf"] - lines[0][row]["scores"]["chrf"] for row in lines[0]}
-    difference = found["differences"]["chrf"][1]
+    difference = comparison["differences"]["chrf"][1]
     assert difference["n"] == 7 and difference["mean"] == pytest.approx(sum(gaps.values()) / 7)
-    assert [part["gap"] for part in found["rows"]] == pytest.approx(sorted(map(abs, gaps.values()), reverse=True)[:3])
-    first = found["rows"][0]
-    assert [one["answer"] for one in first["answers"]] == [side[first["row"]]["answer"] for side in lines]
+    assert [part["gap"] for part in comparison["rows"]] == pytest.approx(
+        sorted(map(abs, gaps.values()), reverse=True)[:3]
+    )
+    first = comparison["rows"][0]
+    assert [side_answer["answer"] for side_answer in first["answers"]] == [
+        side[first["row"]]["answer"] for side in lines
+    ]
 
     shown = place.call("compare", "RUNS=one@base,one")
     assert "paired difference" in shown.out and "too few to compare, n = 7" in shown.out
     assert re.search(r"peak memory +\d\.\d\d GiB", shown.out) and "<|" not in shown.out
-    assert f"{found['losses']['loss'][0]:.4g}" in shown.out
+    assert f"{comparison['losses']['loss'][0]:.4g}" in shown.out
 
 
 def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
@@ -182,7 +186,7 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
         ("compare RUNS=one,one@base DATA=unscored.jsonl", 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
 )
-def test_wrong_calls(place: Place, words: str, code: int, message: str) -> None:
+def test_wrong_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
     place.call(*words.split()).refused(code, message)
 
 
@@ -207,14 +211,14 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness (`.[benchmarks]`) is not installed"
 )
-def test_standard_benchmarks_of_a_run_and_a_plain_model(place: Place) -> None:
+def test_standard_benchmarks_score_a_run_and_a_plain_model(place: Place) -> None:
     rows = place.folder / "choices.jsonl"
     questions = [{"question": f"What is {i}?", "choices": ["a list", "a dict"], "answer": i % 2} for i in range(12)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
     task = place.folder / "tiny.yaml"
     task.write_text(TASK.format(rows=rows))
-    found = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
-    accuracy = found["tasks"]["tiny_choice"]
+    scores = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
+    accuracy = scores["tasks"]["tiny_choice"]
     assert accuracy["n"] == 8 and 0 <= accuracy["metrics"]["acc"]["value"] <= 1
     assert "measured before" in place.call("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8").err
     assert "tiny_choice" in place.call("eval", "RUN=one").out, "the table of scores shows them too"

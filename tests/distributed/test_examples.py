@@ -40,7 +40,7 @@ LONG = ("03_two_processes", "05_fsdp2", "07_continued_pretraining", "08_from_scr
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(one, marks=pytest.mark.long if one in LONG else ()) for one in EXAMPLES]
+    "example", [pytest.param(example, marks=pytest.mark.long if example in LONG else ()) for example in EXAMPLES]
 )
 def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Path, tmp_path: Path) -> None:
     make, *words = command_of(example)
@@ -55,7 +55,7 @@ def test_an_example_runs_as_its_readme_says(example: str, tiny: Path, cache: Pat
 
 
 @pytest.mark.long
-def test_stop_resume_ask_merge(tiny: Path, cache: Path, tmp_path: Path) -> None:
+def test_an_example_can_be_stopped_resumed_asked_and_merged(tiny: Path, cache: Path, tmp_path: Path) -> None:
     if not (ROOT / ".venv" / ".runtime").exists():
         pytest.skip("the script calls make, and `make install` was not run in this checkout")
     env = environment(cache, tmp_path, {"RUN_NAME": "stopped"})

@@ -1,6 +1,4 @@
-"""Weights in MXFP4, as OpenAI's gpt-oss come, and in FP8, as DeepSeek V3 comes, train as the same model in bfloat16
-does.
-"""
+"""Weights in MXFP4, as in OpenAI's gpt-oss, and in FP8, as in DeepSeek V3, train like the same model in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.family_runs import Road, travel, weights
 
 
 def packed(shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random blocks of 32 numbers and their scales for experts of `shape` (experts, in, out), as OpenAI's files
+    """Return random blocks of 32 numbers and their scales for experts of `shape` (experts, in, out), as OpenAI's files
     have them.
     """
     experts, width, out = shape
@@ -30,34 +28,34 @@ def packed(shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_both(plain: Path, mxfp4: Path) -> None:
-    """Writes one model twice, its experts in bfloat16 and in MXFP4."""
+    """Write one model twice, its experts in bfloat16 and in MXFP4."""
     for folder in (plain, mxfp4):
         build_family(folder, "gpt_oss", dtype="bfloat16")
-    kept = {name: tensor.bfloat16() for name, tensor in load_file(plain / "model.safetensors").items()}
-    files = dict(kept)
-    for name in [name for name in kept if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        blocks, scales = packed(kept[name].shape)
-        kept[name] = convert_moe_packed_tensors(blocks, scales)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(plain / "model.safetensors").items()}
+    files = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales = packed(tensors[name].shape)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales)
         del files[name]
         files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(files, mxfp4 / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((mxfp4 / "config.json").read_text())
     (mxfp4 / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
 
 
-def test_it_is_planned_trained_merged_and_asked_as_in_bfloat16(tmp_path: Path) -> None:
-    found: list[Road] = []
+def test_an_mxfp4_base_is_planned_trained_merged_and_asked_as_in_bfloat16(tmp_path: Path) -> None:
+    roads: list[Road] = []
     build_both(tmp_path / "plain" / "base", tmp_path / "mxfp4" / "base")
     for name in ("plain", "mxfp4"):
         road = travel("gpt_oss", "lora", tmp_path / name, tmp_path / "cache")
         assert not road.refused, f"{name}, {road.at}: {road.refused}"
-        found.append(road)
-    plain, mxfp4 = found
+        roads.append(road)
+    plain, mxfp4 = roads
     assert plain.plan and mxfp4.plan and mxfp4.plan.ranks[0].peak_bytes == plain.plan.ranks[0].peak_bytes
     assert plain.trained and mxfp4.trained
-    wanted, adapters = weights(plain.trained), weights(mxfp4.trained)
-    assert adapters.keys() == wanted.keys() and all(torch.equal(adapters[name], wanted[name]) for name in wanted)
+    expected, adapters = weights(plain.trained), weights(mxfp4.trained)
+    assert adapters.keys() == expected.keys() and all(torch.equal(adapters[name], expected[name]) for name in expected)
     merged = [weights(tmp_path / name / "merged-lora") for name in ("plain", "mxfp4")]
     assert merged[0].keys() == merged[1].keys() and all(
         torch.equal(merged[1][name], merged[0][name]) for name in merged[0]
@@ -65,7 +63,7 @@ def test_it_is_planned_trained_merged_and_asked_as_in_bfloat16(tmp_path: Path) -
 
 
 def build_fp8(folder: Path, family: str, block: tuple[int, int], scale: str = "weight_scale_inv") -> None:
-    """Writes a model whose linear layers are in FP8, each block of `block` numbers with a scale."""
+    """Write a model whose linear layers are in FP8, each block of `block` numbers with a scale."""
     build_family(folder, family, dtype="bfloat16")
     files = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -94,11 +92,11 @@ def test_fp8_is_expanded_to_what_transformers_makes_of_it(
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     build_fp8(tmp_path / "fp8", family, (32, 16), scale)
     expanded = Path(resolve_model(ModelConfig(name=str(tmp_path / "fp8"))).path)
-    found, wanted = (
+    ours, theirs = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (expanded, tmp_path / "fp8")
     )
-    assert found.keys() == wanted.keys()
-    assert all(found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in found)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
     assert "quantization_config" not in json.loads((expanded / "config.json").read_text())
 
 
@@ -116,7 +114,7 @@ def test_a_block_that_is_cut_has_its_own_scale(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("mode", ["lora", "full", "qlora"])
-def test_a_base_in_fp8_goes_the_whole_road(mode: str, tmp_path: Path) -> None:
+def test_a_base_in_fp8_trains_merges_and_answers(mode: str, tmp_path: Path) -> None:
     build_fp8(tmp_path / "base", "llama", (32, 32))
     road = travel("llama", mode, tmp_path, tmp_path / "cache")
     assert not road.refused, f"{road.at}: {road.refused}"

@@ -1,5 +1,5 @@
-"""Every decoder family goes the whole road under LoRA and full tuning, and its row in `docs/models.md` says what was
-tuned.
+"""Every decoder family trains, resumes, merges and answers under LoRA and full tuning, and its row in `docs/models.md`
+says what was tuned.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ CASES = [
 
 
 def check_lora(road: Road) -> None:
-    """What the plan counts has adapters, all of them trained; no router has one, and no routed expert."""
+    """Assert that all modules of the plan, and no router or routed expert, have trained adapters."""
     assert road.plan and road.trained
-    found = weights(road.trained)
+    adapter = weights(road.trained)
     parts = {part for name in road.adapted() for part in name.split(".")}
     assert not parts & {"experts", "gate", "router", "wg"}
-    assert sum(tensor.nbytes for tensor in found.values()) == road.plan.ranks[0].memory_bytes["adapters"]
-    assert all(tensor.abs().max() > 0 for name, tensor in found.items() if "lora_B" in name)
+    assert sum(tensor.nbytes for tensor in adapter.values()) == road.plan.ranks[0].memory_bytes["adapters"]
+    assert all(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_family_goes_the_whole_road(name: str, mode: str, cache: Path, tmp_path: Path) -> None:
+def test_a_family_trains_resumes_merges_and_answers(name: str, mode: str, cache: Path, tmp_path: Path) -> None:
     road = travel(name, mode, tmp_path, cache)
     assert not road.at, f"{road.at}: {road.refused}"
     assert road.trained and road.resumed
@@ -58,7 +58,7 @@ def test_a_family_goes_the_whole_road(name: str, mode: str, cache: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one in IN_MAKE_TEST else pytest.mark.long) for one in FAMILIES]
+    "name", [pytest.param(name, marks=[] if name in IN_MAKE_TEST else pytest.mark.long) for name in FAMILIES]
 )
-def test_what_a_family_keeps_is_what_its_row_says(name: str) -> None:
+def test_each_family_keeps_what_its_row_in_the_table_says(name: str) -> None:
     assert kept_cells(name) == read_table(PAGE.read_text(encoding="utf-8"), KEPT)[name]

@@ -1,6 +1,4 @@
-"""What else goes wrong around a run, with real processes: each time one clear error, or the run goes on as if nothing
-had been.
-"""
+"""Other faults around a run, with real processes: each is one clear error, or the run continues unchanged."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ pytestmark = pytest.mark.broad
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
-    """Commands with a base model and a cache of their own."""
-    made = Launcher(tmp_path, build_tiny_llama(tmp_path / "base"))
-    made.environment["SFT_PLAY_CACHE"] = str(tmp_path / "cache")
-    return made
+    """Return commands with a separate base model and cache."""
+    launcher_of_base = Launcher(tmp_path, build_tiny_llama(tmp_path / "base"))
+    launcher_of_base.environment["SFT_PLAY_CACHE"] = str(tmp_path / "cache")
+    return launcher_of_base
 
 
-def require_one_error(done: Done, code: int, *said: str) -> None:
-    done.refused(code, *said)
+def require_one_error(done: Done, code: int, *parts: str) -> None:
+    done.refused(code, *parts)
     assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
 
 
@@ -53,7 +51,7 @@ def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
 def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launcher: Launcher, tmp_path: Path) -> None:
     """Its scores would recreate the folder, and its end look like a success."""
     words = ("train", f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=4000")
-    for removed, said in (
+    for removed, message in (
         (("",), "the run's folder is gone"),
         (("config.json", "plan.json"), "`config.json`, `plan.json` are gone"),
     ):
@@ -63,7 +61,7 @@ def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launc
                 # Moved, since a folder that is written to cannot be removed at once.
                 (launch.run / name).rename(tmp_path / f"{launch.run.name}-{name}")
             code, text = launch.end()
-        assert code == 3 and said in text and "was it moved or deleted while it trained?" in text, text
+        assert code == 3 and message in text and "was it moved or deleted while it trained?" in text, text
         assert "done: " not in text and text.count("error: ") == 1, text
         assert not any(
             (launch.run / name).exists() for name in ("config.json", "plan.json", "report.html", "model", "checkpoints")
@@ -72,7 +70,7 @@ def test_a_run_that_is_removed_while_it_trains_ends_and_leaves_nothing_new(launc
 
 @pytest.mark.long
 def test_rows_of_metrics_are_as_durable_as_their_checkpoint(launcher: Launcher, tmp_path: Path) -> None:
-    """On a disk that forgets what was not synced, as at a power cut."""
+    """The disk forgets what was not synced, as at a power cut."""
     need("mkfs.ext4")
     image, disk = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
@@ -120,13 +118,13 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
     checkpoints = {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")}
     base, rows = launcher.folder / "base", launcher.folder / "rows.jsonl"
     weights = base / "model.safetensors"
-    before, said = weights.read_bytes(), rows.read_text()
+    before, original = weights.read_bytes(), rows.read_text()
     weights.write_bytes(before[:-4] + bytes([before[-4] ^ 1]) + before[-3:])
     require_one_error(launcher("resume", "RUN=half"), 5, "`base_fingerprint`", "restore them")
     weights.unlink()
     require_one_error(launcher("resume", "RUN=half"), 4, str(base))
     weights.write_bytes(before)
-    rows.write_text(said.replace("I say 3 now", "I say three now"))
+    rows.write_text(original.replace("I say 3 now", "I say three now"))
     require_one_error(launcher("resume", "RUN=half"), 5, "`train_data`")
     assert {path: path.lstat().st_mtime_ns for path in run.checkpoints.rglob("*")} == checkpoints
 
@@ -134,7 +132,7 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
 @pytest.mark.long
 @pytest.mark.skipif(not can_mount(), reason="needs root and namespaces")
 def test_a_run_resumes_under_another_host_name(launcher: Launcher) -> None:
-    """Two processes and a name that nothing resolves: what is local goes over the loopback."""
+    """Two local processes use the loopback if the host name does not resolve."""
     words = [
         sys.executable,
         "-m",
@@ -160,7 +158,7 @@ def test_a_run_resumes_under_another_host_name(launcher: Launcher) -> None:
     assert [row["step"] for row in metrics(launcher.runs / "moved")] == [1, 2, 3]
 
 
-def test_a_cache_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
+def test_an_unusable_cache_is_one_error(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "inside"
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=none", SFT_PLAY_CACHE=str(cache))
@@ -178,14 +176,14 @@ def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
         or subprocess.run([*STRANGER, "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("needs user namespaces")
-    kept = {
+    readable = {
         k: v
         for k, v in launcher.environment.items()
         if k not in ("HOME", "USER", "LOGNAME", "SFT_PLAY_CACHE", "HF_HOME")
     }
     done = subprocess.run(
         [*STRANGER, sys.executable, "-m", "sft_play", *words],
-        env=kept | environment,
+        env=readable | environment,
         cwd=launcher.folder,
         capture_output=True,
         text=True,
@@ -196,7 +194,7 @@ def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
 
 
 @pytest.mark.parametrize("home", [None, "/gone", "/proc"])
-def test_a_user_without_a_home_is_told_of_the_variables_that_replace_it(launcher: Launcher, home: str | None) -> None:
+def test_a_user_without_a_home_gets_the_variables_that_replace_it(launcher: Launcher, home: str | None) -> None:
     for command in ("train", "plan", "runs"):
         words = () if command == "runs" else (f"CONFIG={launcher.config}",)
         done = as_stranger(launcher, command, *words, **({"HOME": home} if home else {}))
@@ -217,7 +215,7 @@ def test_a_user_without_a_home_trains(launcher: Launcher, tmp_path: Path) -> Non
 
 
 def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp_path: Path) -> None:
-    """The path of a socket has at most 107 letters; the run would wait for its first batch."""
+    """A socket's path has at most 107 letters; otherwise the run would wait for its first batch forever."""
     folder = tmp_path / "x" / ("y" * 100)
     folder.mkdir(parents=True)
     words = ("train", f"CONFIG={launcher.config}", "TRAIN_DATALOADER_NUM_WORKERS=2", "RUN_NAME=one")

@@ -1,5 +1,5 @@
 """After a run of the same configuration the forecast is within 15 % of real runs on this CPU, and each run shows it
-beside what happened.
+next to the measured figures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RUNS = 3
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 31 M parameters: large enough that its products, not Python, take the time."""
+    """Build a random Llama of 31 M parameters, large enough that matrix products, not Python, take the time."""
     return build_tiny_llama(
         tmp_path_factory.mktemp("models") / "small",
         hidden_size=512,
@@ -60,5 +60,5 @@ def test_the_forecast_is_near_real_runs(program: Program, small: Path, tmp_path:
 @pytest.mark.parametrize("name", ["LoRA, 1 row", "LoRA, 4 rows", "LoRA, 8 rows"])
 def test_three_batch_sizes_grow_as_planned(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(cache))
-    cells, held = compare(measure(CASES[name]), on_gpu=False)
-    assert held, cells
+    cells, within = compare(measure(CASES[name]), on_gpu=False)
+    assert within, cells

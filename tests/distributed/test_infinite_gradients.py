@@ -1,6 +1,4 @@
-"""Gradients that are infinite where the loss is finite: the run stops, with a loss scaler once that has searched long
-enough.
-"""
+"""Infinite gradients under a finite loss: the run stops, with a loss scaler after a long search."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ TOKEN = 4
 
 
 def spoilt(base: Path, eps: float = 1e-36) -> Path:
-    """A token whose embedding is zero, before norms that add next to nothing: as the first of a row it stays zero in
-    every layer, where the gradient of each norm is 1e18 times what comes in.
+    """Build a model with a token whose embedding is zero and norms with a tiny epsilon: as the first of a row it stays
+    zero in every layer, where each norm multiplies the gradient by 1e18.
     """
     build_tiny_llama(base, tie_word_embeddings=False, rms_norm_eps=eps)
     weights = load_file(base / "model.safetensors")
@@ -37,7 +35,7 @@ def spoilt(base: Path, eps: float = 1e-36) -> Path:
 
 
 def spoilt_run(path: Path, base: Path, trial: Trial) -> RunFolder:
-    """Makes a run whose rows all begin with the token."""
+    """Make a run whose rows all begin with the token."""
     run = make_run(path, base, trial)
     prepared = json.loads(run.prepared.read_text())
     columns = datasets.load_from_disk(prepared["train"]["path"]).to_dict()
@@ -49,7 +47,7 @@ def spoilt_run(path: Path, base: Path, trial: Trial) -> RunFolder:
 
 
 def train_scaled(run: RunFolder) -> subprocess.CompletedProcess[str]:
-    """Trains as `train` does, with a loss scaler."""
+    """Train as `train` does, with a loss scaler."""
     arguments, variables = command(run)
     arguments = ["tests.scaled_worker" if word == "sft_play.train" else word for word in arguments]
     return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=400, check=False)
@@ -64,8 +62,8 @@ def test_an_infinite_gradient_stops_at_once_without_a_scaler(strategy: str, tmp_
     end = ended_with(run)
     assert end["code"] == 4, logs(run)
     assert "the gradient norm of step 1 is" in end["error"] and "loss scaler" not in end["error"]
-    found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
-    assert found and all(one["step"] == 1 and one["rows"] for one in found)
+    reports = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
+    assert reports and all(report["step"] == 1 and report["rows"] for report in reports)
     assert not run.model.exists()
 
 
@@ -84,8 +82,8 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[i
     assert "the gradient norm of step 17 is" in end["error"], "16 halvings, and once more at a scale of 1"
     assert on_page("loss-is-nan", end["error"])
     assert "has skipped 17 updates in a row, its scale is 1)" in end["error"]
-    found = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
-    assert len(found) == len(ranks) and all(one["step"] == 17 and one["rows"] for one in found)
+    reports = [json.loads(path.read_text()) for path in run.logs.glob("bad-rows-rank*.json")]
+    assert len(reports) == len(ranks) and all(report["step"] == 17 and report["rows"] for report in reports)
     assert len(rows(run)) == 16 and not run.model.exists()
 
 
@@ -93,14 +91,19 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[i
 def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(
     plan: tuple[tuple[str, Any], ...], tmp_path: Path
 ) -> None:
-    settings, base, found = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
-    for name, strategy, ranks, more in (("whole", "single", ((4, 2),), ()), ("parts", "ddp", HALVES_OF_A_MODEL, plan)):
-        trial = Trial(strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *more))
+    settings, base, losses = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
+    for name, strategy, ranks, settings_of_ranks in (
+        ("whole", "single", ((4, 2),), ()),
+        ("parts", "ddp", HALVES_OF_A_MODEL, plan),
+    ):
+        trial = Trial(
+            strategy=strategy, ranks=ranks, steps=8, settings=settings, plan=(("precision", "fp16"), *settings_of_ranks)
+        )
         run = spoilt_run(tmp_path / name, base, trial)
         assert train_scaled(run).returncode == 0, logs(run)
-        found.append(rows(run))
-    for whole, parts in zip(*found, strict=True):
-        assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), found
+        losses.append(rows(run))
+    for whole, parts in zip(*losses, strict=True):
+        assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), losses
         assert parts["loss"] == pytest.approx(whole["loss"], abs=2e-3)
-    norms = [row["grad_norm"] for row in found[1]]
+    norms = [row["grad_norm"] for row in losses[1]]
     assert None in norms[:2] and None not in norms[-2:], "some updates were left out, and others were made after them"

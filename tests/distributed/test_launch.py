@@ -24,7 +24,7 @@ def launcher(tmp_path: Path, tiny: Path) -> Launcher:
 
 
 def changed_at(run: Path) -> dict[Path, int]:
-    """Returns when each file of a run was written last; its lock says only who looks at it."""
+    """Return when each file of a run was last written, except its lock."""
     return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.suffix != ".lock" and path != run}
 
 
@@ -65,8 +65,8 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
     ):
         assert (run / name).is_file(), name
     assert [e["event"] for e in launcher.events("one")] == ["started", "finished"]
-    told = [line for line in (run / "logs" / "rank0.log").read_text().splitlines() if line.startswith("step ")]
-    assert told and told == [line for line in done.err.splitlines() if line.startswith("step ")], (
+    steps = [line for line in (run / "logs" / "rank0.log").read_text().splitlines() if line.startswith("step ")]
+    assert steps and steps == [line for line in done.err.splitlines() if line.startswith("step ")], (
         "once in the log, as on the console"
     )
 
@@ -102,7 +102,7 @@ def test_one_process_from_start_to_end(launcher: Launcher) -> None:
 
 
 def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> None:
-    """Both a JSON of one's own and what `make setup-accelerate` writes say nothing of gathering weights at a save."""
+    """Neither a user's JSON nor that of `make setup-accelerate` sets the gathering of weights at a save."""
     (launcher.folder / "ds.json").write_text(
         '{"zero_optimization": {"stage": 3,\n "stage3_gather_16bit_weights_on_model_save": false}}'
     )
@@ -118,7 +118,7 @@ def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> 
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.long)])
-def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
+def test_two_nodes_train_and_resume_by_hand(launcher: Launcher, address: str) -> None:
     place, runs = (
         (f"MASTER_ADDR={address}", f"MASTER_PORT={free_port()}"),
         [launcher.folder / f"runs{rank}" for rank in range(2)],
@@ -129,9 +129,9 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
             launcher.start(*words, *place, f"NODE_RANK={rank}", RUNS_DIR=str(folder))
             for rank, folder in enumerate(runs)
         ]
-        codes, said = zip(*(node.end() for node in nodes), strict=True)
-        assert codes == (code, code), said
-        return list(said)
+        codes, outputs = zip(*(node.end() for node in nodes), strict=True)
+        assert codes == (code, code), outputs
+        return list(outputs)
 
     on_both(0, "train-distributed", f"CONFIG={launcher.config}", "NUM_NODES=2", "NUM_GPUS=1", "RUN_NAME=nodes")
     for rank, folder in enumerate(runs):
@@ -139,12 +139,12 @@ def test_two_nodes_by_hand(launcher: Launcher, address: str) -> None:
         assert (logs / f"rank{rank}.log").is_file() and (logs / f"holdings-rank{rank}.json").is_file()
         assert events(folder / "nodes")[-1]["event"] == "finished"
     host = socket.gethostname()
-    for said in on_both(5, "resume", "RUN=nodes", "TRAIN_MAX_STEPS=9"):
+    for output in on_both(5, "resume", "RUN=nodes", "TRAIN_MAX_STEPS=9"):
         assert (
-            f"different checkpoints: node 0 ({host}): step-000002 (" in said
-            and f"), node 1 ({host}): its start" in said
+            f"different checkpoints: node 0 ({host}): step-000002 (" in output
+            and f"), node 1 ({host}): its start" in output
         )
-        assert "hint: let RUNS_DIR be a folder that all" in said
+        assert "hint: let RUNS_DIR be a folder that all" in output
     alone = launcher("resume", "RUN=nodes", "NUM_NODES=1", "TRAIN_MAX_STEPS=3", RUNS_DIR=str(runs[0]))
     assert alone.code == 0 and "ran with 2 processes, and continues with 1;" in alone.err, alone.err
 
@@ -173,8 +173,8 @@ def test_refusals_leave_nothing(
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         values = {"busy": str(listener.getsockname()[1]), "folder": str(launcher.folder)}
-        given = [part.format(**values) for part in arguments]
-        outcome = launcher("train-distributed", f"CONFIG={launcher.config}", *given)
+        typed = [part.format(**values) for part in arguments]
+        outcome = launcher("train-distributed", f"CONFIG={launcher.config}", *typed)
     outcome.refused(code, *(word.format(**values) for word in words))
     assert outcome.err.count("error: ") == 1
     assert not launcher.runs.exists()

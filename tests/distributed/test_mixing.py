@@ -1,5 +1,5 @@
-"""Two sources with weights, packed: what is really trained is near the weights, and goes on after a crash as if there
-was none.
+"""Two sources with weights, packed: the trained share is near the weights, and a resume after a crash trains the same
+rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXACT = ("step", "loss", "grad_norm", "learning_rate", "rank_tokens")
 @pytest.fixture(scope="module")
 def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixing")
-    one, other = ragged_rows(folder / "one.jsonl", 160), ragged_rows(folder / "other.jsonl", 120, seed=3)
+    first, other = ragged_rows(folder / "one.jsonl", 160), ragged_rows(folder / "other.jsonl", 120, seed=3)
     path = folder / "mixed.yaml"
     path.write_text(
         f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\ndata:\n "
-        f" sources:\n    - {{path: {one}, name: one, weight: 3}}\n    - {{path: {other}, name: other, weight: 1}}\n "
+        f" sources:\n    - {{path: {first}, name: one, weight: 3}}\n    - {{path: {other}, name: other, weight: 1}}\n "
         " exhausted: stop\ntrain: {global_batch_size: 40, batch_size: 1, packing: 'on', epochs: 2, learning_rate:"
         " 5.0e-3, save_steps: 3}\n",
         encoding="utf-8",
@@ -41,12 +41,12 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in WAYS if one != "ddp")]
+    "strategy", ["ddp", *(pytest.param(way, marks=pytest.mark.long) for way in WAYS if way != "ddp")]
 )
 def test_weights_are_what_is_trained_and_resume_is_exact_under_every_strategy(
     strategy: str, config: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """Packed, with dropout, cut off in the middle."""
+    """The runs are packed, have dropout, and are cut off in the middle."""
     import datasets
 
     env = environment(cache, tmp_path)

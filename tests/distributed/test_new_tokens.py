@@ -28,7 +28,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (place.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     place.config.write_text(
         f"model: {{name: {place.folder}/model, max_seq_len: 128}}\n"
-        f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/rows.jsonl, new_tokens: [<tool>, </tool>, <never>]}}\n"
+        f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/rows.jsonl, "
+        f"new_tokens: [<tool>, </tool>, <never>]}}\n"
         "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.01, predict_with_generate: false}\n"
     )
     return place
@@ -43,7 +44,7 @@ def read(folder: str | Path) -> Any:
     [[], ["TUNING_LORA_EMBEDDINGS=all"], ["TUNING_MODE=full", "TRAIN_LEARNING_RATE=1e-3"]],
     ids=["new", "all", "full"],
 )
-def test_rows_begin_at_the_mean_and_are_trained_saved_and_merged(
+def test_new_rows_start_at_the_mean_and_are_trained_saved_and_merged(
     place: Place, words: list[str], tmp_path: Path
 ) -> None:
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=run", *words)
@@ -103,9 +104,9 @@ def test_uses_are_counted_when_rows_are_prepared_and_need_no_transformers_later(
     assert again.stdout.endswith("False\n") and "new token `<tool>`: 24 uses" in again.stderr, again.stderr
 
 
-def test_what_cannot_be_a_new_token_is_refused(place: Place) -> None:
-    def refused(code: int, *said: str, tokens: str, words: tuple[str, ...] = ()) -> None:
-        place.call("data", f"CONFIG={place.config}", f"DATA_NEW_TOKENS={tokens}", *words).refused(code, *said)
+def test_invalid_new_tokens_are_refused(place: Place) -> None:
+    def refused(code: int, *parts: str, tokens: str, words: tuple[str, ...] = ()) -> None:
+        place.call("data", f"CONFIG={place.config}", f"DATA_NEW_TOKENS={tokens}", *words).refused(code, *parts)
 
     refused(4, "`<|im_end|>`, which the vocabulary of", tokens='["<|im_end|>"]')
     refused(4, "`<b>`, which the chat template or the tokenizer splits", tokens=r'["\n<b>", "<b>"]')

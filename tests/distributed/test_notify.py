@@ -29,11 +29,11 @@ SECRET = "hf_" + "Q7xk2Lm9" * 4
 
 @contextlib.contextmanager
 def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # whoever follows a redirect asks so
-            said.append({"followed": self.path})
+            messages.append({"followed": self.path})
             self.send_response(204)
             self.end_headers()
 
@@ -44,7 +44,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 self.send_header("Location", f"http://{host}:{self.server.server_address[1]}/elsewhere")
                 self.end_headers()
                 return
-            said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             for _ in range(100 if "drips" in self.path else 0):  # each byte in time, and never all of them
                 self.wfile.write(b"H")
                 time.sleep(0.3)
@@ -52,12 +52,12 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Nothing on stderr."""
+            """Log nothing to stderr."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/hook", said
+            yield f"http://127.0.0.1:{server.server_port}/hook", messages
         finally:
             server.shutdown()
 
@@ -66,7 +66,7 @@ def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> No
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     words = ("NUM_GPUS=2", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK_NOTIFY")
     spikes = ("TRAIN_SPIKE_GUARD=report", "TRAIN_SPIKE_FACTOR=1.01")
-    with webhook() as (url, said):
+    with webhook() as (url, messages):
         launch = launcher.start(
             "train-distributed",
             f"CONFIG={launcher.config}",
@@ -80,13 +80,13 @@ def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> No
         launch.workers()[1].kill()
         code, printed = launch.end()
         assert code == 0, printed
-    events = [one["event"] for one in said]
-    assert [one for one in events if one != "spike"] == ["restarted", "finished"] and "spike" in events
-    texts = {one["event"]: one["text"] for one in said}
+    events = [message["event"] for message in messages]
+    assert [message for message in events if message != "spike"] == ["restarted", "finished"] and "spike" in events
+    texts = {message["event"]: message["text"] for message in messages}
     assert "SIGKILL" in texts["restarted"] and "the gradient norm jumps" in texts["spike"]
     assert texts["finished"].startswith("told finished: steps 40, loss ")
-    assert all(one["run"] == "told" and one["content"] == one["text"] for one in said)
-    assert SECRET not in json.dumps(said) and url not in printed + (launch.run / "config.json").read_text()
+    assert all(message["run"] == "told" and message["content"] == message["text"] for message in messages)
+    assert SECRET not in json.dumps(messages) and url not in printed + (launch.run / "config.json").read_text()
 
 
 def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("target", ["drips", "missing", "sleep 60", "exit 3", ""])
-def test_what_does_not_answer_is_one_warning(
+def test_a_receiver_that_does_not_answer_is_one_warning(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webhook() as (url, _):
@@ -125,13 +125,13 @@ def test_what_does_not_answer_is_one_warning(
 
 
 def test_a_redirect_is_followed_on_the_same_host_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with webhook() as (url, said):
+    with webhook() as (url, messages):
         for path, followed in (("here", True), ("away", False)):
             notify(f"{url}/{path}", RunFolder(tmp_path / "run"), "finished", "done")
             wait_until_sent()
-            assert (said == [{"followed": "/elsewhere"}]) is followed
+            assert (messages == [{"followed": "/elsewhere"}]) is followed
             assert ("was not sent" in capsys.readouterr().err) is not followed
-            said.clear()
+            messages.clear()
 
 
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])

@@ -52,26 +52,26 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 def outcome(word: str) -> str:
-    """Returns what docs/training.md must say of an optimizer."""
+    """Return the outcome that docs/training.md must list for an optimizer."""
     chosen = OPTIMIZERS[word]
     if chosen.refused:
         return "refused"
     return f"needs `{chosen.pip}`" if chosen.pip else "bitsandbytes" if chosen.bitsandbytes else "runs"
 
 
-def test_every_word_has_an_outcome_and_the_page_has_it() -> None:
+def test_every_optimizer_has_an_outcome_that_the_page_documents() -> None:
     assert OPTIMIZERS.keys() == {"auto", "muon", *WORDS}
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
-    said = {word: cells[2] for cells in rows for word in re.findall(r"`(\w+)`", cells[1])}
+    outcomes = {word: cells[2] for cells in rows for word in re.findall(r"`(\w+)`", cells[1])}
     for word in [*WORDS, "muon"]:
-        assert outcome(word) in said[word], word
+        assert outcome(word) in outcomes[word], word
     for word in SCHEDULES:
-        assert set(re.findall(r"`(\w+)`", said[word])) >= set(SETTINGS_OF[word]), word
+        assert set(re.findall(r"`(\w+)`", outcomes[word])) >= set(SETTINGS_OF[word]), word
 
 
 def test_a_schedule_takes_what_transformers_gives_it() -> None:
-    given = {"self", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "verbose"}
+    common = {"self", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "verbose"}
     functions = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
     functions |= {
         "reduce_lr_on_plateau": torch.optim.lr_scheduler.ReduceLROnPlateau.__init__,
@@ -79,7 +79,7 @@ def test_a_schedule_takes_what_transformers_gives_it() -> None:
     }
     assert functions.keys() == SETTINGS_OF.keys() == set(SCHEDULES)
     for word, function in functions.items():
-        assert set(inspect.signature(function).parameters) - given == set(SETTINGS_OF[word]), word
+        assert set(inspect.signature(function).parameters) - common == set(SETTINGS_OF[word]), word
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_an_optimizer_is_refused_by_name_or_with_its_package(
     elif importlib.util.find_spec(chosen.module):
         assert in_process("plan", f"CONFIG={config}").code == 0
     else:
-        said = f"install -c constraints.txt {chosen.pip}"
-        in_process("train", f"CONFIG={config}").refused(3, f"`train.optim` is `{word}`, which needs", said)
+        hint = f"install -c constraints.txt {chosen.pip}"
+        in_process("train", f"CONFIG={config}").refused(3, f"`train.optim` is `{word}`, which needs", hint)
     assert not (tmp_path / "runs").exists()
 
 
@@ -158,21 +158,25 @@ def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path)
 
 
 def plain_steps(run: RunFolder, model: Any, begin: Callable[[], Any]) -> Iterator[float]:
-    """Yields the loss of each of the run's steps in plain torch, with the clipped gradients in place."""
+    """Yield the loss of each of the run's steps in plain torch, with the clipped gradients in place."""
     prepared, collate = Prepared.load(run.prepared), Collator("flattened", 3)
     assert prepared.train is not None
-    rows, sampler, left = Rows(prepared.train.path), GlobalBatchSampler(TRAIN_ROWS, GLOBAL_BATCH, [(8, 1)], 0, 42), 8
+    rows, sampler, remaining = (
+        Rows(prepared.train.path),
+        GlobalBatchSampler(TRAIN_ROWS, GLOBAL_BATCH, [(8, 1)], 0, 42),
+        8,
+    )
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        for batch in list(sampler)[:left]:
+        for batch in list(sampler)[:remaining]:
             begin()
-            made = collate([rows[index] for index in batch])
-            loss = token_loss_sum(model, made) / label_tokens(made)
+            inputs = collate([rows[index] for index in batch])
+            loss = token_loss_sum(model, inputs) / label_tokens(inputs)
             model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             yield float(loss.detach())
-            left -= 1
+            remaining -= 1
 
 
 def test_muon_steps_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path: Path) -> None:
@@ -196,10 +200,10 @@ def test_muon_steps_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path:
         for part in [*optimizers, *schedules]:
             part.step()
     assert column(run, "loss") == pytest.approx(losses, rel=1e-5)
-    found = weights(run)
+    saved = weights(run)
     for name, value in named.items():
         # Muon's iterations are in bf16, where the last bit of a gradient can be 0.4 % of an update.
-        torch.testing.assert_close(found[name], value.detach(), rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(saved[name], value.detach(), rtol=1e-3, atol=2e-4)
 
     same_to_the_bit(resume_from(run, tmp_path / "again", 4, trial), run)
     two = Trial(settings=settings, plan=trial.plan, strategy="ddp", ranks=((2, 2), (2, 2)))
@@ -210,9 +214,9 @@ def test_muon_steps_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path:
         resume_from(run, tmp_path / "adam", 4, adam)
 
 
-def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path, tmp_path: Path) -> None:
-    """The same rows, step by step, under plain torch: evaluation and files have the averaged weights, training goes on
-    from the others.
+def test_schedule_free_weights_are_averaged_for_scores_and_saves(tiny: Path, tmp_path: Path) -> None:
+    """Compare with plain torch step by step: evaluation and files use the averaged weights, training continues from the
+    others.
     """
     settings = ("train.optim: schedule_free_adamw", "train.lr_scheduler_type: constant", "train.eval_steps: 4")
     trial = Trial(settings=settings, plan=(("optim", "schedule_free_adamw"),))
@@ -234,7 +238,7 @@ def test_schedule_free_weights_are_scored_and_saved_as_its_authors_do(tiny: Path
             with torch.no_grad():
                 losses.append(float(token_loss_sum(model, scored) / label_tokens(scored)))
     assert column(run, "eval_loss", "eval") == pytest.approx(losses, rel=1e-5)
-    found = weights(run)
+    saved = weights(run)
     for name, value in model.named_parameters():
-        torch.testing.assert_close(found[name], value.detach(), rtol=1e-4, atol=5e-6)
+        torch.testing.assert_close(saved[name], value.detach(), rtol=1e-4, atol=5e-6)
     same_to_the_bit(resume_from(run, tmp_path / "again", 4, trial), run)

@@ -1,6 +1,4 @@
-"""Ranks with slices of a line (`launch.sequence_parallel`), of layers (`launch.tensor_parallel`) or other layers each
-(`launch.strategy: pipeline`) compute what one process does (contract B16).
-"""
+"""Sequence parallelism, tensor parallelism and pipelines compute what one process does (contract B16)."""
 
 from __future__ import annotations
 
@@ -70,33 +68,33 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, run: Path, cache: Path, words: Sequence[str]) -> Path:
-    """Trains a run unless that is done: in one process, or by `make train-distributed` where `NUM_GPUS` is given."""
+    """Train a run unless it exists: in one process, or by `make train-distributed` with `NUM_GPUS`."""
     command = "train-distributed" if any(word.startswith("NUM_GPUS") for word in words) else "train"
     if not run.exists():
         must_run([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, run.parent))
     return run
 
 
-def same_weights(found: Path, wanted: Path) -> None:
-    mine, other = weights(RunFolder(found)), weights(RunFolder(wanted))
+def same_weights(result: Path, expected: Path) -> None:
+    mine, other = weights(RunFolder(result)), weights(RunFolder(expected))
     assert mine.keys() == other.keys() and all(
         torch.allclose(mine[name], other[name], rtol=0, atol=1e-5) for name in other
     )
 
 
 def held_as_planned(run: Path) -> None:
-    """Each rank holds the weights, gradients and states of the optimizer that the plan says, within 2 %."""
+    """Assert that each rank holds the planned weights, gradients and optimizer states within 2 %."""
     plan, folder = Plan.load(run / "plan.json"), RunFolder(run)
     for rank in plan.ranks:
-        held, parts = read_json(folder.rank_holdings(rank.rank)), rank.memory_bytes
+        measured, parts = read_json(folder.rank_holdings(rank.rank)), rank.memory_bytes
         weights = sum(parts.get(name, 0) for name in ("frozen", "adapters", "trained"))
-        assert held["bytes"]["weights"] == pytest.approx(weights, rel=0.02), rank
-        assert held["bytes"]["optimizer"] == pytest.approx(parts["optimizer"], rel=0.02), rank
-        assert 4 * held["gradients"] == pytest.approx(parts["gradients"], rel=0.02), rank
+        assert measured["bytes"]["weights"] == pytest.approx(weights, rel=0.02), rank
+        assert measured["bytes"]["optimizer"] == pytest.approx(parts["optimizer"], rel=0.02), rank
+        assert 4 * measured["gradients"] == pytest.approx(parts["gradients"], rel=0.02), rank
 
 
 def answers(run: Path) -> list[str]:
-    """Returns what the model answered at the end of training."""
+    """Return what the model answered at the end of training."""
     path = run / "eval" / f"step-{STEPS:06}" / "predictions.jsonl"
     return [json.loads(line)["answer"] for line in path.read_text().splitlines()]
 
@@ -152,7 +150,7 @@ DEFAULT = ("layers-then-whole", "shards-then-layers", "stages-then-three", "repl
     "split", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in SPLITS]
 )
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.long)])
-def test_saved_under_one_split_and_resumed_under_another(
+def test_a_run_saved_under_one_split_resumes_under_another(
     split: str, mode: str, config: Path, cache: Path, session_runs: Path
 ) -> None:
     before, after = SPLITS[split]
@@ -212,7 +210,7 @@ def test_stages_compute_in_bf16_with_adapters_in_fp32(
 def test_a_model_from_scratch_is_the_same_in_every_way(
     words: list[str], config: Path, cache: Path, session_runs: Path
 ) -> None:
-    """By four processes, as guides have it: data, layers in slices, layers one after the other, and two by two."""
+    """Four processes, as in guides: data parallel, tensor parallel, pipeline, and two by two."""
     scratch = config.parent / "scratch.yaml"
     shape = "init: random, vocab_size: 1024, hidden_size: 64, attention_heads: 4, layers: 4, tokenizer"
     scratch.write_text(config.read_text().replace("{name:", f"{{{shape}:"))
@@ -224,7 +222,7 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["NUM_GPUS=2", SP2, "MODEL_ATTN_IMPLEMENTATION=sdpa"], "sees only a rank's slice"),
         (["NUM_GPUS=8", "LAUNCH_TENSOR_PARALLEL=8"], "attention heads with"),
@@ -240,9 +238,9 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
         (["NUM_GPUS=2", "LAUNCH_STRATEGY=zero2", "TRAIN_SPIKE_GUARD=skip"], "DeepSpeed makes the update before"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_the_launch(
-    words: list[str], said: str, config: Path, cache: Path, session_runs: Path
+def test_conflicting_options_are_refused_before_the_launch(
+    words: list[str], message: str, config: Path, cache: Path, session_runs: Path
 ) -> None:
     command = "train-distributed" if words[0].startswith("NUM_GPUS") else "train"
     done = call_program([command, f"CONFIG={config}", "RUN_NAME=refused", *words], environment(cache, session_runs))
-    assert done.code == 2 and said in done.err and not (session_runs / "refused").exists(), done.err
+    assert done.code == 2 and message in done.err and not (session_runs / "refused").exists(), done.err

@@ -1,4 +1,4 @@
-"""Documents beside conversations in one run, and models from scratch, as a user runs them."""
+"""Documents and conversations in one run, and models from scratch, as a user runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = str(ROOT / "examples" / "07_continued_pretraining" / "corpus")
 
 
 def corpus(folder: Path) -> Path:
-    """Writes one document of each kind, and a scanned one."""
+    """Write a document of each kind, and a scanned one."""
     folder.mkdir()
     (folder / "a.txt").write_text("A pump moves water through the house. " * 40, encoding="utf-8")
     (folder / "b.html").write_text(PAGE, encoding="utf-8")
@@ -87,7 +87,7 @@ def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Prog
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_from_scratch_is_scored_with_its_own_tokenizer(program: Program, tmp_path: Path) -> None:
-    """Its full weights, its last checkpoint and its random beginning; on its own rows, and answering others."""
+    """Use its full weights, its last checkpoint and its random start, on its rows and on others."""
     chat, other = ragged_rows(tmp_path / "chat.jsonl", 60), ragged_rows(tmp_path / "other.jsonl", 6, seed=1)
     own = [
         f"DATA_SOURCES=[{{path: {chat}}}]",

@@ -1,5 +1,5 @@
-"""Every command that the program prints works as typed, from where it was printed: of a run in `runs/`, and of one that
-was moved.
+"""Every command that the program prints works as typed in the folder where it was printed, for a run in `runs/` and for
+a moved one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Desk:
         return run_program(list(words), self.env, cwd=self.folder, stdin="")
 
     def follow(self, text: str) -> set[str]:
-        """Types every command of a text; returns their names."""
-        found = dict.fromkeys(PRINTED.findall(text))
-        for line in found:
+        """Type every command of a text; return their names."""
+        printed = dict.fromkeys(PRINTED.findall(text))
+        for line in printed:
             words = [word.replace("$$", "$") for word in shlex.split(line)]  # as make takes it
             done = self.typed(
                 "infer" if words[0] == "serve" else words[0], *words[1:]
@@ -43,7 +43,7 @@ class Desk:
                 done.refused(2, REFUSED[words[0]])
             else:
                 assert done.code == 0, (line, done.err)
-        return {line.split()[0] for line in found}
+        return {line.split()[0] for line in printed}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`SOURCE=probe`: two steps of the worst batch by real workers; what they needed corrects every later plan."""
+"""`SOURCE=probe`: two steps of the worst batch by real workers; their figures correct every later plan."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny:
     assert other.json["source"] == "formula"
 
 
-def test_hardware_that_is_not_here_cannot_be_probed(program: Program) -> None:
+def test_described_hardware_cannot_be_probed(program: Program) -> None:
     done = program("plan", "CONFIG=configs/quickstart.yaml", "HARDWARE=24GB", "SOURCE=probe")
     assert done.code == 2 and "measures on this machine" in done.err and "SOURCE=trace" in done.err

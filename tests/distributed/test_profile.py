@@ -1,6 +1,4 @@
-"""`train.profile` and `make profile`: traces of the ranks that were asked for, in words, and an update that does not
-know of it.
-"""
+"""`train.profile` and `make profile`: traces of the requested ranks, explained, while the update stays the same."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("TRAIN_PROFILE_START=5", "`train.profile` is given without `steps`"),
         (
@@ -61,11 +59,11 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
         ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_MEMORY=true", "records allocations of GPUs, and this plan has none"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(in_process: Program, words: str, said: str) -> None:
-    in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, said)
+def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: str, message: str) -> None:
+    in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 
-def test_time_that_kernels_hide_is_no_waiting() -> None:
+def test_time_hidden_behind_kernels_is_no_wait() -> None:
     kernels = {"##DDP": (0, 100), "sgemm": (0, 40), "ncclDevKernel_AllReduce": (30, 60), "Memcpy HtoD": (55, 65)}
     events: list[Any] = [
         SimpleNamespace(

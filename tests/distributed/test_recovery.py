@@ -1,5 +1,5 @@
-"""Out of memory for real: allocations that fail (rlimit) and a kill by the kernel (cgroup); the run goes on to the same
-losses.
+"""Out of memory for real: allocations that fail (rlimit) and a kill by the kernel (cgroup); the run continues to the
+same losses.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def limit_address_space(process: psutil.Process, mebibytes: int) -> None:
-    """Lets a process take no more than this above what it has."""
+    """Let a process allocate at most this many bytes more."""
     size = status(process.pid, "VmSize") + mebibytes * MIB
     resource.prlimit(process.pid, resource.RLIMIT_AS, (size, size))
 
 
 def end(launch: Started) -> str:
-    """Waits for a launch that succeeds; returns its line about the recovery."""
-    code, said = launch.end()
-    assert code == 0, said
-    (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
+    """Wait for a launch that succeeds; return its line about the recovery."""
+    code, output = launch.end()
+    assert code == 0, output
+    (line,) = [line for line in output.splitlines() if line.startswith("recovering: ")]
     return line
 
 
 def status(pid: int, name: str) -> int:
-    """Returns bytes of a field of `/proc/PID/status`, as VmPeak."""
+    """Return the bytes of a field of `/proc/PID/status`, such as VmPeak."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) * 1024
 
 
 @pytest.fixture(scope="module")
 def undisturbed(config: str, variables: dict[str, str]) -> tuple[Path, int]:
-    """A run with half the micro-batch from the start, and the most address space that its worker took."""
+    """Return a run with half the micro-batch from the start, and its worker's peak address space."""
     peak = 0
     with start(variables, "train", config, "TRAIN_BATCH_SIZE=4", name="undisturbed") as launch:
         while launch.process.poll() is None:
             with contextlib.suppress(psutil.Error, OSError, IndexError):
-                peak = max([peak, *(status(one.pid, "VmPeak") for one in launch.workers().values())])
+                peak = max([peak, *(status(worker.pid, "VmPeak") for worker in launch.workers().values())])
             time.sleep(0.1)
-        code, said = launch.end()
-        assert code == 0, said
+        code, output = launch.end()
+        assert code == 0, output
     return launch.run, peak
 
 
 def require_same(run: Path, reference: Path, copies: int = 1) -> None:
-    """Each step stands there once, with the losses, norms and learning rates of the undisturbed run; `copies`: ranks
-    that train the same rows.
+    """Assert that each step is logged once, with the undisturbed run's losses, norms and rates; `copies`: ranks with
+    the same rows.
     """
     rows, expected = metrics(run), metrics(reference)
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, wanted in zip(rows, expected, strict=True):
+    for row, expected_row in zip(rows, expected, strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):
-            assert row[name] == pytest.approx(wanted[name], rel=1e-5), name
-        assert sum(row["rank_tokens"]) == copies * sum(wanted["rank_tokens"])
+            assert row[name] == pytest.approx(expected_row[name], rel=1e-5), name
+        assert sum(row["rank_tokens"]) == copies * sum(expected_row["rank_tokens"])
 
 
 def test_a_failed_allocation_halves_the_micro_batch(
@@ -90,26 +90,30 @@ def test_a_failed_allocation_halves_the_micro_batch(
     assert [event["event"] for event in launch.events()] == ["started", "recovered", "finished"]
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["ranks"][0]["micro_batch"], plan["ranks"][0]["accumulation"], plan["global_batch_size"]) == (4, 2, 8)
-    (kept,) = json.loads((run / "stamp.json").read_text())["recoveries"]
-    assert (kept["cause"], kept["rank"], kept["checkpoint"], kept["doing"]["step"]) == (
+    (recovery,) = json.loads((run / "stamp.json").read_text())["recoveries"]
+    assert (recovery["cause"], recovery["rank"], recovery["checkpoint"], recovery["doing"]["step"]) == (
         "out_of_memory",
         0,
         "step-000001",
         2,
     )
-    assert (kept["before"]["micro_batches"], kept["after"]["micro_batches"], kept["after"]["accumulation"]) == (
+    assert (
+        recovery["before"]["micro_batches"],
+        recovery["after"]["micro_batches"],
+        recovery["after"]["accumulation"],
+    ) == (
         [8],
         [4],
         2,
     )
-    assert json.loads((run / "training_metrics.json").read_text())["recoveries"] == [kept]
-    assert json.loads((run / "model" / "stamp.json").read_text())["recoveries"] == [kept]
+    assert json.loads((run / "training_metrics.json").read_text())["recoveries"] == [recovery]
+    assert json.loads((run / "model" / "stamp.json").read_text())["recoveries"] == [recovery]
 
     longer = run_program(["resume", "RUN=short", "TRAIN_MAX_STEPS=4"], variables)
     assert longer.code == 0, longer.err
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["ranks"][0]["micro_batch"], plan["ranks"][0]["accumulation"]) == (4, 2)
-    assert [dict(item) for item in plan["recoveries"]] == [kept]
+    assert [dict(item) for item in plan["recoveries"]] == [recovery]
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
@@ -135,12 +139,12 @@ def test_without_a_remedy_the_ways_out_are_named(config: str, variables: dict[st
     with start(variables | {"RUNS_DIR": str(tmp_path / "runs")}, "train", config, *words, name="end") as launch:
         launch.wait_for_step(1)
         limit_address_space(launch.workers()[0], 60)
-        code, said = launch.end()
-    assert code == 75, said
-    assert "the micro-batch is 1 already and gradient checkpointing is off as configured" in said
-    (ways,) = [line for line in said.splitlines() if line.startswith("hint: choose one: ")]
+        code, output = launch.end()
+    assert code == 75, output
+    assert "the micro-batch is 1 already and gradient checkpointing is off as configured" in output
+    (ways,) = [line for line in output.splitlines() if line.startswith("hint: choose one: ")]
     assert "TRAIN_GRADIENT_CHECKPOINTING=true: " in ways and "MODEL_MAX_SEQ_LEN=" in ways
-    assert "make resume RUN=end" in said and "Traceback" not in said
+    assert "make resume RUN=end" in output and "Traceback" not in output
     assert [event["event"] for event in launch.events()] == ["started", "failed"]
     assert launch.events()[-1]["cause"] == "out_of_memory", "a container's entry point goes by it (schedulers.entry)"
     assert "Traceback" in (launch.run / "logs" / "rank0.log").read_text()
@@ -158,7 +162,7 @@ def test_without_a_remedy_the_ways_out_are_named(config: str, variables: dict[st
         pytest.param("train-distributed", "LAUNCH_TENSOR_PARALLEL=2", 280, marks=pytest.mark.long),
     ],
 )
-def test_shards_and_parts_go_on_from_their_checkpoint(
+def test_shards_and_parts_continue_from_their_checkpoint(
     command: str, way: str, room: int, config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
     words = ("NUM_GPUS=2", "TRAIN_BATCH_SIZE=4", *way.split())
@@ -172,7 +176,7 @@ def test_shards_and_parts_go_on_from_their_checkpoint(
 
 
 def held_by(folder: Path) -> int:
-    """Returns the bytes of a cgroup's processes, without the page cache."""
+    """Return the bytes of a cgroup's processes, without the page cache."""
     fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return int(fields["anon"])
 
@@ -194,6 +198,6 @@ def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
     assert "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
     assert "global batch 8 as before; continuing from step-000001" in line
     require_same(launch.run, undisturbed[0])
-    (kept,) = json.loads((launch.run / "training_metrics.json").read_text())["recoveries"]
-    assert kept["rank"] in (0, 1)
-    assert kept["doing"] == {}
+    (recovery,) = json.loads((launch.run / "training_metrics.json").read_text())["recoveries"]
+    assert recovery["rank"] in (0, 1)
+    assert recovery["doing"] == {}

@@ -1,6 +1,4 @@
-"""`make resume` of a run on another number of processes and under another strategy, and of what an older version
-wrote.
-"""
+"""`make resume` on another number of processes, under another strategy, and of an older version's run."""
 
 from __future__ import annotations
 
@@ -28,7 +26,9 @@ def config(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_two_processes_become_three_and_another_strategy_one(config: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_processes_and_another_strategy(
+    config: Path, cache: Path, tmp_path: Path
+) -> None:
     env = environment(cache, tmp_path)
     words = [f"CONFIG={config}", "RUN_NAME=run", "NUM_GPUS=2", "TUNING_LORA_DROPOUT=0.0"]
     must_run(["train-distributed", *words], env)

@@ -1,5 +1,5 @@
-"""A run resumed on as many, fewer and more ranks: to the bit on as many, the same updates on another number, and no
-pickle anywhere.
+"""A run resumed on as many, fewer and more ranks: bit for bit on as many, with the same updates on another number, and
+without pickles.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ SHARES = {1: ((4, 2),), 2: ((2, 2), (2, 2)), 3: ((1, 3),) * 3}
 """Micro-batch and accumulation of each rank; 8 rows a step everywhere."""
 DROPOUT = 0.1
 HERE = 5
-"""The checkpoint to go on from: in the middle of the second epoch (an epoch has 3 steps)."""
+"""The checkpoint to resume from: in the middle of the second epoch (an epoch has 3 steps)."""
 NO_PICKLE = (".safetensors", ".json", ".txt", ".jinja", ".model", ".md")
 LONG = pytest.mark.long
 
 
 def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) -> Trial:
-    """Another number of ranks draws otherwise, so only a run that keeps its own has `dropout`; with `full` the base's
-    attention does.
-    """
+    """Return a trial; only one that keeps its number of ranks has `dropout`, since others draw other masks."""
     settings = ("train.save_steps: 1", f"tuning.lora.dropout: {dropout}")
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))
@@ -48,12 +46,12 @@ def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) ->
 
 def same_updates(run: RunFolder, again: RunFolder) -> None:
     same_curves(again.path, run.path)
-    trained = [{row for rank in holdings(one) for row in rank["rows_trained"]} for one in (again, run)]
+    trained = [{row for rank in holdings(folder) for row in rank["rows_trained"]} for folder in (again, run)]
     assert trained[0] <= trained[1]
-    left, right = weights(run), weights(again)
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
+    first, second = weights(run), weights(again)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-6)
 
 
 STRATEGIES = {"ddp": "lora", "zero2": "full", "zero1": "lora", "zero3": "full", "fsdp2": "full"}
@@ -69,7 +67,7 @@ def trained_dropping(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("strategy", MARKED)
-def test_a_run_of_two_ranks_goes_on(
+def test_a_run_of_two_ranks_continues(
     strategy: str, world: int, trained: Trained, trained_dropping: Trained, tmp_path: Path
 ) -> None:
     dropout, train = (DROPOUT, trained_dropping) if world == 2 else (0.0, trained)
@@ -104,7 +102,9 @@ def test_no_file_of_a_checkpoint_is_a_pickle(strategy: str, trained: Trained) ->
 @pytest.mark.parametrize(
     ("before", "after"), [(("ddp", 2), ("zero2", 3)), (("zero2", 2), ("fsdp2", 2)), (("fsdp2", 2), ("zero3", 3))]
 )
-def test_another_strategy_goes_on(before: tuple[str, int], after: tuple[str, int], tiny: Path, tmp_path: Path) -> None:
+def test_a_run_continues_under_another_strategy(
+    before: tuple[str, int], after: tuple[str, int], tiny: Path, tmp_path: Path
+) -> None:
     run = must_train(make_run(tmp_path / "run", tiny, trial(*before)))
     same_updates(run, resume_from(run, tmp_path / "again", HERE, trial(*after)))
 

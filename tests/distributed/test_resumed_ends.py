@@ -1,5 +1,5 @@
-"""Runs ended between their last step and their `model/`, resumed: published without another step, and only from whole
-checkpoints.
+"""Runs ended between their last step and their `model/`, resumed: published without another step, and only from
+complete checkpoints.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ def weights(run: RunFolder) -> bytes:
 
 def test_a_run_that_had_stopped_early_is_published_without_another_step(base: Path, tmp_path: Path) -> None:
     run = must_train(make_run(tmp_path / "run", base, Trial(settings=EARLY)))
-    expected, said = weights(run), read_json(run.training_metrics)
-    assert said["steps"] == 4 and said["model_step"] == said["best_step"] == 4 and said["stopped_early"]
+    expected, metrics_before = weights(run), read_json(run.training_metrics)
+    assert (
+        metrics_before["steps"] == 4
+        and metrics_before["model_step"] == metrics_before["best_step"] == 4
+        and metrics_before["stopped_early"]
+    )
     shutil.rmtree(run.model)
     link(run.best, run.checkpoint(2))  # as when its process ended before the link
     done = train(run, run.checkpoint(4))
     assert done.returncode == 0, logs(run)
     again = read_json(run.training_metrics)
-    assert (again["steps"], again["stopped_early"]) == (4, said["stopped_early"])
+    assert (again["steps"], again["stopped_early"]) == (4, metrics_before["stopped_early"])
     assert weights(run) == expected and run.best.resolve().name == "step-000004"
     assert [row["step"] for row in rows(run, "eval")] == [2, 4]
 
@@ -55,7 +59,7 @@ def test_a_run_that_had_stopped_early_is_published_without_another_step(base: Pa
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(bytes(content))
-    done = train(run, run.checkpoint(2))  # it trains step 3 and 4 again, and saves the best one anew
+    done = train(run, run.checkpoint(2))  # it trains step 3 and 4 again, and saves the best one again
     assert done.returncode == 0, logs(run)
     assert weights(run) == expected
 

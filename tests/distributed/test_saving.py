@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def mounted(place: Path) -> Iterator[Path]:
-    """A disk of 64 MB of its own."""
+    """Mount a disk of 64 MB."""
     place.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], capture_output=True, text=True, check=False
@@ -53,7 +53,7 @@ def mounted(place: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Takes all space that is left on the disk of `path`."""
+    """Fill the disk of `path`."""
     with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(2**20))
@@ -61,23 +61,23 @@ def fill(path: Path) -> None:
 
 @contextlib.contextmanager
 def training(run: RunFolder, console: Path) -> Iterator[subprocess.Popen[str]]:
-    """The workers of a run, ended with the test. What they say to the console goes to a file, on a disk that is not
-    full.
-    """
+    """Yield the workers of a run and end them; their output goes to a file on a disk that is not full."""
     arguments, variables = command(run)
     with console.open("w") as output:
         process = subprocess.Popen(arguments, env=variables, stdout=output, stderr=subprocess.DEVNULL, text=True)
     try:
         yield process
     finally:
-        for one in [*family(process.pid), process]:
+        for running in [*family(process.pid), process]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                running.kill()
         process.wait(240)
 
 
-def wait(found: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05) -> None:
-    until(found, process=process, seconds=SECONDS, pause=pause, said=lambda: logs(run))
+def wait(
+    condition: Callable[[], object], process: subprocess.Popen[str], run: RunFolder, *, pause: float = 0.05
+) -> None:
+    until(condition, process=process, seconds=SECONDS, pause=pause, explanation=lambda: logs(run))
 
 
 @pytest.fixture
@@ -110,15 +110,15 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
             fill(filler)
             wait(lambda: "was not saved" in console.read_text(), process, run)
             assert "no space" in console.read_text()
-            kept, _ = newest_valid(run)
-            assert kept is not None and not partials(run)
+            checkpoint, _ = newest_valid(run)
+            assert checkpoint is not None and not partials(run)
             time.sleep(1.5)  # several intervals go by, and none of them says it again
             assert console.read_text().count("warning:") - console.read_text().count("rows are lost") == 1
-            assert newest_valid(run)[0] == kept
+            assert newest_valid(run)[0] == checkpoint
             filler.unlink()
             wait(lambda: "checkpoints are being saved again: step-" in console.read_text(), process, run)
             newer, skipped = newest_valid(run)
-            assert newer is not None and newer.name > kept.name and not skipped
+            assert newer is not None and newer.name > checkpoint.name and not skipped
         assert "Traceback" not in console.read_text()
         lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         trained = [row["step"] for row in lines if row["kind"] == "train"]
@@ -126,7 +126,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, 
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """Returns size and checksum of each file."""
+    """Return size and checksum of each file."""
     files = read_json(checkpoint / "manifest.json")["files"]
     return {name: facts for name, facts in files.items() if name not in TIMED}
 
@@ -140,7 +140,7 @@ def content(checkpoint: Path) -> dict[str, Any]:
         pytest.param("fsdp2", "full", marks=pytest.mark.long),
     ],
 )
-def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
+def test_a_checkpoint_written_in_the_background_has_the_same_bytes(
     base: Path, tmp_path: Path, strategy: str, mode: str
 ) -> None:
     """Of two ranks that save at steps 4 and 8."""
@@ -156,13 +156,13 @@ def test_a_checkpoint_written_in_the_background_is_the_same_to_the_byte(
     )
     assert steps(background) == ["step-000004", "step-000008"] == steps(synchronous)
     for name in steps(background):
-        wanted, found = content(synchronous.checkpoints / name), content(background.checkpoints / name)
-        assert wanted == found
-        known, states = (
+        before, after = content(synchronous.checkpoints / name), content(background.checkpoints / name)
+        assert before == after
+        sizes, states = (
             json.loads((run.checkpoints / name / "states.json").read_text()) for run in (synchronous, background)
         )
-        assert states | {"counters": {}} == known | {"counters": {}}
-        assert sum("rng-rank" in file for file in found) == 2
+        assert states | {"counters": {}} == sizes | {"counters": {}}
+        assert sum("rng-rank" in file for file in after) == 2
         assert len({path.stat().st_mode for path in (background.checkpoints / name).iterdir()}) == 1, (
             "all files may be read alike"
         )
@@ -193,15 +193,15 @@ def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_befor
         wait(lambda: partials(run), process, run, pause=0.0005)
         family(process.pid, "sft_play.train")[0].kill()
         process.wait(240)
-    left = partials(run)
+    unfinished = partials(run)
     newest, skipped = newest_valid(run)
     assert newest is not None and not skipped
-    assert len(clean_up(run)) == len(left) and not partials(run)
+    assert len(clean_up(run)) == len(unfinished) and not partials(run)
     assert newest_valid(run) == (newest, [])
 
 
 @pytest.mark.slow
-def test_the_last_save_on_a_full_disk_is_said_loudly(base: Path, tmp_path: Path) -> None:
+def test_a_last_save_on_a_full_disk_is_an_error_and_keeps_earlier_checkpoints(base: Path, tmp_path: Path) -> None:
     """Of two ranks, at the end of training: both leave with code 3, and what was saved before stays."""
     trial = Trial(ranks=((4, 1), (4, 1)), strategy="ddp", settings=("train.save_steps: 4", "train.eval_steps: 100000"))
     with mounted(tmp_path / "disk") as disk:

@@ -23,7 +23,7 @@ SHARE = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """One process that stops early: nothing is ever better by 100."""
+    """Train one process that stops early, since nothing improves by 100."""
     place = Place(tmp_path_factory.mktemp("scores"))
     model = build_tiny_llama(place.folder / "model")
     for name, start, count in (("chat", 0, 20), ("chat-held", 100, 13), ("docs", 30, 12), ("docs-held", 5, 5)):
@@ -62,12 +62,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place.config.write_text(json.dumps(settings))
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
     assert done.returncode == 0, done.stderr
-    for said in (
+    for message in (
         "9 answers, greedy",
         "5 of 18 validation rows have no reference and count only for the loss",
         "evaluation speed: loss ",
     ):
-        assert said in done.stdout + done.stderr
+        assert message in done.stdout + done.stderr
     return place
 
 
@@ -132,8 +132,8 @@ def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, w
     assert sum(map(len, parts)) == 18, "no row is scored twice, none is left out"
 
 
-def test_a_metric_that_cannot_score_the_answers_ends_nothing(place: Place) -> None:
-    """It scores the texts on which every metric is tried, and none that a model of random weights writes."""
+def test_a_metric_that_cannot_score_does_not_end_the_run(place: Place) -> None:
+    """It scores each metric's sample texts, not those of a random model."""
     flaky = library_metric(place.folder, "flaky", '{"flaky": 1 / sum("text" in p for p in predictions)}')
     best = ("TRAIN_METRIC_FOR_BEST_MODEL=flaky", "TRAIN_GREATER_IS_BETTER=true", "TRAIN_EARLY_STOPPING_THRESHOLD=0")
     words = (f"EVAL_METRICS=[rougeL, '{flaky}']", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2", *best)
@@ -166,8 +166,8 @@ class MyModel(LlamaForCausalLM):
 """
 
 
-def test_answers_that_fail_on_one_of_two_ranks_end_nothing(place: Place) -> None:
-    """The model's own code fails on rank 1; the other answers all of its own, and waits for nobody."""
+def test_answers_that_fail_on_one_of_two_ranks_do_not_end_the_run(place: Place) -> None:
+    """The model's code fails on rank 1; the other rank answers all its prompts without waiting."""
     model = build_tiny_llama(place.folder / "mine")
     (model / "code_of_mine.py").write_text(FAILING)
     classes = {"AutoConfig": "code_of_mine.MyConfig", "AutoModelForCausalLM": "code_of_mine.MyModel"}
@@ -176,9 +176,10 @@ def test_answers_that_fail_on_one_of_two_ranks_end_nothing(place: Place) -> None
     name, quiet = "fails-on-one", ("TRAIN_EARLY_STOPPING_THRESHOLD=0", "NUM_GPUS=2")
     done = place.run("train-distributed", f"CONFIG={place.config}", f"RUN_NAME={name}", *words, *quiet, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert (
-        "evaluation: none of 9 answers after step 4 is scored: rank 1: ValueError: this machine lacks a kernel" in said
+        "evaluation: none of 9 answers after step 4 is scored: rank 1: ValueError: this machine lacks a kernel"
+        in output
     )
     run = place.folder / "runs" / name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -32,7 +32,7 @@ SECRETS = {
 
 @contextmanager
 def arguments_watched() -> Iterator[None]:
-    """Looks at the arguments of every process for what was planted, and fails where it is seen."""
+    """Watch the arguments of every process, and fail if they contain a planted token."""
     seen, over = Counter[str](), threading.Event()
 
     def look() -> None:
@@ -51,18 +51,16 @@ def arguments_watched() -> Iterator[None]:
 
 
 def planted_in(folder: Path) -> list[str]:
-    """Returns the files below `folder` that hold one of the tokens."""
-    wanted = [value.encode() for value in SECRETS.values()]
+    """Return the files below `folder` that hold one of the tokens."""
+    secrets = [value.encode() for value in SECRETS.values()]
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     assert files
-    return [str(path) for path in files if any(value in path.read_bytes() for value in wanted)]
+    return [str(path) for path in files if any(value in path.read_bytes() for value in secrets)]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
-    """A run, made with tokens in the environment while the arguments of all processes are watched; and everything that
-    it printed.
-    """
+    """Train with tokens in the environment while all arguments are watched; return the run and its output."""
     place = Place(tmp_path_factory.mktemp("security"))
     model = build_tiny_llama(place.folder / "model")
     (place.folder / "data.jsonl").write_text(question_rows(0, 24, longest=6))
@@ -90,12 +88,12 @@ def test_a_training_writes_and_shows_no_token(trained: tuple[Place, str]) -> Non
     assert planted_in(place.folder) == []
 
 
-def test_a_run_is_repeated_from_its_folder_to_the_bit(trained: tuple[Place, str]) -> None:
+def test_a_run_is_repeated_bit_for_bit_from_its_folder(trained: tuple[Place, str]) -> None:
     place, _ = trained
-    found = place.call("stamp", "RUN=demo", "JSON=1").json
-    assert found["again"].startswith("make train CONFIG=") and "RUN_NAME=demo-again" in found["again"]
+    stamp = place.call("stamp", "RUN=demo", "JSON=1").json
+    assert stamp["again"].startswith("make train CONFIG=") and "RUN_NAME=demo-again" in stamp["again"]
     place.config.rename(place.config.with_suffix(".moved"))  # nothing but the run's folder is left of its configuration
-    done = place.run(*shlex.split(found["again"])[1:], timeout=400)
+    done = place.run(*shlex.split(stamp["again"])[1:], timeout=400)
     assert done.returncode == 0, done.stderr
     runs = place.folder / "runs"
 

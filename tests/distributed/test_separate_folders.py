@@ -21,7 +21,7 @@ def launcher(tmp_path: Path, tiny: Path) -> Launcher:
 
 
 def on_both(launcher: Launcher, *words: str) -> list[tuple[int, str]]:
-    """Returns code and words of the two nodes."""
+    """Return exit code and output of the two nodes."""
     shared = ("MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}")
     nodes = [
         launcher.start(*words, f"NODE_RANK={rank}", *shared, RUNS_DIR=str(launcher.folder / f"runs{rank}"))
@@ -38,8 +38,8 @@ def start(launcher: Launcher, command: str, *words: str) -> list[tuple[int, str]
 
 def test_the_states_of_all_ranks_are_in_the_first_machines_checkpoint(launcher: Launcher) -> None:
     words = ("TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2", "TUNING_LORA_DROPOUT=0.3", "LAUNCH_LOCAL_STEPS=3")
-    for code, said in start(launcher, "train-distributed", *words):
-        assert code == 0, said
+    for code, output in start(launcher, "train-distributed", *words):
+        assert code == 0, output
     first, second = (RunFolder(launcher.folder / f"runs{rank}" / "apart") for rank in range(2))
     names = {path.name for path in first.checkpoint(2).iterdir()}
     assert verify(first.checkpoint(2)) is None
@@ -60,9 +60,9 @@ def test_the_states_of_all_ranks_are_in_the_first_machines_checkpoint(launcher: 
         for run in (first, second):
             lines = [line for line in run.events.read_text().splitlines(keepends=True) if '"finished"' not in line]
             run.events.write_text("".join(lines))
-        found = on_both(launcher, "resume", "RUN=apart")
-        assert [code for code, _ in found] == [0, 0], found
-        return found[0][1] + first.rank_log(0).read_text()
+        outputs = on_both(launcher, "resume", "RUN=apart")
+        assert [code for code, _ in outputs] == [0, 0], outputs
+        return outputs[0][1] + first.rank_log(0).read_text()
 
     assert "no random states" not in again()
     assert (first.model / "adapter_model.safetensors").read_bytes() == expected

@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @contextlib.contextmanager
 def served(place: Place, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Yields a server and what it says of itself."""
+    """Yield a server and its status."""
     log = place.folder / "serve.log"
     with log.open("w") as stderr:
         server = subprocess.Popen(
@@ -86,25 +86,25 @@ def client(url: str) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def chat(client: openai.OpenAI) -> Callable[..., Any]:
-    """Asks the question with more parameters."""
-    return lambda **more: client.chat.completions.create(**({"model": "demo", "messages": QUESTION} | more))
+    """Return a function that asks the question with further parameters."""
+    return lambda **options: client.chat.completions.create(**({"model": "demo", "messages": QUESTION} | options))
 
 
 @pytest.fixture(scope="module")
 def answer(place: Place) -> str:
-    """What `make infer` says."""
+    """Return the answer of `make infer`."""
     return place.call("infer", "RUN=demo", f"PROMPT={QUESTION[0]['content']}").out.removesuffix("\n")
 
 
 def test_an_answer_is_that_of_infer_under_the_asked_name(client: openai.OpenAI, chat: Any, answer: str) -> None:
     assert [model.id for model in client.models.list()] == ["demo"] and client.models.retrieve("demo").id == "demo"
-    found = chat(temperature=0, max_tokens=40)
-    assert answer and found.choices[0].message.content == answer and found.model == "demo"
-    assert found.choices[0].finish_reason == "stop" and found.usage.completion_tokens > 2
+    completion = chat(temperature=0, max_tokens=40)
+    assert answer and completion.choices[0].message.content == answer and completion.model == "demo"
+    assert completion.choices[0].finish_reason == "stop" and completion.usage.completion_tokens > 2
     assert chat(max_tokens=2).choices[0].finish_reason == "length"
     streamed = list(chat(max_tokens=40, stream=True, stream_options={"include_usage": True}))
     assert "".join(piece.choices[0].delta.content or "" for piece in streamed if piece.choices) == answer
-    assert streamed[-1].usage == found.usage and streamed[-2].choices[0].finish_reason == "stop"
+    assert streamed[-1].usage == completion.usage and streamed[-2].choices[0].finish_reason == "stop"
     response = client.responses.create(model="demo", input=QUESTION[0]["content"])
     assert (response.output_text, response.status, response.model) == (answer, "completed", "demo")
     with client.responses.stream(model="demo", input=QUESTION) as events:
@@ -113,8 +113,8 @@ def test_an_answer_is_that_of_infer_under_the_asked_name(client: openai.OpenAI, 
 
 
 def test_sampling_is_by_the_request(chat: Any, answer: str) -> None:
-    def texts(**more: Any) -> list[str]:
-        return [choice.message.content for choice in chat(max_tokens=12, **more).choices]
+    def texts(**options: Any) -> list[str]:
+        return [choice.message.content for choice in chat(max_tokens=12, **options).choices]
 
     wild = texts(n=4, temperature=2.0, seed=3)
     assert len({*wild, answer}) == 5 and wild == texts(n=4, temperature=2.0, seed=3) != texts(
@@ -134,18 +134,18 @@ def test_sampling_is_by_the_request(chat: Any, answer: str) -> None:
 def test_a_stop_is_no_part_of_the_answer(chat: Any, answer: str) -> None:
     stop = answer[len(answer) // 2 :][:3]
     before = answer.partition(stop)[0]
-    found = chat(max_tokens=40, stop=stop).choices[0]
-    assert (found.message.content, found.finish_reason) == (before, "stop")
+    choice = chat(max_tokens=40, stop=stop).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (before, "stop")
     streamed = chat(max_tokens=40, stop=["never written", stop], stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in streamed) == before
 
 
 def test_an_answer_keeps_to_a_json_schema(client: openai.OpenAI, chat: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "review", "schema": SCHEMA, "strict": True}}
-    for more in ({}, {"temperature": 2.0, "seed": 1}):
-        found = chat(response_format=form, max_tokens=300, **more).choices[0]
-        review = json.loads(found.message.content)
-        assert found.finish_reason == "stop" and review["label"] in ("good", "bad") and review["count"] <= 9
+    for sampling in ({}, {"temperature": 2.0, "seed": 1}):
+        choice = chat(response_format=form, max_tokens=300, **sampling).choices[0]
+        review = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop" and review["label"] in ("good", "bad") and review["count"] <= 9
     free = chat(response_format={"type": "json_object"}).choices[0]
     # Nothing makes an untrained model close a text of any length before it has no room for more.
     assert free.finish_reason == "length" or isinstance(json.loads(free.message.content), dict)
@@ -158,15 +158,15 @@ def test_an_answer_keeps_to_a_json_schema(client: openai.OpenAI, chat: Any) -> N
 
 
 def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
-    found = client.completions.create(model="demo", prompt=["The", "A list", "What"], max_tokens=4, logprobs=1)
-    assert [choice.index for choice in found.choices] == [0, 1, 2] and found.usage.completion_tokens == 12
-    assert "".join(found.choices[1].logprobs.tokens) == found.choices[1].text
+    completions = client.completions.create(model="demo", prompt=["The", "A list", "What"], max_tokens=4, logprobs=1)
+    assert [choice.index for choice in completions.choices] == [0, 1, 2] and completions.usage.completion_tokens == 12
+    assert "".join(completions.choices[1].logprobs.tokens) == completions.choices[1].text
     alone = client.completions.create(model="demo", prompt="A list", max_tokens=4, stream=True)
-    assert "".join(piece.choices[0].text for piece in alone) == found.choices[1].text
+    assert "".join(piece.choices[0].text for piece in alone) == completions.choices[1].text
 
 
 @pytest.mark.parametrize(
-    ("more", "said", "param"),
+    ("options", "message", "param"),
     [
         ({"max_tokens": 0}, "`max_tokens` is `0`; expected an integer from 1", "max_tokens"),
         ({"messages": []}, "`messages` is empty", "messages"),
@@ -197,11 +197,13 @@ def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
         ({"extra_body": {"chat_template_kwargs": "x"}}, "enable_thinking", "chat_template_kwargs"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(chat: Any, more: dict[str, Any], said: str, param: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(
+    chat: Any, options: dict[str, Any], message: str, param: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        chat(**more)
+        chat(**options)
     body = caught.value.body
-    assert isinstance(body, dict) and said in body["message"] and body["param"] == param, body
+    assert isinstance(body, dict) and message in body["message"] and body["param"] == param, body
     assert caught.value.status_code == (404 if param == "model" else 400)
 
 
@@ -214,7 +216,7 @@ def test_the_table_names_every_parameter() -> None:
 def test_requests_are_answered_together_and_each_as_alone(url: str, chat: Any) -> None:
     asked = [[{"role": "user", "content": f"What is a {'list ' * n}{n}?"}] for n in range(1, 7)]
     never = {"2": -100}  # the end of a turn
-    alone = [chat(messages=one, max_tokens=150, logit_bias=never).choices[0].message.content for one in asked]
+    alone = [chat(messages=messages, max_tokens=150, logit_bias=never).choices[0].message.content for messages in asked]
     began = time.monotonic()
     chat(messages=asked[0], max_tokens=150, logit_bias=never)
     single = time.monotonic() - began
@@ -258,7 +260,7 @@ def test_every_error_has_openais_body(url: str, path: str, body: bytes | None, s
     assert caught.value.code == status and error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_a_client_that_hangs_up_is_not_answered_further(url: str, chat: Any) -> None:
+def test_a_disconnected_client_is_not_answered(url: str, chat: Any) -> None:
     with contextlib.suppress(openai.APITimeoutError):
         chat(max_tokens=480, logit_bias={"2": -100}, timeout=0.2)
     stream = chat(max_tokens=480, logit_bias={"2": -100}, stream=True)

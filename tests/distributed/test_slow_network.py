@@ -19,8 +19,8 @@ OFF = 'launch.balance: "off"'
 LOCAL = (OFF, "launch.local_steps: 4", "train.save_steps: 3", "train.eval_steps: 3", "tuning.lora.dropout: 0.1")
 
 
-def test_a_run_with_local_steps_goes_on_to_the_bit_from_between_two_averages(trained: Trained, tmp_path: Path) -> None:
-    """Evaluations and saves stand between the averages of steps 4 and 8, and change nothing."""
+def test_a_run_with_local_steps_resumes_bit_for_bit_between_two_averages(trained: Trained, tmp_path: Path) -> None:
+    """Evaluations and saves between the averages of steps 4 and 8 change nothing."""
     import torch
 
     run = trained(Trial(strategy="ddp", ranks=HALVES, mode="lora", settings=LOCAL, plan=(("warmup_steps", 1),)))
@@ -58,7 +58,7 @@ def test_16_bits_are_close(trained: Trained) -> None:
 
 
 @pytest.mark.long
-def test_local_steps_go_on_with_another_number_of_ranks(trained: Trained, tmp_path: Path) -> None:
+def test_local_steps_continue_with_another_number_of_ranks(trained: Trained, tmp_path: Path) -> None:
     """All begin with the average's weights, the mean of the ranks' moments, and the same anchor; so does one rank
     alone.
     """

@@ -65,7 +65,7 @@ class Soak:
         return RunFolder(self.folder / "runs" / name)
 
     def processes(self) -> Iterator[tuple[psutil.Process, str]]:
-        """Yields every living process of the newest launch with its role."""
+        """Yield every living process of the newest launch with its role."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.environ().get(MARK) != str(self.launches) or process.status() == psutil.STATUS_ZOMBIE:
@@ -75,7 +75,7 @@ class Soak:
                 yield process, "agent" if agent else "rank" if rank else "launcher" if "sft_play" in line else "helper"
 
     def launch(self, run: RunFolder, *, kill_before: float | None) -> int | None:
-        """Starts the command; returns its code, or `None` where it was killed within about `kill_before` seconds."""
+        """Start the command; return its code, or `None` if it was killed within about `kill_before` seconds."""
         self.launches += 1
         run.phase.unlink(missing_ok=True)  # an earlier launch's
         argv = [sys.executable, "-m", "sft_play", *self.words, f"RUN_NAME={run.name}"]
@@ -92,25 +92,25 @@ class Soak:
         try:
             target = self._kill_in_time(process, run, kill_before) if kill_before else None
             begun = time.monotonic()
-            said, _ = process.communicate(timeout=GONE_SECONDS if target else 600)
+            output, _ = process.communicate(timeout=GONE_SECONDS if target else 600)
             while target and list(self.processes()) and time.monotonic() - begun < GONE_SECONDS:
                 time.sleep(0.05)
-            left = [f"{role} {one.pid}" for one, role in self.processes()]
-            assert not left, f"alive after {GONE_SECONDS:.0f} s: {left}"
+            remaining = [f"{role} {child.pid}" for child, role in self.processes()]
+            assert not remaining, f"alive after {GONE_SECONDS:.0f} s: {remaining}"
         finally:
-            for one, _ in self.processes():
+            for child, _ in self.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    child.kill()
         if target is None:
-            assert process.returncode == 0, said
+            assert process.returncode == 0, output
             return 0
         self.gone_seconds.append(time.monotonic() - begun)
         complete = process.returncode == 0 and run.training_metrics.is_file()  # a rank that had done all its work
-        assert target in ("launcher", "all") or process.returncode == LOST or complete, said
+        assert target in ("launcher", "all") or process.returncode == LOST or complete, output
         return 0 if complete else None
 
     def _kill_in_time(self, process: subprocess.Popen[str], run: RunFolder, before: float) -> str | None:
-        """Sends SIGKILL at a random moment; returns to what, `None` where the launch ended first."""
+        """Send SIGKILL at a random moment; return its target, or `None` if the launch ended first."""
         aim = self.chance.choices(list(AIMS), list(AIMS.values()))[0]
         moment, begun = self.chance.uniform(0.05, before) if aim == "any" else 0.0, time.monotonic()
         while process.poll() is None:
@@ -121,16 +121,16 @@ class Soak:
                 alive = list(self.processes())
                 roles = {role for _, role in alive} & TARGETS.keys() | {"all"}
                 target = self.chance.choices(sorted(roles), [TARGETS[role] for role in sorted(roles)])[0]
-                victims = [one for one, role in alive if target in (role, "all")]
-                for one in self.chance.sample(victims, 1) if target == "rank" else victims:
+                victims = [child for child, role in alive if target in (role, "all")]
+                for child in self.chance.sample(victims, 1) if target == "rank" else victims:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
+                        child.kill()
                 return target
             time.sleep(0.002)
         return None
 
     def check_checkpoints(self, run: RunFolder) -> None:
-        """No published checkpoint is incomplete, and no more is lost than the save interval."""
+        """Assert that published checkpoints are complete and at most one save interval is lost."""
         newest, skipped = newest_valid(run)
         assert not skipped
         reached = max((row["step"] for row in read_json_lines(run.metrics) if row["kind"] == "train"), default=0)
@@ -139,7 +139,7 @@ class Soak:
 
 
 def exact(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns the rows of metrics in their order, without what a clock decides; JSON keeps every bit of a float."""
+    """Return the metrics rows in order without timings; JSON keeps every bit of a float."""
     rows = [row for row in read_json_lines(run.metrics) if row["kind"] in ("train", "eval")]
     return [{name: value for name, value in row.items() if not CLOCKED.search(name)} for row in rows]
 

@@ -1,5 +1,5 @@
-"""Stops on request in every phase, with real processes: the exit code, in time, nothing lost; then the same command
-goes on to the bit.
+"""Stops on request in every phase, with real processes: exit in time with the right code, lose nothing, and continue
+bit for bit.
 """
 
 from __future__ import annotations
@@ -32,30 +32,28 @@ STEPS, EVERY = 6, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A configuration and the run that nobody disturbed."""
+    """A configuration and its undisturbed run."""
 
     config: Path
     environment: dict[str, str]
     words: tuple[str, ...]
 
-    def start(self, name: str, *more: str) -> Started:
-        return start(self.environment, *self.words, f"CONFIG={self.config}", *more, name=name)
+    def start(self, name: str, *words: str) -> Started:
+        return start(self.environment, *self.words, f"CONFIG={self.config}", *words, name=name)
 
-    def complete(self, name: str, *more: str) -> str:
-        """The same command to its end; it must succeed. Returns what it said."""
-        with self.start(name, *more) as launch:
-            code, said = launch.end()
-        assert code == 0, said
-        return said
+    def complete(self, name: str, *words: str) -> str:
+        """Run the same command to its end and return its output; it must succeed."""
+        with self.start(name, *words) as launch:
+            code, output = launch.end()
+        assert code == 0, output
+        return output
 
-    def require_same(self, launch: Started, *more: str) -> str:
-        """Completes a launch that was stopped, to the figures and weights of the run that nobody disturbed; returns
-        what it said.
-        """
-        said = self.complete(launch.run.name, *more)
-        assert figures(launch.run) == figures(launch.run.parent / "whole"), said
+    def require_same(self, launch: Started, *words: str) -> str:
+        """Complete a stopped launch to the undisturbed run's figures and weights; return its output."""
+        output = self.complete(launch.run.name, *words)
+        assert figures(launch.run) == figures(launch.run.parent / "whole"), output
         assert weights(launch.run) == weights(launch.run.parent / "whole")
-        return said
+        return output
 
 
 def make_place(folder: Path, tiny: Path, cache: Path, *words: str) -> Place:
@@ -88,7 +86,7 @@ def double(tmp_path_factory: pytest.TempPathFactory, tiny: Path, cache: Path) ->
 
 
 def figures(run: Path) -> dict[str, list[list[Any]]]:
-    """Returns everything that a resumed run must repeat to the bit, each step once."""
+    """Return everything that a resumed run must repeat to the bit, each step once."""
     return {kind: [[row[key] for key in keys] for row in metrics(run, kind)] for kind, keys in EXACT.items()}
 
 
@@ -114,7 +112,7 @@ def loading(launch: Started) -> bool:
 
 
 def before_steps(launch: Started) -> bool:
-    """The rows of an earlier attempt are removed just before the first step."""
+    """Return whether metrics exist; a resume removes later rows only just before its first step."""
     return (launch.run / "metrics.jsonl").is_file()
 
 
@@ -139,7 +137,7 @@ def publishing(launch: Started) -> bool:
 
 
 def stop(launch: Started, moment: Callable[[Started], bool], number: int, target: str = "launcher") -> int:
-    """Sends a signal at a moment; returns the exit code, which must come in time."""
+    """Send a signal at a moment; return the exit code, which must arrive in time."""
     with launch:
         launch.wait_for(lambda: moment(launch))
         everybody = [psutil.Process(launch.process.pid), *launch.family()]
@@ -148,15 +146,15 @@ def stop(launch: Started, moment: Callable[[Started], bool], number: int, target
         elif target == "group":
             os.killpg(launch.process.pid, number)
         elif target == "everybody":  # as Slurm does to all processes of a job
-            for one in everybody:
+            for process in everybody:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.send_signal(number)
+                    process.send_signal(number)
         elif target == "agent":
             launch.agent().send_signal(number)
         else:
             launch.workers()[int(target)].send_signal(number)
-        code, said = launch.end(within=IN_TIME)
-    assert "Traceback" not in said, said
+        code, output = launch.end(within=IN_TIME)
+    assert "Traceback" not in output, output
     return code
 
 
@@ -171,7 +169,7 @@ ZERO3 = ("train-deepspeed", "LAUNCH_STRATEGY=zero3")
         *(pytest.param(words, "1", marks=pytest.mark.long) for words in (("train-fsdp",), ZERO3)),
     ],
 )
-def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
+def test_ranks_leave_an_evaluation_together_and_the_same_command_continues(
     words: tuple[str, ...], target: str, double: Place, tmp_path: Path, tiny: Path, cache: Path
 ) -> None:
     place = make_place(tmp_path, tiny, cache, *words, "NUM_GPUS=2") if words else double
@@ -185,16 +183,16 @@ def test_ranks_leave_an_evaluation_together_and_the_same_command_goes_on(
 
 @pytest.mark.parametrize("numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGHUP)])
 def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.Signals, ...]) -> None:
-    """A terminal that is closed sends SIGHUP to all processes; a login manager SIGTERM before."""
+    """A closed terminal sends SIGHUP to all processes, a login manager SIGTERM first."""
     launch = double.start(f"session-{len(numbers)}")
     with launch:
         launch.wait_for(lambda: stepping(launch))
         everybody = [psutil.Process(launch.process.pid), *launch.family()]
-        for number, one in ((number, one) for number in numbers for one in everybody):
+        for number, running in ((number, running) for number in numbers for running in everybody):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
-        code, said = launch.end(within=IN_TIME)
-    assert code == 143 and "Traceback" not in said, said
+                running.send_signal(number)
+        code, output = launch.end(within=IN_TIME)
+    assert code == 143 and "Traceback" not in output, output
     last = launch.events()[-1]
     assert (last["event"], last["saved"]) == ("stopped", f"step-{last['step']:06d}")
     assert last["signal"] in [number.name for number in numbers], (
@@ -212,33 +210,33 @@ def test_under_nohup_a_session_that_ends_changes_nothing(double: Place) -> None:
         signal.signal(signal.SIGHUP, before)
     with launch:
         launch.wait_for(lambda: stepping(launch))
-        for one in [psutil.Process(launch.process.pid), *launch.family()]:
-            one.send_signal(signal.SIGHUP)
-        code, said = launch.end(within=100)
-    assert code == 0, said
+        for process in [psutil.Process(launch.process.pid), *launch.family()]:
+            process.send_signal(signal.SIGHUP)
+        code, output = launch.end(within=100)
+    assert code == 0, output
     assert figures(launch.run) == figures(launch.run.parent / "whole")
 
 
-def test_before_the_first_step_all_leave_at_once(double: Place) -> None:
+def test_all_ranks_leave_at_once_before_the_first_step(double: Place) -> None:
     launch = double.start("loading")
     assert stop(launch, loading, signal.SIGUSR1, "everybody") == 143
     assert not checkpoints(launch.run)
     assert launch.events()[-1]["event"] == "stopped"
 
 
-def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> None:
+def test_a_stop_without_checkpoints_reports_that_nothing_is_saved(single: Place) -> None:
     launch = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")
     assert stop(launch, stepping, signal.SIGTERM) == 143
-    said = launch.output.read_text()
-    assert "make stop RUN=unsaved stops it and saves nothing (`train.save_strategy: no`)" in said
-    assert "hint: it has no checkpoint; train it from its start: make resume RUN=unsaved" in said
+    output = launch.output.read_text()
+    assert "make stop RUN=unsaved stops it and saves nothing (`train.save_strategy: no`)" in output
+    assert "hint: it has no checkpoint; train it from its start: make resume RUN=unsaved" in output
     assert not checkpoints(launch.run)
     again = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")  # as the hint says
     assert again.end()[0] == 0 and figures(launch.run) == figures(launch.run.parent / "whole")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (
             "train-distributed RUN_NAME=whole TRAIN_LEARNING_RATE=1e-3",
@@ -250,12 +248,10 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_kept(single: Place) -> 
         ("train-distributed", 2, ("`launch.auto_resume` needs `RUN_NAME`", "stops.yaml")),
     ],
 )
-def test_another_run_is_refused_as_resume_refuses_it(
-    double: Place, words: str, code: int, said: tuple[str, ...]
-) -> None:
+def test_another_run_is_refused_as_by_resume(double: Place, words: str, code: int, message: tuple[str, ...]) -> None:
     whole = Path(double.environment["RUNS_DIR"]) / "whole"
     before = figures(whole)
-    run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *said)
+    run_program([*words.split(), f"CONFIG={double.config}", "NUM_GPUS=2"], double.environment).refused(code, *message)
     assert figures(whole) == before
 
 
@@ -288,7 +284,7 @@ def test_a_stop_loses_nothing(
 
 
 @pytest.mark.long
-def test_a_step_that_does_not_end_is_left(double: Place) -> None:
+def test_a_step_that_does_not_end_is_abandoned(double: Place) -> None:
     launch = double.start("frozen", "TRAIN_SAVE_STEPS=1")
     launch.wait_for(lambda: "step-000002" in checkpoints(launch.run))
     launch.workers()[1].suspend()
@@ -300,7 +296,7 @@ def test_a_step_that_does_not_end_is_left(double: Place) -> None:
 
 
 @pytest.mark.long
-def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
+def test_a_reserved_folder_without_a_run_is_reused(single: Place) -> None:
     launch = single.start("reserved")
     with launch:
         launch.wait_for(lambda: preparing(launch))
@@ -312,7 +308,7 @@ def test_a_folder_that_was_only_reserved_is_taken(single: Place) -> None:
 @pytest.mark.parametrize(
     "moment", [publishing, lambda launch: rows(launch, "train") == STEPS], ids=["model", "last-evaluation"]
 )
-def test_what_no_checkpoint_keeps_is_published_after_the_last_step(
+def test_a_stop_after_the_last_step_publishes_a_run_without_checkpoints(
     single: Place, moment: Callable[[Started], bool]
 ) -> None:
     launch = single.start(f"only-model-{time.monotonic_ns()}", "TRAIN_SAVE_STRATEGY=no")

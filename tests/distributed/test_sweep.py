@@ -34,33 +34,43 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     sweep.run = launcher.runs / "demo-rates-02"
     sweep.wait_for_step(2)
     sweep.process.send_signal(signal.SIGTERM)
-    code, said = sweep.end(within=240)
-    assert code == 143 and "the same command continues the sweep" in said, said
+    code, output = sweep.end(within=240)
+    assert code == 143 and "the same command continues the sweep" in output, output
     assert (
-        "sweep of 4 runs\n" in said and "demo-rates-04  0.05" in said and not (launcher.runs / "demo-rates-03").exists()
+        "sweep of 4 runs\n" in output
+        and "demo-rates-04  0.05" in output
+        and not (launcher.runs / "demo-rates-03").exists()
     )
 
     done = launcher(*words, "JSON=1")
     assert done.code == 0, done.err
-    assert [one["event"] for one in launcher.events("demo-rates-01")] == [
+    assert [event["event"] for event in launcher.events("demo-rates-01")] == [
         "started",
         "finished",
     ], "a finished run is left as it is"
-    assert [one["event"] for one in launcher.events("demo-rates-02")] == ["started", "stopped", "resumed", "finished"]
+    assert [event["event"] for event in launcher.events("demo-rates-02")] == [
+        "started",
+        "stopped",
+        "resumed",
+        "finished",
+    ]
     assert "about " in done.err and "cost about " in done.err
-    found = json.loads(done.out)
-    assert {one["run"]: one["values"] for one in found} == {
+    results = json.loads(done.out)
+    assert {event["run"]: event["values"] for event in results} == {
         f"demo-rates-0{2 * i + j + 1}": {"train.learning_rate": rate, "tuning.lora.r": rank}
         for i, rate in enumerate(("1e-5", "0.05"))
         for j, rank in enumerate(("2", "4"))
     }
-    losses = [one["loss"] for one in found]
-    assert losses == sorted(losses) and found[0]["values"]["train.learning_rate"] == "0.05"
+    losses = [event["loss"] for event in results]
+    assert losses == sorted(losses) and results[0]["values"]["train.learning_rate"] == "0.05"
     config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
     assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
 
-    told = launcher(*words).out
-    assert "ROUGE-L, paired difference" in told and f'make compare RUNS="{found[0]["run"]} {found[1]["run"]}"' in told
+    listing = launcher(*words).out
+    assert (
+        "ROUGE-L, paired difference" in listing
+        and f'make compare RUNS="{results[0]["run"]} {results[1]["run"]}"' in listing
+    )
 
     (tmp_path / "rates.yaml").write_text(
         "metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n"
@@ -73,7 +83,7 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("keys: {learning_rate: [1]}", "did you mean `train.learning_rate`?"),
         ("keys:\n  train.seed: 3", "sweep.yaml:2: `train.seed` is `3`; expected a list of values"),
@@ -83,17 +93,19 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
         ("keys:\n  train.seed: [1, two]", "`train.seed` is `two`; expected an integer"),
     ],
 )
-def test_a_mistake_is_found_before_anything_starts(in_process: Program, tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_is_found_before_anything_starts(
+    in_process: Program, tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text(text + "\n")
-    in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, said)
+    in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, message)
 
 
-def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
+def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
     (mixed := tmp_path / "mixed.yaml").write_text("metric: loss\nkeys: {launch.strategy: [ddp, zero2]}\n")
-    for words, said in (
+    for words, message in (
         (f"SWEEP={path} TRAIN_SEED=3", "was typed, but it is also a key of the sweep"),
         ("", "needs `SWEEP`"),
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
@@ -101,4 +113,4 @@ def test_what_a_sweep_needs(in_process: Program, tmp_path: Path) -> None:
         (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` is typed"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=no", "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):
-        in_process("sweep", "CONFIG=quickstart", *words.split()).refused(2, said)
+        in_process("sweep", "CONFIG=quickstart", *words.split()).refused(2, message)

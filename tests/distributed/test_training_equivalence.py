@@ -93,20 +93,20 @@ def test_every_split_and_strategy_gives_the_same_updates(
     run = session_runs / f"{mode}-{way}"
     must_run([command, f"CONFIG={config}", f"RUN_NAME={run.name}", *words], environment(cache, session_runs))
     same_curves(run, baseline)
-    found = metrics(run)
-    assert len(found) == STEPS
-    for row in found:  # the ranks' own figures add up to the whole
+    rows = metrics(run)
+    assert len(rows) == STEPS
+    for row in rows:  # the ranks' own figures add up to the whole
         tokens = row["rank_tokens"]
         whole = sum(loss * count for loss, count in zip(row["rank_loss"], tokens, strict=True)) / sum(tokens)
         assert mode == "full" or whole == pytest.approx(row["loss"], abs=1e-5)
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["global_batch_size"] == 8 and len(found[0]["rank_tokens"]) == plan["world_size"]
+    assert plan["global_batch_size"] == 8 and len(rows[0]["rank_tokens"]) == plan["world_size"]
     assert (plan["pack_tokens"] == 256) == way.startswith("packed")
     check_holdings(run, baseline, way)
 
 
 def check_holdings(run: Path, baseline: Path, way: str) -> None:
-    """Shards sum to the whole, none exceeds 0.6, and ranks trained and scored disjoint rows."""
+    """Assert that shards sum to the whole, none exceeds 0.6, and ranks trained and scored disjoint rows."""
     (whole,), ranks = holdings(RunFolder(baseline)), holdings(RunFolder(run))
     for part in ("rows_trained", "rows_scored"):
         assert sorted(row for rank in ranks for row in rank[part]) == whole[part]
@@ -117,13 +117,13 @@ def check_holdings(run: Path, baseline: Path, way: str) -> None:
         assert total <= sum(counts) <= total * 1.01 + 64, (part, counts, total)  # shards are padded to equal sizes
         assert max(counts) <= 0.6 * total, (part, counts, total)
     for rank, planned in zip(ranks, json.loads((run / "plan.json").read_text())["ranks"], strict=True):
-        parts, held = planned["memory_bytes"], rank["bytes"]
+        parts, measured = planned["memory_bytes"], rank["bytes"]
         states = sum(parts.get(name, 0) for name in ("frozen", "trained", "adapters", "gradients", "optimizer"))
         # ZeRO-1 holds whole gradients until they are reduced: as many as weights train. At the update only this rank's
         # share is left.
         gradients = 4 * (rank["parameters"]["trainable"] if way == "zero1" else rank["gradients"])
-        found = held["weights"] + held["optimizer"] + gradients
-        assert found == pytest.approx(states, rel=0.02), (held, parts)
+        needed = measured["weights"] + measured["optimizer"] + gradients
+        assert needed == pytest.approx(states, rel=0.02), (measured, parts)
     if way == "fsdp2":  # no rank holds the whole gradient from one micro-step to the next
         assert all(rank["gradients_between"] == rank["gradients"] for rank in ranks)
     if way == "ddp2":

@@ -59,13 +59,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def foreign(place: Place, folder: Path, **settings: Any) -> Path:
-    """Writes an adapter that is not the zero function by PEFT's own `save_pretrained`."""
+    """Write an adapter that is not the zero function by PEFT's own `save_pretrained`."""
     torch.manual_seed(3)
     base = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
     adapted: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings))
-    for name, one in adapted.named_parameters():
+    for name, tensor in adapted.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(one, std=0.02)
+            torch.nn.init.normal_(tensor, std=0.02)
     adapted.save_pretrained(folder)
     return folder
 
@@ -91,8 +91,8 @@ def test_every_strategy_trains_it_on_alike(place: Place, second: Path, way: str)
     command, words = WAYS[way]
     run = train(place, f"second-{way}", "MODEL_ADAPTER=first", *words, command=command)
     assert losses(run) == pytest.approx(losses(second), abs=2e-5)
-    for name, one in weights(second / "model").items():
-        assert torch.allclose(one, weights(run / "model")[name].to(one.dtype), atol=2e-5), name
+    for name, tensor in weights(second / "model").items():
+        assert torch.allclose(tensor, weights(run / "model")[name].to(tensor.dtype), atol=2e-5), name
 
 
 FOREIGN = {
@@ -153,7 +153,7 @@ def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None
 
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
 def test_one_step_equals_pefts_own(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of an adapter with settings of others, as `PeftModel.from_pretrained(..., is_trainable=True)` trains it."""
+    """Compare an adapter with foreign settings to `PeftModel.from_pretrained(..., is_trainable=True)`."""
     folder = foreign(place, tmp_path / "adapter", **settings)
     words = [
         f"MODEL_ADAPTER={folder}",
@@ -173,18 +173,22 @@ def test_one_step_equals_pefts_own(place: Place, settings: dict[str, Any], tmp_p
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(row["labels"][1:]), reduction="sum")
         (loss / tokens).backward()
     moved = weights(run / "model")
-    trained = {name.replace(".default", ""): one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {
+        name.replace(".default", ""): weight for name, weight in model.named_parameters() if weight.requires_grad
+    }
     assert moved.keys() == trained.keys()
-    for name, one in trained.items():
-        assert torch.allclose(moved[name], one - 0.01 * one.grad, atol=1e-6), name
-        assert one.grad.abs().max() > 1e-4, name
+    for name, weight in trained.items():
+        assert torch.allclose(moved[name], weight - 0.01 * weight.grad, atol=1e-6), name
+        assert weight.grad.abs().max() > 1e-4, name
 
 
 def load_rows(folder: str) -> list[dict[str, Any]]:
     from sft_play.data.store import Rows
 
     rows = Rows(folder, ("input_ids", "labels", "row"))
-    return [{name: [int(one) for one in rows[i][name]] for name in ("input_ids", "labels")} for i in range(len(rows))]
+    return [
+        {name: [int(token) for token in rows[i][name]] for name in ("input_ids", "labels")} for i in range(len(rows))
+    ]
 
 
 def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Place, second: Path) -> None:
@@ -212,20 +216,20 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
     assert losses(again)[0] == pytest.approx(losses(full)[-1], abs=1e-6)
 
 
-def test_a_second_training_is_resumed_to_the_bit(place: Place, second: Path) -> None:
+def test_a_second_training_resumes_bit_for_bit(place: Place, second: Path) -> None:
     words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
     run = train(place, "stopped", *words)
     for gone in (run / "model", run / "checkpoints/step-000004"):
         shutil.rmtree(gone)
     done = place.run("resume", "RUN=stopped")
     assert done.returncode == 0, done.stderr
-    for name, one in weights(second / "model").items():
-        assert torch.equal(one, weights(run / "model")[name]), name
+    for name, tensor in weights(second / "model").items():
+        assert torch.equal(tensor, weights(run / "model")[name]), name
 
 
-def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
-    def refused(code: int, *said: str, words: list[str]) -> None:
-        place.call("train", f"CONFIG={place.config}", "RUN_NAME=none", *words).refused(code, *said)
+def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
+    def refused(code: int, *parts: str, words: list[str]) -> None:
+        place.call("train", f"CONFIG={place.config}", "RUN_NAME=none", *words).refused(code, *parts)
         assert not (place.folder / "runs/none").exists()
 
     def copy(name: str) -> Path:
@@ -294,7 +298,7 @@ def test_a_shape_is_resumed_merged_and_trained_on(place: Place, shaped: dict[str
         shutil.rmtree(gone)
     done = place.run("resume", f"RUN={name}")
     assert done.returncode == 0, done.stderr
-    assert all(torch.equal(one, weights(copy / "model")[name]) for name, one in weights(run / "model").items())
+    assert all(torch.equal(tensor, weights(copy / "model")[name]) for name, tensor in weights(run / "model").items())
     done = place.run("merge", f"RUN={shape}")
     assert done.returncode == 0, done.stderr
     assert losses(train(place, f"{shape}-on", f"MODEL_ADAPTER={shape}", "TRAIN_MAX_STEPS=1"))[0] == pytest.approx(

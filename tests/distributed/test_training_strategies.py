@@ -53,11 +53,11 @@ def test_sharded_weights_are_published_whole_and_answer_the_same(strategy: str, 
 
     alone = trained(Trial(settings=ANSWERS))
     run = trained(Trial(strategy=strategy, ranks=HALVES, settings=ANSWERS))
-    wanted, found = (load_file(r.model / "model.safetensors") for r in (alone, run))
-    assert set(found) == set(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.allclose(found[name], tensor, atol=2e-5), name
+    expected, published = (load_file(r.model / "model.safetensors") for r in (alone, run))
+    assert set(published) == set(expected)
+    for name, tensor in expected.items():
+        assert published[name].dtype == tensor.dtype
+        assert torch.allclose(published[name], tensor, atol=2e-5), name
     logits = [AutoModelForCausalLM.from_pretrained(r.model)(torch.arange(4, 30)[None]).logits for r in (alone, run)]
     assert torch.allclose(*logits, atol=1e-4)
     for step in (4, 8):
@@ -98,7 +98,7 @@ def test_head_and_loss_in_chunks_train_what_the_whole_does(strategy: str, mode: 
     "strategy", ["fsdp2", *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3"))]
 )
 def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, trained: Trained) -> None:
-    """Evaluations stand between the steps: they must leave the base as it was."""
+    """Evaluations between the steps must leave the base unchanged."""
     trial = Trial(mode="qlora", learning_rate=5e-3)
     alone = trained(trial)
     run = trained(Trial(mode="qlora", learning_rate=5e-3, strategy=strategy, ranks=HALVES))
@@ -108,7 +108,7 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "more"),
+    ("strategy", "ranks", "added"),
     [
         ("single", ((4, 2),), ()),
         ("ddp", HALVES, ("launch.local_steps: 4", 'launch.balance: "off"')),
@@ -117,10 +117,10 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
     ],
 )
 def test_a_loss_that_is_no_number_stops_before_the_update(
-    strategy: str, ranks: tuple[tuple[int, int], ...], more: tuple[str, ...], tiny: Path, tmp_path: Path
+    strategy: str, ranks: tuple[tuple[int, int], ...], added: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
-    """The first step is warm-up; the update of step 2 makes weights so large that the loss of step 3 is no number."""
-    settings = ("train.save_steps: 2", *NO_EVALUATION, *more)
+    """After a warm-up step, the update of step 2 makes weights so large that the loss of step 3 is NaN."""
+    settings = ("train.save_steps: 2", *NO_EVALUATION, *added)
     run = make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, learning_rate=1e20, settings=settings))
     assert train(run).returncode != 0
     end = ended_with(run)
@@ -138,7 +138,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     )
     assert (
         all(tensor.isfinite().all() for tensor in load_file(run.checkpoint(2) / "model.safetensors").values())
-        or not more
+        or not added
     )
     assert not run.model.exists()
 
@@ -147,8 +147,8 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
     "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3", "fsdp2"))]
 )
 def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path) -> None:
-    """One row holds a token whose embedding is no number; every rank stops before the update, and that row's rank has
-    its file.
+    """A row has a token whose embedding is NaN: every rank stops before the update, and that row's rank writes its
+    file.
     """
     base = build_tiny_llama(tmp_path / "base", tie_word_embeddings=False)
     run = make_run(tmp_path / "run", base, Trial(strategy=strategy, ranks=HALVES, settings=NO_EVALUATION))
@@ -176,7 +176,7 @@ def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path
 @pytest.mark.parametrize(
     "strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))]
 )
-def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_skips_the_same_updates(strategy: str, tiny: Path, tmp_path: Path) -> None:
     ranks = ((4, 2),) if strategy == "single" else HALVES
     settings = (
         "train.max_steps: 24",
@@ -188,17 +188,17 @@ def test_updates_left_out_are_left_out_by_a_resumed_run_too(strategy: str, tiny:
     run = must_train(
         make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings))
     )
-    found = spikes(run)
-    steps = sorted({line["step"] for line in found})
-    assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in found)
-    assert len(found) == len(steps) * len(ranks)
+    skipped = spikes(run)
+    steps = sorted({line["step"] for line in skipped})
+    assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in skipped)
+    assert len(skipped) == len(steps) * len(ranks)
     again = resume_from(run, tmp_path / "again", 14)
     same_to_the_bit(again, run)
     assert spikes(again) == spikes(run)
 
 
 def spikes(run: RunFolder) -> list[dict[str, Any]]:
-    """Returns them in order, without the time of day."""
+    """Return them in order, without the time of day."""
     lines = [json.loads(line) | {"time": None} for line in (run.logs / "spikes.jsonl").read_text().splitlines()]
     return sorted(lines, key=lambda line: (line["step"], line["rank"]))
 
@@ -226,7 +226,7 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
 
 
 def test_a_checkpoint_comes_before_its_scores_which_a_resumed_run_takes_up(tiny: Path, tmp_path: Path) -> None:
-    """A learning rate that falls at each evaluation falls alike in a resumed run, which makes none of them again."""
+    """A rate that falls at each evaluation falls alike in a resumed run, which repeats no evaluation."""
     settings = (
         "train.eval_strategy: epoch",
         "train.eval_steps: null",
@@ -247,7 +247,7 @@ def test_a_checkpoint_comes_before_its_scores_which_a_resumed_run_takes_up(tiny:
 
 
 def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
-    """Returns TensorBoard's curves: name -> (step, value)."""
+    """Return TensorBoard's curves: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.tensorboard))
@@ -256,7 +256,7 @@ def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_another_strategy_than_planned_is_refused_before_the_first_batch(tiny: Path, tmp_path: Path) -> None:
-    """accelerate drops DeepSpeed without a word when it is told that there is no GPU: plain DDP would run."""
+    """accelerate silently drops DeepSpeed if it believes that there is no GPU: plain DDP would run."""
     run = make_run(tmp_path / "run", tiny, Trial(strategy="zero2", ranks=HALVES))
     train(run, ACCELERATE_USE_CPU="true")
     end = ended_with(run)

@@ -1,5 +1,5 @@
-"""Ranks with micro-batches and micro-steps of their own: the same updates as one process, and shares that follow
-measured speed (B11).
+"""Ranks with different micro-batches and micro-steps: the same updates as one process, and shares that follow measured
+speed (B11).
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ LONG = pytest.mark.long
         ("fsdp2", ((3, 2), (1, 2)), 0),
     ],
 )
-def test_ranks_with_their_own_micro_steps_make_the_same_updates(
+def test_ranks_with_different_micro_steps_make_the_same_updates(
     strategy: str, slots: tuple[tuple[int, int], ...], pack: int, trained: Trained
 ) -> None:
-    """Also where one of three ranks has no rows at all."""
+    """This includes a world in which one of three ranks has no rows."""
     alone, run = trained(Trial()), trained(Trial(strategy=strategy, ranks=slots, plan=(("pack_tokens", pack),)))
     same_curves(run.path, alone.path)
     for part in ("rows_trained", "rows_scored"):
-        found, wanted = (sorted(row for rank in holdings(one) for row in rank[part]) for one in (run, alone))
-        assert found == wanted, part
+        actual, expected = (sorted(row for rank in holdings(folder) for row in rank[part]) for folder in (run, alone))
+        assert actual == expected, part
 
 
 # ---- Shares that follow measured speed
@@ -66,7 +66,7 @@ PLANNED = ((4, 2), (4, 3))
 
 
 def slowed(run: RunFolder) -> RunFolder:
-    """Trains `run` with rank 1 held at a quarter of a core from its first step on."""
+    """Train `run` with rank 1 limited to a quarter of a core from its first step."""
     arguments, variables = command(run)
     with (
         quota(0.25) as group,
@@ -76,18 +76,23 @@ def slowed(run: RunFolder) -> RunFolder:
     ):
         try:
             worker = worker_of(process.pid, 1)
-            until(lambda: run.metrics.is_file() and rows(run), process=process, seconds=SECONDS, said=lambda: logs(run))
+            until(
+                lambda: run.metrics.is_file() and rows(run),
+                process=process,
+                seconds=SECONDS,
+                explanation=lambda: logs(run),
+            )
             move(worker, group)
-            said, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=SECONDS)
         finally:
             process.terminate()  # the launcher takes its workers along
-    assert process.returncode == 0, f"{said}\n{logs(run)}"
-    (run.logs / "said.txt").write_text(said, encoding="utf-8")
+    assert process.returncode == 0, f"{output}\n{logs(run)}"
+    (run.logs / "said.txt").write_text(output, encoding="utf-8")
     return run
 
 
-def heavy(*more: str, named: bool, **changes: Any) -> Trial:
-    """Returns a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
+def heavy(*added: str, named: bool, **changes: Any) -> Trial:
+    """Return a trial of two ranks that compute long enough to be timed; `named`: on devices of two names."""
     settings = (
         f"train.max_steps: {STEPS}",
         f"train.global_batch_size: {ROWS}",
@@ -95,7 +100,7 @@ def heavy(*more: str, named: bool, **changes: Any) -> Trial:
         "train.eval_strategy: 'no'",
         "train.eval_steps: null",
         "train.save_total_limit: 9",
-        *more,
+        *added,
     )
     values: dict[str, Any] = {"strategy": "ddp", "ranks": PLANNED, "mode": "lora", "settings": settings, "steps": STEPS}
     trial = Trial(**(values | changes))
@@ -124,13 +129,15 @@ def heavy_alone(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunF
 
 @pytest.fixture(scope="module")
 def half_speed(heavier: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """The kernel holds rank 1 to a part of a core; the plan says that devices differ, so that it is believed soon."""
+    """Return a run whose rank 1 is limited to part of a core, under a plan with different devices, so that shares
+    change soon.
+    """
     return slowed(make_run(tmp_path_factory.mktemp("slowed") / "run", heavier, heavy(named=True)))
 
 
-def share_of_rank_0(found: list[dict[str, Any]]) -> float:
-    """Returns its part of the trained tokens."""
-    counts = [sum(row["rank_tokens"][rank] for row in found) for rank in (0, 1)]
+def share_of_rank_0(rows: list[dict[str, Any]]) -> float:
+    """Return its part of the trained tokens."""
+    counts = [sum(row["rank_tokens"][rank] for row in rows) for rank in (0, 1)]
     return float(counts[0] / sum(counts))
 
 
@@ -140,12 +147,12 @@ def whole_steps(run: RunFolder) -> list[dict[str, Any]]:
 
 @pytest.mark.quiet
 def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone: RunFolder) -> None:
-    """What is trained stays what one process trains, in unequal shares from the first step on, and in others later."""
+    """The trained rows stay those of one process, with unequal shares from the first step and others later."""
     run, planned = half_speed, list(spans(ROWS, PLANNED))
     same_curves(run.path, heavy_alone.path)
-    told = rows(run, "balance")
-    assert told, logs(run)
-    first, last = told[0], told[-1]
+    changes = rows(run, "balance")
+    assert changes, logs(run)
+    first, last = changes[0], changes[-1]
     assert sum(last["rows"]) == ROWS and last["rows"][0] > planned[0]
     whole = whole_steps(run)
     before = [row for row in whole if row["step"] < first["from_step"]]
@@ -153,15 +160,15 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     assert before and all(row["rank_rows"] == planned for row in before)
     assert after and all(row["rank_rows"] == last["rows"] for row in after)
     assert share_of_rank_0(after) > share_of_rank_0(before)
-    said = (run.logs / "said.txt").read_text()
+    output = (run.logs / "said.txt").read_text()
     now, then = (" + ".join(map(str, counts)) for counts in (first["rows"], planned))
     slower = rf"from step {first['from_step']} on: rank 1 is [\d.]+ times slower than rank 0"
-    wanted = f"{slower}: rows per step {re.escape(now)} instead of {re.escape(then)}"
-    assert re.search(wanted, said), said
+    notice = f"{slower}: rows per step {re.escape(now)} instead of {re.escape(then)}"
+    assert re.search(notice, output), output
 
 
-def test_a_run_goes_on_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone: RunFolder, tmp_path: Path) -> None:
-    """With those of its plan, until ranks are measured again."""
+def test_a_run_continues_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone: RunFolder, tmp_path: Path) -> None:
+    """A resumed run uses the shares of its plan until ranks are measured again."""
     unequal = must_train(make_run(tmp_path / "unequal", heavier, heavy(named=False)))
     slots = ((2, 8), (1, 1))
     again = resume_from(

@@ -26,16 +26,16 @@ WORDS = ("NUM_GPUS=2", f"TRAIN_MAX_STEPS={STEPS}", "TRAIN_SAVE_STEPS=2", "TRAIN_
 def launcher(tmp_path: Path, tiny: Path) -> Launcher:
     if not Path(f"{sys.prefix}-unsloth", "bin", "python").is_file():
         unavailable("`make install-unsloth` was not typed")
-    found = Launcher(tmp_path, tiny)
-    found.environment["CUDA_VISIBLE_DEVICES"] = ""
-    return found
+    launcher_of_tiny = Launcher(tmp_path, tiny)
+    launcher_of_tiny.environment["CUDA_VISIBLE_DEVICES"] = ""
+    return launcher_of_tiny
 
 
 def losses(run: Path) -> list[float]:
     return [row["loss"] for row in metrics(run)]
 
 
-def test_it_trains_on_two_ranks_continues_after_a_kill_and_is_used_as_any_run(launcher: Launcher) -> None:
+def test_unsloth_trains_on_two_ranks_and_continues_after_a_kill(launcher: Launcher) -> None:
     words = (f"CONFIG={launcher.config}", *WORDS)
     assert (plain := launcher("train-distributed", *words, "RUN_NAME=plain", "TRAIN_PACKING=off")).code == 0, plain.err
     unsloth, run = ("TUNING_BACKEND=unsloth",), launcher.runs / "killed"
@@ -48,12 +48,12 @@ def test_it_trains_on_two_ranks_continues_after_a_kill_and_is_used_as_any_run(la
 
     stamp = json.loads(launcher("stamp", "RUN=killed", "JSON=1").out)
     assert "unsloth" in json.dumps(stamp) and "5.17.0" in json.dumps(stamp)
-    for command, more in (
+    for command, arguments in (
         ("merge", ("OUT=merged",)),
         ("infer", ("PROMPT=say 1",)),
         ("eval", (f"DATA={launcher.folder / 'rows.jsonl'}", "EVAL_SAMPLES=2")),
     ):
-        done = launcher(command, "RUN=killed", *more)
+        done = launcher(command, "RUN=killed", *arguments)
         assert done.code == 0, (command, done.err)
     assert list((launcher.folder / "merged").glob("*.safetensors"))
     other = launcher("resume", "RUN=plain", "TUNING_BACKEND=unsloth")

@@ -1,5 +1,5 @@
-"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, nor on a micro-batch
-that is halved on the way; for every key and family by which a row may be changed.
+"""The update of a step does not depend on how its rows are split: over micro-batches, packs and ranks, nor on a
+micro-batch that is halved on the way; for every key and family that may change a row.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_every_split_gives_the_same_losses(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["packed", "two ranks"])
-def test_equal_weights_train_as_none_to_the_bit(split: str, tmp_path: Path) -> None:
+def test_equal_weights_train_like_no_weights_bit_for_bit(split: str, tmp_path: Path) -> None:
     base = build_family(tmp_path / "base", "llama")
     weights: dict[str, tuple[float | None, ...]] = {"none": (), "half": (0.5,), "some": WEIGHTS}
     none, half, some = (

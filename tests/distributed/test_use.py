@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def why(place: Place) -> str:
-    """What `PROMPT=Why?` prints."""
+    """Return the output of `PROMPT=Why?`."""
     done = place.run("infer", "RUN=demo", "PROMPT=Why?")
     assert done.returncode == 0 and "loading model of the run demo" in done.stderr, done.stderr
     return done.stdout
@@ -83,8 +83,8 @@ def test_answers_carry_the_other_columns_into_the_file_that_is_named(place: Plac
     done = place.call("infer", "RUN=demo", "CHECKPOINT=last", f"INPUT={questions}", f"OUTPUT={output}")
     assert done.code == 0, done.err
     with output.open(newline="") as stream:
-        found = list(csv.DictReader(stream))
-    assert found == [
+        written = list(csv.DictReader(stream))
+    assert written == [
         {"id": "7", "input.answer": "old", "note": 'a, "b"\nc', "prompt": "Why?", "answer": why.removesuffix("\n")},
         {"id": "8", "input.answer": "x", "note": "", "prompt": "", "answer": ""},
     ]
@@ -205,7 +205,9 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("serve", "RUN=demo PORT=0", 2, "`PORT` is `0`"),
     ],
 )
-def test_wrong_calls(place: Place, merged: Path, command: str, words: str, code: int, message: str) -> None:
+def test_wrong_calls_of_infer_and_merge_are_refused(
+    place: Place, merged: Path, command: str, words: str, code: int, message: str
+) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))
 
 

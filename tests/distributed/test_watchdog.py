@@ -1,6 +1,4 @@
-"""Ranks, agents and launchers that are killed, frozen or made to wait from outside: the cause is named, and everyone
-stops or restarts.
-"""
+"""Ranks, agents and launchers that are killed or frozen from outside: the cause is named, and all stop or restart."""
 
 from __future__ import annotations
 
@@ -43,15 +41,15 @@ def test_a_killed_launcher_leaves_no_process(variables: dict[str, str], config: 
         assert sorted(launch.workers()) == [0, 1]
         launch.process.kill()
         launch.end(within=240)
-        until(lambda: not launch.left(), said=launch.left)
-        said = "".join(path.read_text() for path in launch.run.glob("logs/rank*.log"))
-        assert re.search(r"the launcher is gone; rank \d exits", said), (
+        until(lambda: not launch.left(), explanation=launch.left)
+        log = "".join(path.read_text() for path in launch.run.glob("logs/rank*.log"))
+        assert re.search(r"the launcher is gone; rank \d exits", log), (
             "the first that looks; the other may see its peer leave before"
         )
 
 
 @pytest.mark.parametrize(
-    ("target", "number", "scale", "said"),
+    ("target", "number", "scale", "parts"),
     [
         (1, signal.SIGKILL, "1", (f"{RANK_1} was killed", "/logs/rank1.log")),
         pytest.param(
@@ -62,12 +60,12 @@ def test_a_killed_launcher_leaves_no_process(variables: dict[str, str], config: 
     ],
 )
 def test_a_lost_process_is_named_and_everything_stops(
-    target: int | None, number: int, scale: str, said: tuple[str, ...], variables: dict[str, str], config: str
+    target: int | None, number: int, scale: str, parts: tuple[str, ...], variables: dict[str, str], config: str
 ) -> None:
     with start({**variables, SCALE: scale}, *LONG, config, name=f"lost-{target}-{number}-{scale}") as launch:
         launch.wait_for_step(2)
         (launch.workers() | {None: launch.agent()})[target].send_signal(number)
-        launch.lost(*said)
+        launch.lost(*parts)
         assert [event["event"] for event in launch.events()] == [
             "started",
             "failed",
@@ -151,10 +149,8 @@ def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: s
 # A launch goes on by itself after a lost rank (`launch.max_restarts`).
 
 
-def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbed(
-    variables: dict[str, str], config: str
-) -> None:
-    learnt, told = [], []
+def test_a_killed_rank_restarts_to_the_metrics_of_an_undisturbed_run(variables: dict[str, str], config: str) -> None:
+    learnt, reported = [], []
     for name in ("undisturbed", "killed"):
         with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name=name) as launch:
             if name == "killed":
@@ -165,17 +161,19 @@ def test_a_killed_rank_is_restarted_to_the_metrics_of_a_run_that_nobody_disturbe
         learnt.append(
             [[row[key] for key in ("step", "loss", "grad_norm", "learning_rate")] for row in metrics(launch.run)]
         )
-        told.append(json.loads((launch.run / "training_metrics.json").read_text())["restarts"])
+        reported.append(json.loads((launch.run / "training_metrics.json").read_text())["restarts"])
     assert f"restarting: {RANK_1} was killed by SIGKILL" in error and "(restart 1 of 1)" in error
     assert learnt[0] == learnt[1]
     started, restarted, finished = launch.events()
     assert [started["event"], restarted["event"], finished["event"]] == ["started", "restarted", "finished"]
     assert (restarted["rank"], restarted["cause"]) == (1, "killed") and restarted["checkpoint"].startswith("step-0000")
-    assert told == [[], [{key: restarted[key] for key in ("rank", "cause", "error", "checkpoint")}]]
+    assert reported == [[], [{key: restarted[key] for key in ("rank", "cause", "error", "checkpoint")}]]
 
 
 @pytest.mark.long
-def test_damaged_checkpoints_are_told_and_none_means_no_restart(variables: dict[str, str], config: str) -> None:
+def test_damaged_checkpoints_are_reported_and_without_one_there_is_no_restart(
+    variables: dict[str, str], config: str
+) -> None:
     with start(variables, *TWO, config, "LAUNCH_MAX_RESTARTS=1", name="damaged") as launch:
         launch.wait_for_step(12)
         workers = launch.workers()

@@ -1,6 +1,4 @@
-"""A run seen while it goes: the panel on a terminal, `make watch`, the page's record and the report, and a slowed rank
-named in each.
-"""
+"""A slowed rank is named in the terminal's panel, in `make watch`, on the page and in the report."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Terminal:
                 self.text += data.decode(errors="replace")
 
     def wait(self, there: Callable[[], object], process: subprocess.Popen[Any]) -> None:
-        until(there, process=process, seconds=240, pause=0.1, said=lambda: self.text[-4000:])
+        until(there, process=process, seconds=240, pause=0.1, explanation=lambda: self.text[-4000:])
 
 
 @contextlib.contextmanager
@@ -93,8 +91,8 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
             watched = launcher.start("watch", "RUN=live")
             stopped = launcher("stop", "RUN=live")
             assert stopped.code == 0, stopped.err
-        code, said = watched.end(within=240)
-        assert code == 0 and SLOW.search(said) and said.endswith("`live`: stopped\n"), said
+        code, output = watched.end(within=240)
+        assert code == 0 and SLOW.search(output) and output.endswith("`live`: stopped\n"), output
         process.wait(240)
     with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
         assert process.wait(240) == 0, other.text
@@ -132,18 +130,18 @@ def rows(count: int = 10, **lists: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_what_slows_a_run_is_said_in_words(lists: dict[str, Any], named: str | None) -> None:
-    found = [one.text for one in findings(rows(**lists))]
-    assert len(found) == (named is not None) and (named is None or found[0].startswith(named))
+def test_causes_of_a_slow_run_are_explained(lists: dict[str, Any], named: str | None) -> None:
+    texts = [finding.text for finding in findings(rows(**lists))]
+    assert len(texts) == (named is not None) and (named is None or texts[0].startswith(named))
     assert findings(rows(2, **lists)) == [], "too few steps to tell"
 
 
-def test_a_spike_is_said_while_it_is_new() -> None:
-    assert [one.id for one in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
+def test_a_spike_is_reported_while_it_is_new() -> None:
+    assert [finding.id for finding in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
     assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
 
 
-def test_a_panel_of_whatever_is_there(tmp_path: Path) -> None:
+def test_the_panel_shows_empty_and_torn_runs(tmp_path: Path) -> None:
     """A folder without any file, and torn rows."""
     run, rich = RunFolder(tmp_path), pytest.importorskip("rich.console")
     follower = Follower(run.metrics)

@@ -19,16 +19,16 @@ SHAPES = {"first.weight": (13, 7), "first.bias": (13,), "second.weight": (5, 13)
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns every state of every parameter, put together."""
+    """Return every state of every parameter, put together."""
     state_files = StateFiles(folder, range(read_facts(folder).files))
-    found = {}
+    states = {}
     for name, shape in SHAPES.items():
         assert sorted(state_files.states(name)) == ["exp_avg", "exp_avg_sq", "master", "step"]
-        found[f"{name} step"] = state_files.whole(state_files.pieces(name, "step")[0])
+        states[f"{name} step"] = state_files.whole(state_files.pieces(name, "step")[0])
         for state in ("exp_avg", "exp_avg_sq", "master"):
-            found[f"{name} {state}"] = torch.full((math.prod(shape),), math.nan)
-            state_files.fill(found[f"{name} {state}"], name, state, 0, math.prod(shape))
-    return found
+            states[f"{name} {state}"] = torch.full((math.prod(shape),), math.nan)
+            state_files.fill(states[f"{name} {state}"], name, state, 0, math.prod(shape))
+    return states
 
 
 @pytest.mark.long

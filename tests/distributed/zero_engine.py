@@ -1,4 +1,4 @@
-"""A DeepSpeed engine in bf16 on the CPU, for which the product has no way of its own: its states written by one world,
+"""A DeepSpeed engine in bf16 on the CPU, which the product does not support: its states are written by one world and
 read by another.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.zero_engine write bf16-zero2 FOLDER
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):  # type: ignore[misc]
 
 
 def trainer_of(name: str) -> Any:
-    """Returns what `collect` and `restore` ask of a trainer, around a fresh engine."""
+    """Return what `collect` and `restore` ask of a trainer, around a fresh engine."""
     zero = dict(ENGINES[name])
     world = distributed.get_world_size()
     batch = batch_numbers(micro_batch=1, accumulation=1, world_size=world)
@@ -60,8 +60,8 @@ def trainer_of(name: str) -> Any:
     model = Model()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.1},
-        {"params": [one for one in trained if one.ndim == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
@@ -76,7 +76,7 @@ def trainer_of(name: str) -> Any:
 
 
 def update(trainer: Any, times: int) -> None:
-    """Trains on the same few rows on every rank."""
+    """Train on the same few rows on every rank."""
     engine = trainer.model_wrapped
     rows = torch.linspace(-1, 1, 28).view(4, 7).bfloat16()
     for _ in range(times):
@@ -86,9 +86,12 @@ def update(trainer: Any, times: int) -> None:
 
 
 def weights(trainer: Any) -> dict[str, list[float]]:
-    """Returns the weights that the model computes with."""
+    """Return the weights that the model computes with."""
     with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
-        return {name: one.detach().float().reshape(-1).tolist() for name, one in trainer.model.named_parameters()}
+        return {
+            name: parameter.detach().float().reshape(-1).tolist()
+            for name, parameter in trainer.model.named_parameters()
+        }
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Double of torch for what is asked before a launch: which CUDA and architectures it was built for, and whether it can
 use the cards.
 
-The machine is that of `NVML_DOUBLE`. It answers as the real one does: see `torch.cuda._lazy_init` and CUDA's errors.
+It describes the machine of `NVML_DOUBLE` and answers like the real one: see `torch.cuda._lazy_init` and CUDA's errors.
 """
 
 import json
@@ -32,7 +32,7 @@ def _card(device):
 
 
 def _uuids(card):
-    return [card["uuid"], *(one["uuid"] for one in card["slices"] or [])]
+    return [card["uuid"], *(slice_facts["uuid"] for slice_facts in card["slices"] or [])]
 
 
 def ones(size, device):

@@ -41,9 +41,7 @@ STRATEGIES: Mapping[str, CommandStrategy] = {"train": "single", "train-distribut
 
 
 def ready(path: Path, command: str, words: Sequence[str], environment: Mapping[str, str]) -> list[Start]:
-    """Does what `make COMMAND WORDS` does before its workers start, with rows that are already prepared; returns one
-    for each rank.
-    """
+    """Do what `make COMMAND WORDS` does before its workers start, with prepared rows; return one start per rank."""
     with on_machine(environment):
         call = parse_call([command, *words], COMMANDS)
         options, loaded = read_options(call, call.load_config(), STRATEGIES[command])
@@ -72,8 +70,8 @@ def steps(
 ) -> dict[str, list[dict[str, Any]]]:
     """Run the workers, each a child of one process; return what each rank reports.
 
-    With `cache`, where the guard is kept, they are on fake GPUs, one after another; without, together on the devices
-    that are here.
+    With `cache`, the folder of the guard, they run on fake GPUs one after another; without it, together on this
+    machine's devices.
     """
     jobs = [
         {
@@ -98,12 +96,12 @@ def steps(
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = iter([json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs])
-    return {name: [next(found) for _ in ranks] for name, ranks in starts.items()}
+    reports = iter([json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs])
+    return {name: [next(reports) for _ in ranks] for name, ranks in starts.items()}
 
 
 def together(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """Run the ranks of one run on the devices that are here; return what each reports. The store of several is here, as
+    """Run the ranks of one run on this machine's devices; return what each reports. Their store is in this process, as
     torchrun's is.
     """
     from torch.distributed import TCPStore

@@ -1,5 +1,5 @@
-"""Machines with GPUs that are not here, each from `make plan` to steps of the project's own worker (`tests.fake_cuda`
-says what is fake).
+"""Machines with absent GPUs, each from `make plan` to steps of the project's own worker (`tests.fake_cuda` says what is
+fake).
 
 All workers are children of one process, which imports torch once.
 """
@@ -21,8 +21,8 @@ STEPS = 2
 CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 data: {{train_path: rows.jsonl, val_path: rows.jsonl}}
-train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_size: 8, max_steps: 2, save_steps: 2, eval_strategy: steps,
-  eval_steps: 2}}
+train: {{batch_size: 4, dataloader_num_workers: 0, kernels: "off", global_batch_size: 8, max_steps: 2, save_steps: 2,
+  eval_strategy: steps, eval_steps: 2}}
 """
 # Fake tensors can neither leave the process that made them, for loaders, nor meet Triton's kernels.
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.broad, pytest.mark.slow, pytest.mark.cold]  # its work
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is typed on a machine, and what must come of it."""
+    """What is typed on a machine, and its expected result."""
 
     machine: str
     command: str = "train"
@@ -52,7 +52,7 @@ CASES = {
     "H200, every weight, recomputed": Case(
         machine="h200", words=("TUNING_MODE=full", "TRAIN_GRADIENT_CHECKPOINTING=true"), frozen=None
     ),
-    "4080 beside 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
+    "4080 with 4070": Case(machine="unlike_pair", sees=("GPU-1111",)),
     "two RTX 3090, a process each": PAIR,
     "two RTX 3090, a stage each": replace(PAIR, words=("LAUNCH_STRATEGY=pipeline",)),
     "two RTX 3090, slices of layers": replace(PAIR, words=("LAUNCH_TENSOR_PARALLEL=2",)),
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def machines(folder: Path, tiny: Path) -> Mapping[str, dict[str, str]]:
-    """The environment of a process on each case's machine."""
+    """Return the environment of a process on each case's machine."""
     (folder / "train.yaml").write_text(CONFIG.format(model=tiny), encoding="utf-8")
     return {
         name: (
@@ -120,7 +120,9 @@ def test_make_plan_says_what_make_train_does(
 
 
 @each
-def test_the_worker_goes_its_whole_road(name: str, reports: Any, starts: Mapping[str, list[Start]]) -> None:
+def test_the_worker_runs_from_arguments_to_the_published_model(
+    name: str, reports: Any, starts: Mapping[str, list[Start]]
+) -> None:
     for start, report in zip(starts[name], reports[name], strict=True):
         assert start.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
         expandable = "expandable_segments:True" in start.environment.get("PYTORCH_ALLOC_CONF", "")
@@ -158,7 +160,7 @@ def test_everything_is_on_that_card_in_the_planned_types(name: str, reports: Any
 
 
 @each
-def test_the_host_waits_no_oftener_than_it_must(name: str, reports: Any) -> None:
+def test_the_host_waits_only_where_it_must(name: str, reports: Any) -> None:
     for report in reports[name]:
         waits = [wait for wait in report["waits"] if wait["phase"] != "build"]
         batches = [wait for wait in waits if "send_to_device" in wait["where"]]

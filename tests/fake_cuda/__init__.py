@@ -1,4 +1,4 @@
-"""CUDA for tests on machines without a GPU: the project's own worker runs whole, on tensors that have a device, a type
+"""CUDA for tests on machines without a GPU: the project's worker runs completely, on tensors that have a device, a type
 and a shape but no content (torch's `FakeTensorMode`).
 
 What is fake: the driver (`tests.nvml_double`), everything of `torch.cuda` that would ask it (`gpus`), the device guard

@@ -25,27 +25,26 @@ class Card:
 
 
 def visible(machine: Mapping[str, Any], environment: Mapping[str, str]) -> list[Card]:
-    """Returns what CUDA shows of a described machine (`tests.nvml_double.Machine`) under `CUDA_VISIBLE_DEVICES`.
+    """Return what CUDA shows of a described machine (`tests.nvml_double.Machine`) under `CUDA_VISIBLE_DEVICES`.
 
-    That are numbers or beginnings of UUIDs, up to the first unknown one. Of a card that is split, CUDA shows slices
-    only.
+    It has numbers or prefixes of UUIDs, up to the first unknown one; of a split card CUDA shows only slices.
     """
     whole, slices = [], []
     for card in machine["cards"]:
         capability = tuple(card["capability"])
-        made = [
-            Card(one["name"], one["uuid"], int(one["gib"] * 2**30), capability)
-            for one in (card, *(card["slices"] or ()))
+        slices_of_cards = [
+            Card(device_card["name"], device_card["uuid"], int(device_card["gib"] * 2**30), capability)
+            for device_card in (card, *(card["slices"] or ()))
         ]
-        whole.append(made[0] if card["slices"] is None else made[1])
-        slices += made[1:] if card["permitted"] else []
+        whole.append(slices_of_cards[0] if card["slices"] is None else slices_of_cards[1])
+        slices += slices_of_cards[1:] if card["permitted"] else []
     shown: list[Card] = []
     for part in environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(whole))))).split(","):
-        found = [card for index, card in enumerate(whole) if part == str(index)]
-        found += [card for card in (*whole, *slices) if part and card.uuid.startswith(part)]
-        if not found:
+        cards = [card for index, card in enumerate(whole) if part == str(index)]
+        cards += [card for card in (*whole, *slices) if part and card.uuid.startswith(part)]
+        if not cards:
             break
-        shown.append(found[0])
+        shown.append(cards[0])
     return shown
 
 
@@ -64,8 +63,8 @@ class Event:
 
 
 def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
-    """What replaces names in `torch.cuda` that would ask the driver. `asked` gets the card of each question that makes
-    a context.
+    """Return replacements of the names in `torch.cuda` that ask the driver; `asked` gets the card of each call that
+    creates a context.
     """
     current = [0]
 
@@ -80,13 +79,13 @@ def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
         return card(device).memory_bytes, card(device).memory_bytes
 
     def properties(device: Any = None) -> Any:
-        found = card(device)
+        properties_of_card = card(device)
         return SimpleNamespace(
-            name=found.name,
-            major=found.capability[0],
-            minor=found.capability[1],
-            total_memory=found.memory_bytes,
-            uuid=found.uuid,
+            name=properties_of_card.name,
+            major=properties_of_card.capability[0],
+            minor=properties_of_card.capability[1],
+            total_memory=properties_of_card.memory_bytes,
+            uuid=properties_of_card.uuid,
             multi_processor_count=100,
             gcnArchName="",
             warp_size=32,
@@ -134,7 +133,7 @@ def _driver(cards: Sequence[Card], asked: list[int]) -> dict[str, Any]:
 
 
 def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
-    """`Module._apply` that puts new parameters in place: the data of fake ones cannot be swapped."""
+    """Replace `Module._apply` by one that sets new parameters: the data of fake ones cannot be swapped."""
     for child in self.children() if recurse else ():
         child._apply(function)
     for name, old in self._parameters.items():
@@ -150,7 +149,7 @@ def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
 
 
 def _numpy(self: torch.Tensor, **_: Any) -> Any:
-    """`Tensor.numpy` of a fake tensor: zeros, and as for a real one only on the CPU."""
+    """Return the zeros of a fake tensor, for `Tensor.numpy`, which only works on the CPU."""
     if self.device.type != "cpu":
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
     return np.zeros(tuple(self.shape), dtype=str(self.dtype).removeprefix("torch."))
@@ -158,7 +157,7 @@ def _numpy(self: torch.Tensor, **_: Any) -> Any:
 
 @contextmanager
 def fake_gpus(cards: Sequence[Card]) -> Iterator[list[int]]:
-    """Everything inside sees `cards`; yields the list of those on which a question has made a context, in order."""
+    """Show `cards` to everything inside; yield the list of those with a context, in order."""
     asked: list[int] = []
     replaced = {f"torch.cuda.{name}": value for name, value in _driver(cards, asked).items()} | {
         "torch.version.cuda": "13.0",

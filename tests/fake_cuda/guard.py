@@ -1,6 +1,4 @@
-"""Compiles `guard.cpp` beside the torch that is installed. Imports no torch: the library must be loaded before it
-is.
-"""
+"""Compiles `guard.cpp` against the installed torch without importing it: the library must be loaded first."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def compiled(cache: Path) -> Path:
-    """Returns the shared library, which `cache` keeps for the torch that is installed."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.submodule_search_locations
-    torch = Path(found.submodule_search_locations[0])
+    """Return the shared library, which `cache` keeps for the torch that is installed."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    torch = Path(spec.submodule_search_locations[0])
     parts = (path.read_text(encoding="utf-8") for path in (SOURCE, Path(__file__), torch / "version.py"))
     content = "".join([str(torch), *parts])  # the library finds torch by its path
     library = cache / f"fake-cuda-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     if not library.exists():
-        made = library.with_suffix(f".{os.getpid()}")
+        partial = library.with_suffix(f".{os.getpid()}")
         libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
         command = [
             "g++",
@@ -32,9 +30,9 @@ def compiled(cache: Path) -> Path:
             f"-I{torch / 'include'}",
             str(SOURCE),
             "-o",
-            str(made),
+            str(partial),
             *libraries,
         ]
         subprocess.run(command, check=True, timeout=240)
-        made.rename(library)
+        partial.rename(library)
     return library

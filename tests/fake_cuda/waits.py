@@ -79,9 +79,7 @@ class Waits(Counts, TorchDispatchMode):
 
 
 def _answer(func: Any, tensor: Any) -> Any:
-    """The value of a fake scalar: its own where it is known (it was made from a Python number), else 1, 1.0 or
-    False.
-    """
+    """Return the value of a fake scalar: the Python number that it was made from, else 1, 1.0 or False."""
     if tensor.constant is not None:
         return func(tensor.constant)
     if any(frame.filename.endswith(UNSET) for frame in traceback.extract_stack(limit=14)):
@@ -90,7 +88,7 @@ def _answer(func: Any, tensor: Any) -> Any:
 
 
 class DeviceWaits(Counts, ExitStack):
-    """As `Waits`, by what CUDA itself says on a real card (`torch.cuda.set_sync_debug_mode`): only `log` is filled."""
+    """`Waits` on a real card, as CUDA reports them (`torch.cuda.set_sync_debug_mode`): only `log` is filled."""
 
     def __enter__(self) -> Self:
         if torch.cuda.is_available():

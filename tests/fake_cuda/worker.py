@@ -1,8 +1,8 @@
 """`python -m tests.fake_cuda.worker JOBS.json [GUARD]`: runs the project's worker for each job, and reports what it had
 and where it waited.
 
-A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}, and a process of
-its own, forked from here. With `GUARD` (see `guard.py`) it runs on the fake GPUs of the machine in `NVML_DOUBLE`: torch
+A job is {"run": folder, "arguments": [of accelerate launch], "environment": {...}, "report": file}, and runs in a
+process forked from here. With `GUARD` (see `guard.py`) it runs on the fake GPUs of the machine in `NVML_DOUBLE`: torch
 and the worker's modules are imported once, then one job runs after another. Without, all run at once on the devices
 that are really here.
 """
@@ -24,7 +24,7 @@ from unittest import mock
 
 
 def main(jobs: str, guard: str = "") -> None:
-    """Runs the jobs; each writes its report."""
+    """Run the jobs; each writes its report."""
     if guard:
         ctypes.CDLL(guard)  # before torch looks for its hooks
         importlib.import_module("sft_play.model.load")
@@ -41,7 +41,7 @@ def main(jobs: str, guard: str = "") -> None:
 
 
 def _end(job: dict[str, Any], *, fake: bool) -> NoReturn:
-    """This job, in a process of its own; what goes wrong stands in its report."""
+    """Run a job in this process, which is its own, and write errors into its report."""
     log = os.open(f"{job['report']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -60,7 +60,7 @@ def _end(job: dict[str, Any], *, fake: bool) -> NoReturn:
 
 
 def _launched(arguments: list[str]) -> dict[str, str]:
-    """Returns what `accelerate launch` with these arguments hands to its workers."""
+    """Return what `accelerate launch` with these arguments hands to its workers."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
@@ -72,7 +72,7 @@ def _launched(arguments: list[str]) -> dict[str, str]:
 
 
 def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
-    """The worker's whole road, from its arguments to the published model."""
+    """Run the whole worker, from its arguments to the published model."""
     import torch
 
     import sft_play.train as worker
@@ -101,17 +101,15 @@ def _run(job: dict[str, Any], report: dict[str, Any], *, fake: bool) -> None:
         {"phase": key[0], "what": key[1], "where": key[2], "count": count} for key, count in waits.log.items()
     ]
     for name in ("matmuls", "attention"):
-        found = getattr(waits, name)
+        counts = getattr(waits, name)
         report[name] = {
-            phase: {what: n for (p, what), n in found.items() if p == phase} for phase in ("forward", "backward")
+            phase: {what: n for (p, what), n in counts.items() if p == phase} for phase in ("forward", "backward")
         }
 
 
 @contextmanager
 def fake_peers(report: dict[str, Any]) -> Iterator[None]:
-    """Where there are several ranks, the others are not there: collective operations end at once, DDP averages nothing,
-    nobody says anything.
-    """
+    """Stand in for the other ranks: collective operations end at once, and DDP averages nothing."""
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -146,9 +144,7 @@ def fake_peers(report: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def fake_weights() -> Iterator[None]:
-    """Models are read for real, on the CPU; then every weight becomes an empty fake one where it was to go. Saved ones
-    are zeros.
-    """
+    """Read models on the CPU, then replace each weight by an empty fake one on its device; saved weights are zeros."""
     import torch
     from peft import PeftModel
     from torch.utils._python_dispatch import _disable_current_modes
@@ -159,19 +155,19 @@ def fake_weights() -> Iterator[None]:
     def from_pretrained(folder: str, *, device_map: Any = None, attn_implementation: str, **arguments: Any) -> Any:
         with _disable_current_modes():
             model, info = read(folder, attn_implementation="sdpa", **arguments)
-        to, made = (device_map or {"": "cpu"})[""], {}
+        to, weights = (device_map or {"": "cpu"})[""], {}
         for module in model.modules():
             for kind in (module._parameters, module._buffers):
                 for name, real in kind.items():
                     if real is not None:
-                        if id(real) not in made:  # tied weights stay one
+                        if id(real) not in weights:  # tied weights stay one
                             fake = torch.empty(real.shape, dtype=real.dtype, device=to)
-                            made[id(real)] = (
+                            weights[id(real)] = (
                                 torch.nn.Parameter(fake, requires_grad=real.requires_grad)
                                 if kind is module._parameters
                                 else fake
                             )
-                        kind[name] = made[id(real)]
+                        kind[name] = weights[id(real)]
             if hasattr(module, "config"):
                 module.config._attn_implementation_internal = attn_implementation
         if device_map:
@@ -182,11 +178,11 @@ def fake_weights() -> Iterator[None]:
         def save_pretrained(self: Any, folder: str, *, state_dict: dict[str, Any], **named: Any) -> Any:
             with _disable_current_modes():
                 storages = {name: tensor.untyped_storage()._cdata for name, tensor in state_dict.items()}
-                made = {
+                weights = {
                     storages[name]: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state_dict.items()
                 }
                 return save(
-                    self, folder, state_dict={name: made[storage] for name, storage in storages.items()}, **named
+                    self, folder, state_dict={name: weights[storage] for name, storage in storages.items()}, **named
                 )
 
         return save_pretrained
@@ -200,7 +196,7 @@ def fake_weights() -> Iterator[None]:
 
 @contextmanager
 def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
-    """Tells phases of a step apart, and puts into the report what the trainer has when it begins and ends."""
+    """Track the phases of a step, and report the trainer's state at its beginning and end."""
     import torch
     from accelerate import Accelerator
 
@@ -243,12 +239,12 @@ def watched(waits: Any, report: dict[str, Any]) -> Iterator[None]:
 
 
 def kind(tensor: Any) -> str:
-    """Returns device and type, as `cuda:0 bfloat16`."""
+    """Return device and type, such as `cuda:0 bfloat16`."""
     return f"{tensor.device} {tensor.dtype}".replace("torch.", "")
 
 
 def facts(trainer: Any) -> dict[str, Any]:
-    """What a trained trainer is: where everything lies, in which type, wrapped in what."""
+    """Return a trained trainer's devices, types and wrappers."""
     import torch
 
     engine = trainer.optimizer.optimizer

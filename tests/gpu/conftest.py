@@ -16,10 +16,10 @@ def two_gpus() -> None:
         pytest.skip("needs two GPUs")
 
 
-def written(folder: Path, model: Path, more: str) -> str:
-    """Writes rows and a configuration; returns it as a word of a command."""
+def written(folder: Path, model: Path, lines: str) -> str:
+    """Write rows and a configuration; return it as a word of a command."""
     data = ragged_rows(folder / "train.jsonl", 32)
     (folder / "run.yaml").write_text(
-        f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{more}\n"
+        f"model: {{name: {model}, max_seq_len: 256}}\ndata: {{train_path: {data}}}\n{lines}\n"
     )
     return f"CONFIG={folder / 'run.yaml'}"

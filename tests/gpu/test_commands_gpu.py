@@ -26,8 +26,8 @@ def test_two_gpus_give_the_losses_of_one(command: str, tiny: Path, tmp_path: Pat
     assert program("train", config, "RUN_NAME=one").code == 0
     done = program(command, config, "RUN_NAME=two", "NUM_GPUS=2")
     assert done.code == 0, done.out + done.err
-    one, two = ([row["loss"] for row in metrics(tmp_path / "runs" / name)] for name in ("one", "two"))
-    assert two == pytest.approx(one, abs=1e-4)
+    single, two = ([row["loss"] for row in metrics(tmp_path / "runs" / name)] for name in ("one", "two"))
+    assert two == pytest.approx(single, abs=1e-4)
 
 
 def test_a_run_answers_while_training_and_resumes_to_the_same_losses(
@@ -52,7 +52,7 @@ def test_a_run_answers_while_training_and_resumes_to_the_same_losses(
     assert [row["loss"] for row in metrics(run)] == pytest.approx(whole, abs=1e-3)
 
 
-def test_bench_shows_the_speed_of_the_card_beside_the_plan(program: Program) -> None:
+def test_bench_shows_the_cards_speed_next_to_the_plan(program: Program) -> None:
     done = program("bench", "CONFIG=configs/quickstart.yaml", "JSON=1", timeout=500)
     assert done.code == 0, done.err
     assert done.json["measured"]["steady_tokens_per_second"] > 0

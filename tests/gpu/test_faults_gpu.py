@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
     "variables", [{}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}], ids=["shared memory", "sockets"]
 )
 @pytest.mark.usefixtures("two_gpus")
-def test_a_killed_rank_is_named_and_the_run_goes_on(
+def test_a_killed_rank_is_named_and_the_run_continues(
     variables: dict[str, str], cache: Path, tiny: Path, tmp_path: Path
 ) -> None:
     """Over sockets, as between machines, the other rank sees its peer go at once, and NCCL's watchdog may abort it."""
@@ -38,7 +38,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 from sft_play.training import faults
-distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+device = torch.device("cuda:0")
+distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1, device_id=device)
 before = faults.collectives_begun() or 0
 for _ in range(3):
     distributed.all_reduce(torch.ones(4, device="cuda"))

@@ -1,4 +1,4 @@
-"""Ways to train on a real card: losses beside a CPU's, types, memory within the plan, contexts, waits for the device.
+"""Ways to train on a real card: losses against a CPU's, types, memory within the plan, contexts, waits for the device.
 
 Each way is one worker, started by `tests.fake_cuda.worker` without a guard; the CPU's own curve comes from the same
 code.
@@ -27,7 +27,8 @@ CONFIG = """
 model: {{name: {model}, max_seq_len: 64}}
 tuning: {{lora: {{dropout: 0.0}}}}
 data: {{train_path: rows.jsonl}}
-train: {{batch_size: 4, global_batch_size: 8, max_steps: {steps}, learning_rate: 5.0e-3, save_strategy: "no", eval_strategy: "no"}}
+train: {{batch_size: 4, global_batch_size: 8, max_steps: {steps}, learning_rate: 5.0e-3, save_strategy: "no",
+  eval_strategy: "no"}}
 """
 PACKED = ("TRAIN_PACKING=on",)
 EXACT, ROUNDED = 1e-3, 1e-2
@@ -66,7 +67,7 @@ class Lab:
     def train(
         self, name: str, *words: str, command: str = "train", hidden: bool = False, **plan: Any
     ) -> tuple[list[Start], list[dict[str, Any]]]:
-        """Returns what was started and what each rank reports; `hidden` trains on the CPU, `plan` changes fields of the
+        """Return what was started and what each rank reports; `hidden` trains on the CPU, `plan` changes fields of the
         plan.
         """
         if name not in self.kept:
@@ -80,7 +81,7 @@ class Lab:
         return self.kept[name]
 
     def losses(self, name: str, *words: str, **options: Any) -> list[float]:
-        """Returns the loss of each step."""
+        """Return the loss of each step."""
         return column(self.train(name, *words, **options)[0][0].run, "loss")
 
 
@@ -103,7 +104,7 @@ def test_the_losses_are_those_of_a_cpu(name: str, lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNS)
-def test_it_learns(name: str, lab: Lab) -> None:
+def test_every_way_to_train_lowers_the_loss(name: str, lab: Lab) -> None:
     losses = lab.losses(name, *LEARNS[name])
     assert statistics.fmean(losses[-EPOCH:]) < statistics.fmean(losses[:EPOCH])
 

@@ -38,15 +38,15 @@ class Lan2(Typed):
         self.launch(k, *words, *run, *place, **env)
 
     def start_all(self, *words: str, nodes: int = 2, **options: str) -> None:
-        """Types the same on every host, with one process each."""
+        """Type the same on every host, with one process each."""
         for k in range(nodes):
             self.start(k, "train-distributed", "NUM_GPUS=1", *words, nodes=nodes, **options)
 
     def end_all(self) -> list[tuple[int, str]]:
-        """Returns code and words of everything that was started."""
-        found = [(self.end(number=k), self.said(k)) for k in range(len(self.started))]
+        """Return exit code and output of everything that was started."""
+        ended = [(self.end(number=k), self.said(k)) for k in range(len(self.started))]
         self.started = []
-        return found
+        return ended
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def two(tmp_path: Path, tiny: Path) -> Iterator[Lan2]:
 
 
 def all_ended_with_0(ended: Sequence[tuple[int, str]]) -> None:
-    assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(said for _, said in ended)
+    assert [code for code, _ in ended] == [0] * len(ended), "\n\n".join(output for _, output in ended)
 
 
-def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
+def test_machines_train_with_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
     """Ranks 0, and 1 and 2: the losses are those of one process, which is trained while node 0 waits for node 1."""
     key = "known-on-both-nodes-only"
     two.start(0, "train-distributed", "NUM_GPUS=1", MASTER_KEY=key)
@@ -81,9 +81,7 @@ def test_unequal_numbers_of_processes_and_a_latecomer(two: Lan2) -> None:
 
 @pytest.mark.long
 def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
-    """As Debian writes it into /etc/hosts: without the meeting node 0 would offer its loopback interface to the
-    others.
-    """
+    """Debian's /etc/hosts names the loopback: without the rendezvous node 0 would offer it to the others."""
     hosts = two.folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     done = two.net.run(0, ["mount", "--bind", hosts, "/etc/hosts"])
@@ -98,9 +96,7 @@ def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("cut", ["while it trains", "before the first step"])
 def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: Path, tiny: Path) -> None:
-    """The launcher behind the cut ends too, by itself; so it does where nobody has made a step yet, as when a shared
-    disk hangs imports.
-    """
+    """The launcher behind the cut ends by itself, also before the first step, as when a shared disk blocks imports."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
         three.start_all("TRAIN_MAX_STEPS=100000", "TRAIN_SAVE_STEPS=5", nodes=3)
@@ -114,8 +110,8 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
         ended = three.end_all()
         assert [code for code, _ in ended] == [75] * 3, ended
         assert time.monotonic() - began < (60 if "first" in cut else 30), ended
-        told = [[line for line in said.splitlines() if line.startswith("error: rank 2")] for _, said in ended[:2]]
-        assert told[0] == told[1] and told[0][0].startswith(
+        errors = [[line for line in output.splitlines() if line.startswith("error: rank 2")] for _, output in ended[:2]]
+        assert errors[0] == errors[1] and errors[0][0].startswith(
             "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent for"
         ), ended
         assert "error: rank 0 (node1) cannot be reached: node 0 (node1) has not answered for" in ended[2][1]
@@ -123,7 +119,7 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: Lan2) -> None:
+def test_a_machine_that_vanishes_after_its_last_step_delays_no_other(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
     two.start_all("TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
     run = two.run("by_hand")
@@ -136,7 +132,7 @@ def test_a_machine_that_vanishes_after_its_last_step_keeps_nobody_waiting(two: L
     assert two.end(60, 0) == 0 and f"done: {run.path}" in two.said(0)
 
 
-def test_a_cut_off_machine_joins_the_restart_when_it_is_back(tmp_path: Path, tiny: Path) -> None:
+def test_a_machine_joins_the_restart_when_its_link_is_back(tmp_path: Path, tiny: Path) -> None:
     """The others wait for it and continue from a checkpoint; then one machine is asked to stop, and all save."""
     with lan(tmp_path / "lan", nodes=3) as net:
         three = Lan2(net, tmp_path, tiny)
@@ -163,7 +159,7 @@ def test_a_cut_off_machine_joins_the_restart_when_it_is_back(tmp_path: Path, tin
 
 @pytest.mark.long
 def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -> None:
-    """The same rows in another folder, and a cache of its own; unequal numbers are remembered per node."""
+    """A node has the same rows in another folder and a separate cache; unequal numbers are remembered per node."""
     for k, count in enumerate((1, 2)):
         folder = two.folder / f"home{k}"
         folder.mkdir()
@@ -172,8 +168,8 @@ def test_a_resumed_run_meets_first_and_each_node_reads_its_own_rows(two: Lan2) -
         two.start(k, "train-distributed", *words, SFT_PLAY_CACHE=str(folder / "cache"))
     all_ended_with_0(two.end_all())
     run = two.run("by_hand")
-    for k, found in enumerate((run, run.of_node(1))):
-        prepared = Prepared.load(found.prepared).train
+    for k, node_run in enumerate((run, run.of_node(1))):
+        prepared = Prepared.load(node_run.prepared).train
         assert prepared and str(two.folder / f"home{k}") in prepared.path
     for k in range(2):
         two.start(

@@ -1,5 +1,5 @@
-"""`make cluster-check` on three machines with links of 1 Gb/s: what is well is said to be, and each planted fault is
-found.
+"""`make cluster-check` on three machines with links of 1 Gb/s: healthy facts are reported as such, and each planted
+fault is found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.broad
 
-BESIDE_THE_POINT = {
+HARMLESS = {
     "disk-low",
     "shared-memory",
     "memory-low",
@@ -39,13 +39,13 @@ QUIET = 3
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
     folder = tmp_path_factory.mktemp("check")
-    with lan(folder, nodes=3) as made:
+    with lan(folder, nodes=3) as machines:
         copy_project(folder / "project")
-        yield made
+        yield machines
 
 
 def copy_project(folder: Path) -> None:
-    """Makes a project that nobody edits while machines are compared."""
+    """Copy the project, so that nobody edits it while machines are compared."""
     shutil.copytree(ROOT / "sft_play", folder / "sft_play", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "constraints.txt", folder)
@@ -54,45 +54,45 @@ def copy_project(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check said."""
+    """The result of a check."""
 
     code: int
     json: dict[str, Any]
 
-    def found(self, host: str, severity: str | None = None) -> dict[str, str]:
-        """Returns id -> text and remedy of a host's findings."""
+    def findings(self, host: str, severity: str | None = None) -> dict[str, str]:
+        """Return id -> text and remedy of a host's findings."""
         rows = self.json["hosts"][host]["findings"]
         return {row["id"]: f"{row['text']} | {row['remedy']}" for row in rows if severity in (None, row["severity"])}
 
     def fails(self) -> dict[str, set[str]]:
-        """Returns host -> ids of what keeps it from taking part, where there is something."""
-        return {host: set(some) for host in self.json["hosts"] if (some := self.found(host, "fail"))}
+        """Return host -> ids of what keeps it from taking part, if anything."""
+        return {host: set(some) for host in self.json["hosts"] if (some := self.findings(host, "fail"))}
 
     def says(self, host: str, name: str, *parts: str) -> None:
-        """Asserts that a finding's text and remedy hold these."""
-        text = self.found(host)[name]
+        """Assert that a finding's text and remedy contain these."""
+        text = self.findings(host)[name]
         assert all(part in text for part in parts), text
 
     def speeds(self) -> list[float]:
-        """Returns the speeds from the first host to the others, Mbit/s."""
+        """Return the speeds from the first host to the others, Mbit/s."""
         return [host["mbit"] for host in self.json["hosts"].values() if host["mbit"] is not None]
 
 
 def check(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, *words: str, **top: Any) -> Checked:
-    """Types the command on the first machine."""
+    """Type the command on the first machine."""
     done = typed(net, *command(net, hosts, **top), "JSON=1", *words)
     assert done.stdout, done.stderr
     return Checked(done.returncode, json.loads(done.stdout))
 
 
 def command(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, **top: Any) -> tuple[str, str]:
-    """Returns the words of a check, and writes the inventory that they name."""
+    """Return the words of a check, and writes the inventory that they name."""
     defaults = {"folder": str(net.folder / "project"), **top.pop("defaults", {})}
     return "cluster-check", f"CLUSTER={net.inventory(net.folder / 'cluster.yaml', hosts, defaults=defaults, **top)}"
 
 
 def typed(net: Lan, *words: str, k: int = 0, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    """Types a command in the project of host `k`."""
+    """Type a command in the project of host `k`."""
     argv = [net.python, "-m", "sft_play", *words]
     return net.run(k, argv, timeout=timeout, cwd=net.folder / "project", env={"PYTHONPATH": ""})
 
@@ -101,12 +101,12 @@ def assert_nothing_runs(net: Lan) -> None:
     until(
         lambda: all(len(net.pids(k)) <= QUIET for k in range(3)),
         seconds=240,
-        said=lambda: list(map(net.pids, range(3))),
+        explanation=lambda: list(map(net.pids, range(3))),
     )
 
 
 def python_with(net: Lan, name: str, **variables: str) -> str:
-    """Returns an interpreter that starts with variables of its own."""
+    """Return an interpreter that starts with further variables."""
     path = net.folder / name
     settings = " ".join(f"{name}={value!r}" for name, value in variables.items())
     path.write_text(f'#!/bin/sh\nexport {settings}\nexec {net.python} "$@"\n')
@@ -115,19 +115,19 @@ def python_with(net: Lan, name: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_good_machines(net: Lan) -> None:
+def test_good_machines_have_no_findings(net: Lan) -> None:
     """Nothing is wrong, speeds are those of the links; no process of it is left on any machine."""
     checked = check(net)
     assert checked.fails() == {} and checked.code == 0
     for name in ("node1", "node2", "node3"):
-        assert set(checked.found(name)) <= BESIDE_THE_POINT
+        assert set(checked.findings(name)) <= HARMLESS
     assert len(checked.speeds()) == 2 and all(0 < mbit < 1000 for mbit in checked.speeds()), checked.speeds()
     assert_nothing_runs(net)
 
 
 @pytest.mark.slow
-def test_several_faults_at_once(net: Lan) -> None:
-    """Another version, a GPU that is not there, and a port that somebody holds: all named, with remedies."""
+def test_several_faults_are_reported_at_once(net: Lan) -> None:
+    """Another version, an absent GPU and a port in use are all named, with remedies."""
     listen = "import socket, time\ns = socket.create_server(('', 29500))\ntime.sleep(500)"
     holder = net.popen(0, [net.python, "-c", listen])
     try:
@@ -148,7 +148,7 @@ def test_several_faults_at_once(net: Lan) -> None:
 
 @contextlib.contextmanager
 def mounted(net: Lan, k: int, *mounts: Sequence[str | Path]) -> Iterator[None]:
-    """Mounts something on a host; the last word of each is the place."""
+    """Mount something on a host; the last word of each is the place."""
     for words in mounts:
         done = net.run(k, ["mount", *words])
         assert done.returncode == 0, done.stderr
@@ -169,8 +169,8 @@ def firewall(net: Lan, k: int, rules: str) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_closed_port(net: Lan) -> None:
-    """The master's, which another one gets round."""
+def test_a_blocked_port_is_reported_and_avoided(net: Lan) -> None:
+    """The master's port is blocked; another one avoids that."""
     with firewall(net, 0, "tcp dport 29500 drop"):
         checked, other = check(net), check(net, None, "MASTER_PORT=29507")
     assert checked.fails() == {"node1": {"port-closed"}} and checked.speeds() == []
@@ -179,12 +179,12 @@ def test_a_closed_port(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_full_disks_and_folders_that_nobody_may_write(net: Lan) -> None:
+def test_full_disks_and_read_only_folders_are_reported(net: Lan) -> None:
     runs = Path(net.variables["RUNS_DIR"])
     folders = [net.folder / "cache", runs]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    read_only = [words for one in folders for words in (("--bind", one, one), ("-o", "remount,ro,bind", one))]
+    read_only = [words for path in folders for words in (("--bind", path, path), ("-o", "remount,ro,bind", path))]
     with mounted(net, 1, ("-t", "tmpfs", "-o", "size=1m", "none", runs)), mounted(net, 2, *read_only):
         checked = check(net)
     assert checked.fails() == {"node2": {"disk-low"}, "node3": {"runs-folder", "cache-folder"}}
@@ -192,15 +192,15 @@ def test_full_disks_and_folders_that_nobody_may_write(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_machines_that_do_not_let_us_in(net: Lan) -> None:
-    """A refused key, a key of the host that nobody knows, no folder, no such machine: each with the way out, and all at
-    once.
+def test_machines_without_access_are_reported_with_a_remedy(net: Lan) -> None:
+    """A refused key, an unknown host key, a missing folder and an unknown machine are reported at once, each with a
+    remedy.
     """
-    known, config = net.folder / "known", net.folder / "strangers"
-    known.write_text(
+    known_hosts, config = net.folder / "known", net.folder / "strangers"
+    known_hosts.write_text(
         "".join(line for line in (net.folder / "ssh" / "known_hosts").open() if not line.startswith("node3"))
     )
-    config.write_text(net.ssh_config.read_text().replace(f"{net.folder}/ssh/known_hosts", str(known)))
+    config.write_text(net.ssh_config.read_text().replace(f"{net.folder}/ssh/known_hosts", str(known_hosts)))
     hosts = {
         "node2": {"user": "daemon"},
         "again": {"address": "node2", "folder": "/nowhere"},
@@ -222,8 +222,8 @@ def test_machines_that_do_not_let_us_in(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_a_machine_that_stops_answering(net: Lan) -> None:
-    """Its Python hangs, as on a disk that is gone: it is named, the others are compared all the same."""
+def test_a_machine_that_stops_answering_is_named(net: Lan) -> None:
+    """Its Python hangs, as on a lost disk: it is named, and the others are still compared."""
     hanging = net.folder / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 3000\n")
     hanging.chmod(0o755)
@@ -234,21 +234,21 @@ def test_a_machine_that_stops_answering(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_a_slow_network(net: Lan) -> None:
-    """50 Mbit/s, as over WireGuard: nothing is wrong where the inventory says so."""
+def test_a_slow_network_is_no_fault_if_the_inventory_says_so(net: Lan) -> None:
+    """50 Mbit/s, as over WireGuard, is no fault if the inventory says so."""
     for k in range(3):
         net.rate(k, 50)
     stated, unstated = check(net, network="50Mbit"), check(net)
     for k in range(3):
         net.rate(k, 1000)
-    assert stated.fails() == unstated.fails() == {} and "slow-network" not in stated.found("node2")
+    assert stated.fails() == unstated.fails() == {} and "slow-network" not in stated.findings("node2")
     assert all(30 < mbit < 60 for mbit in stated.speeds()), stated.speeds()
     unstated.says("node3", "slow-network", "`node1` -> `node3`:", "less than gigabit Ethernet", "docs/slow-networks.md")
 
 
 @pytest.mark.long
-def test_ctrl_c(net: Lan) -> None:
-    """In the middle of it: the command ends soon, and no process of it goes on anywhere."""
+def test_ctrl_c_ends_a_check_and_all_its_processes(net: Lan) -> None:
+    """A signal in the middle ends the command soon and all its processes everywhere."""
     typing = Typed(net, net.folder)
     process = typing.launch(0, *command(net), cwd=net.folder / "project", PYTHONPATH="")
     typing.until(lambda: len(net.pids(2)) > QUIET + 1)  # a probe is there
@@ -258,7 +258,7 @@ def test_ctrl_c(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_text(net: Lan) -> None:
+def test_the_terminal_shows_a_table_and_each_fault_with_its_remedy(net: Lan) -> None:
     """For people: a table, each fault with its remedy; the exit code says it too."""
     done = typed(net, *command(net, {"node3": {"gpus": 4}}, network="1Gbit"))
     assert done.returncode == 3

@@ -41,14 +41,14 @@ HEAVIER: Mapping[str, Any] = {
 
 
 def write_rows(folder: Path, count: int, words: int) -> None:
-    """Writes rows that differ in their number only."""
+    """Write rows that differ in their number only."""
     rows = [{"prompt": "say", "completion": f"I say {i:02d} " + "so " * words} for i in range(count)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
-def held(machines: Home) -> Iterator[Callable[[], None]]:
-    """Yields what puts the one worker of each host under that host's quota."""
+def quotas(machines: Home) -> Iterator[Callable[[], None]]:
+    """Yield a function that puts the one worker of each host under its quota."""
     with contextlib.ExitStack() as stack:
         groups = [stack.enter_context(quota(share)) for share in SPEEDS]
 
@@ -61,53 +61,53 @@ def held(machines: Home) -> Iterator[Callable[[], None]]:
 
 
 def trained_at_unequal_speeds(machines: Home, balance: str) -> list[dict[str, Any]]:
-    """Trains on three hosts of which the third has half the speed from its first steps on; returns the logged steps."""
+    """Train on three hosts of which the third has half the speed from its first steps on; return the logged steps."""
     steps = STEPS[balance]
     words = (f"LAUNCH_BALANCE={balance}", f"TRAIN_MAX_STEPS={steps}", "TRAIN_SAVE_STRATEGY=no")
-    with held(machines) as hold:
+    with quotas(machines) as hold:
         machines.train(balance, *words)
         machines.until_step(balance, 1)
         hold()
         machines.finish(seconds=600)
-    found = metrics(machines.run(balance).path)
-    assert len(found) == steps and {sum(row["rank_rows"]) for row in found} == {GLOBAL_BATCH}
-    return found
+    rows = metrics(machines.run(balance).path)
+    assert len(rows) == steps and {sum(row["rank_rows"]) for row in rows} == {GLOBAL_BATCH}
+    return rows
 
 
-def part_of(rank: int, found: list[dict[str, Any]]) -> float:
-    """Returns a rank's part of the trained tokens."""
-    return float(sum(row["rank_tokens"][rank] for row in found) / sum(sum(row["rank_tokens"]) for row in found))
+def part_of(rank: int, rows: list[dict[str, Any]]) -> float:
+    """Return a rank's part of the trained tokens."""
+    return float(sum(row["rank_tokens"][rank] for row in rows) / sum(sum(row["rank_tokens"]) for row in rows))
 
 
 @pytest.mark.quiet
 def test_a_host_at_half_speed_gets_fewer_rows_and_all_are_faster(tmp_path: Path) -> None:
-    """The kernel holds the workers, and nobody sleeps: tokens per second with and without `launch.balance`, and each
-    rank's own count.
+    """The kernel limits the workers: compare tokens per second with and without `launch.balance`, and each rank's
+    count.
     """
     with home(tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER)) as machines:
         write_rows(machines.own(0, "models"), 48, 60)
         text = machines.config.read_text().replace("max_seq_len: 64", "max_seq_len: 256")
         machines.config.write_text(text.replace("global_batch_size: 6", f"global_batch_size: {GLOBAL_BATCH}"))
-        found = {balance: trained_at_unequal_speeds(machines, balance) for balance in STEPS}
+        by_balance = {balance: trained_at_unequal_speeds(machines, balance) for balance in STEPS}
         machines.all_free(0, 1, 2)
-        told = [
+        changes = [
             json.loads(line) for line in machines.run("auto").metrics.read_text().splitlines() if '"balance"' in line
         ]
-    assert all(row["rank_rows"] == [8, 8, 8] for row in found["off"])
-    assert told and told[-1]["from_step"] <= STEPS["auto"] - LAST, told
-    last = {balance: rows[-LAST:] for balance, rows in found.items()}
+    assert all(row["rank_rows"] == [8, 8, 8] for row in by_balance["off"])
+    assert changes and changes[-1]["from_step"] <= STEPS["auto"] - LAST, changes
+    last = {balance: rows[-LAST:] for balance, rows in by_balance.items()}
     assert part_of(2, last["off"]) == pytest.approx(1 / 3, abs=0.02)
-    assert 0.1 < part_of(2, last["auto"]) < 0.27, told
-    assert min(part_of(rank, last["auto"]) for rank in (0, 1)) > 0.34, told
+    assert 0.1 < part_of(2, last["auto"]) < 0.27, changes
+    assert min(part_of(rank, last["auto"]) for rank in (0, 1)) > 0.34, changes
     speeds = {balance: statistics.median(row["tokens_per_second"] for row in rows) for balance, rows in last.items()}
-    assert speeds["auto"] >= 1.3 * speeds["off"], (speeds, told)
+    assert speeds["auto"] >= 1.3 * speeds["off"], (speeds, changes)
 
 
 FIXED = ("TUNING_MODE=full", "LAUNCH_BALANCE=off", "TRAIN_SAVE_STRATEGY=no", "TRAIN_GLOBAL_BATCH_SIZE=6")
 
 
 def bytes_of(hosts: Lan2, name: str, steps: int, *words: str) -> int:
-    """Returns what the interfaces of three hosts sent in a whole run of full tuning."""
+    """Return what the interfaces of three hosts sent in a whole run of full tuning."""
     before = sum(map(hosts.net.sent_bytes, range(3)))
     hosts.start_all(*FIXED, *words, f"TRAIN_MAX_STEPS={steps}", name=name, nodes=3)
     all_ended_with_0(hosts.end_all())
@@ -126,16 +126,14 @@ def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_p
         )
         sent = {name: bytes_of(hosts, name, 32, *words) for name, words in ways.items()}
         start = (4 * bytes_of(hosts, "start", 8) - sent["none"]) // 3
-    found = {name: count - start for name, count in sent.items()}
+    sent_by_setting = {name: count - start for name, count in sent.items()}
     assert 0 < start < sent["none"] / 8, (start, sent)
-    assert 0.45 < found["fp16"] / found["none"] < 0.56, (start, found)
-    assert found["none"] / found["local"] > 12, (start, found)
+    assert 0.45 < sent_by_setting["fp16"] / sent_by_setting["none"] < 0.56, (start, sent_by_setting)
+    assert sent_by_setting["none"] / sent_by_setting["local"] > 12, (start, sent_by_setting)
 
 
 def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) -> None:
-    """Bytes of a step are those of the plan, in a time that the plan foresees where the wire decides; FSDP2 takes many
-    times both.
-    """
+    """Bytes and time of a step are those of the plan; FSDP2 takes many times both."""
     slow = (
         "LAUNCH_NETWORK=20Mbit",
         "LAUNCH_SLOW_NETWORK=allow",
@@ -143,7 +141,7 @@ def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) 
         "TRAIN_LOGGING_STEPS=1",
         "TRAIN_PACKING=off",
     )
-    found: dict[str, tuple[float, float]] = {}
+    measured: dict[str, tuple[float, float]] = {}
     with lan(tmp_path / "lan", nodes=3) as net:
         hosts = Lan2(net, tmp_path, build_tiny_llama(tmp_path / "heavier", **HEAVIER))
         write_rows(tmp_path, 24, 40)
@@ -153,10 +151,12 @@ def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) 
             sent = [bytes_of(hosts, f"{way}{steps}", steps, *slow, f"LAUNCH_STRATEGY={way}") for steps in (1, 3)]
             run = hosts.run(f"{way}3")
             plan, rows = Plan.load(run.plan), metrics(run.path)
-            found[way] = ((sent[1] - sent[0]) / 2, statistics.median(row["step_seconds"] for row in rows[1:]))
-    assert found["fsdp2"][0] > 10 * found["pipeline"][0] and found["fsdp2"][1] > 5 * found["pipeline"][1], found
+            measured[way] = ((sent[1] - sent[0]) / 2, statistics.median(row["step_seconds"] for row in rows[1:]))
+    assert measured["fsdp2"][0] > 10 * measured["pipeline"][0] and measured["fsdp2"][1] > 5 * measured["pipeline"][1], (
+        measured
+    )
     # Over two boundaries hidden states one way and their gradients back; and the gradient of the tied embedding both
     # ways.
     tokens = statistics.mean(row["tokens_per_second"] * row["step_seconds"] for row in rows)
-    assert found["pipeline"][0] == pytest.approx((4 * tokens + 2 * 1024) * HEAVIER["hidden_size"] * 4, rel=0.1)
-    assert found["pipeline"][1] == pytest.approx(plan.communication_seconds, rel=0.2)
+    assert measured["pipeline"][0] == pytest.approx((4 * tokens + 2 * 1024) * HEAVIER["hidden_size"] * 4, rel=0.1)
+    assert measured["pipeline"][1] == pytest.approx(plan.communication_seconds, rel=0.2)

@@ -24,8 +24,8 @@ STEPS = 30
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Home]:
-    with home(tmp_path, build_tiny_llama(tmp_path / "four", num_hidden_layers=4)) as made:
-        yield made
+    with home(tmp_path, build_tiny_llama(tmp_path / "four", num_hidden_layers=4)) as home_machines:
+        yield home_machines
 
 
 def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpoint(machines: Home) -> None:
@@ -49,8 +49,8 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
 
 
 def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path: Path) -> None:
-    """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much beside
-    torch's own libraries.
+    """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much in
+    addition to torch's libraries.
     """
     most, cgroup = 1_200_000_000, "/sys/fs/cgroup"
     model = build_tiny_llama(

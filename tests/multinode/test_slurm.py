@@ -42,13 +42,13 @@ class Site:
         )
 
     def make(self, *words: str, command: str = "slurm") -> Done:
-        """Types `make slurm SUBMIT=1`, or another command, with these words."""
+        """Type `make slurm SUBMIT=1`, or another command, with these words."""
         submit = () if "SUBMIT=0" in words else ("SUBMIT=1",)
         words = (command, f"CONFIG={self.config}", "HARDWARE=cpu", "NUM_GPUS=1", "JSON=1", *submit, *words)
         return run_program(list(words), self.environment, cwd=self.folder, timeout=240)
 
     def submit(self, name: str, *words: str) -> str:
-        """Returns the number of the job."""
+        """Return the number of the job."""
         done = self.make(f"RUN_NAME={name}", *words)
         assert done.code == 0, done.err
         return str(done.json["job"])
@@ -60,7 +60,7 @@ class Site:
 
     def events(self, name: str, node: int = 0) -> list[str]:
         happened = map(json.loads, (self.runs / name / "events.jsonl").read_text().splitlines())
-        return [one["event"] for one in happened if one["node"] == node]
+        return [event["event"] for event in happened if event["node"] == node]
 
     def steps(self, name: str) -> list[int]:
         path = self.runs / name / "metrics.jsonl"
@@ -70,11 +70,11 @@ class Site:
         self.slurm.wait(number, ready, logs=self.runs / name / "slurm")
 
     def wait_for_step(self, name: str, number: str) -> None:
-        """Waits until the run has made some steps."""
+        """Wait until the run has made some steps."""
         self.wait(name, number, lambda _: len(self.steps(name)) >= 3)
 
     def end(self, name: str, number: str) -> dict[str, str]:
-        """Waits until the job has ended for good; returns its facts."""
+        """Wait until the job has ended for good; return its facts."""
         return self.slurm.end(number, self.runs / name / "slurm")
 
 
@@ -84,7 +84,7 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
 
 
 @pytest.mark.parametrize(
-    ("word", "said", "hint"),
+    ("word", "message", "hint"),
     [
         (
             "SLURM_PARTITION=nowhere",
@@ -94,16 +94,18 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
         ("NUM_NODES=3", "the cluster refuses the job", "hint: `sinfo -N -o"),
     ],
 )
-def test_what_cannot_start_is_told_in_sbatchs_words(site: Site, word: str, said: str, hint: str) -> None:
+def test_a_job_that_cannot_start_is_refused_with_sbatchs_message(
+    site: Site, word: str, message: str, hint: str
+) -> None:
     done = site.make("RUN_NAME=demo", word)
-    assert done.code == 2 and said in done.err and hint in done.err, done.err
+    assert done.code == 2 and message in done.err and hint in done.err, done.err
     assert (site.runs / "demo" / "slurm" / "job.sbatch").is_file()
     assert site.slurm.run("squeue", "-h").stdout == ""
 
 
 def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site) -> None:
-    """In a folder whose name holds what sbatch and shells read in their own way; the data are missing, which no second
-    turn would mend.
+    """The folder's name has characters that sbatch and shells interpret; the missing data are an error that no retry
+    would fix.
     """
     (site.folder / "rows.jsonl").unlink()
     out = site.folder / "jobs 100%j #1 'x' $(touch made)"
@@ -170,20 +172,20 @@ def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> 
 
 
 def test_jobs_submitted_at_once_are_different_runs(site: Site) -> None:
-    """Each without a name; the last of three scripts of one second would be the only one left."""
+    """None has a name: the last of three scripts of one second would replace the others."""
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda seed: site.make(f"TRAIN_SEED={seed}", "TRAIN_MAX_STEPS=1"), range(3)))
-    assert [one.code for one in made] == [0, 0, 0], made
-    facts = [one.json for one in made]
-    assert len({one["run"] for one in facts}) == 3
-    for seed, one in enumerate(facts):
-        assert site.end(one["run"], str(one["job"]))["JobState"] == "COMPLETED", site.said(one["run"])
-        assert json.loads((site.runs / one["run"] / "config.json").read_text())["config"]["train"]["seed"] == seed
+        jobs = list(pool.map(lambda seed: site.make(f"TRAIN_SEED={seed}", "TRAIN_MAX_STEPS=1"), range(3)))
+    assert [done.code for done in jobs] == [0, 0, 0], jobs
+    facts = [done.json for done in jobs]
+    assert len({facts_of_job["run"] for facts_of_job in facts}) == 3
+    for seed, submitted in enumerate(facts):
+        assert site.end(submitted["run"], str(submitted["job"]))["JobState"] == "COMPLETED", site.said(submitted["run"])
+        assert json.loads((site.runs / submitted["run"] / "config.json").read_text())["config"]["train"]["seed"] == seed
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("preempted", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_two_nodes_that_are_warned_or_preempted_save_are_queued_again_and_go_on(site: Site, preempted: bool) -> None:
+def test_two_warned_or_preempted_nodes_save_are_requeued_and_continue(site: Site, preempted: bool) -> None:
     setup = "SLURM_SETUP=['shopt -q login_shell', '[[ -n $HOME && -n $USER ]]']"
     number = site.submit("again", "NUM_NODES=2", setup)
     site.config.write_text("model: {name: another}\n")  # frozen: a later edit changes nothing
@@ -229,4 +231,4 @@ def test_a_sweep_is_an_array_whose_unfinished_runs_are_submitted_again(site: Sit
     assert site.events(f"{name}-01") == ["started", "stopped", "resumed", "finished"]
     assert site.events(f"{name}-02") == ["started", "finished"]
     done = sweep()
-    assert done.code == 0 and [one["values"]["train.learning_rate"] for one in done.json] == ["0.05", "1e-5"], done.err
+    assert done.code == 0 and [run["values"]["train.learning_rate"] for run in done.json] == ["0.05", "1e-5"], done.err

@@ -29,52 +29,52 @@ pytestmark = pytest.mark.broad
 
 
 def worlds(run: RunFolder) -> list[int]:
-    """The numbers of ranks that made the steps, one after the other."""
+    """Return the world sizes of the steps, in order."""
     return [count for count, _ in itertools.groupby(len(row["rank_rows"]) for row in metrics(run.path))]
 
 
 def events(run: RunFolder) -> list[str]:
-    """What node 0 recorded."""
+    """Return node 0's events."""
     rows = [json.loads(line) for line in run.events.read_text().splitlines()]
     return [row["event"] for row in rows if row["node"] == 0]
 
 
 @pytest.fixture
 def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iterator[Home]:
-    with home(tmp_path, tiny, getattr(request, "param", 3)) as made:
-        yield made
+    with home(tmp_path, tiny, getattr(request, "param", 3)) as home_machines:
+        yield home_machines
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_a_panel_on_a_terminal(machines: Home) -> None:
-    """The run's panel stands below the lines of the machines; rank 0's lines of progress are omitted."""
+def test_the_panel_is_drawn_below_the_lines_of_the_machines(machines: Home) -> None:
+    """The run's panel is drawn below the lines of the machines; rank 0's lines of progress are omitted."""
     machines.train("panel", terminal=True, TERM="xterm", COLUMNS="100")
     machines.finish()
-    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", machines.said())
-    panels = re.findall(r"─ panel: (\w+) ─.*?╯", said, re.DOTALL)
-    assert "loading" in panels, said
-    last = said[said.rindex("─ panel: ") :]
+    output = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", machines.said())
+    panels = re.findall(r"─ panel: (\w+) ─.*?╯", output, re.DOTALL)
+    assert "loading" in panels, output
+    last = output[output.rindex("─ panel: ") :]
     assert "4/4" in last and "rank 1" in last and "step-000004" in last, last
-    assert "node2 | node 1 (node2): meeting the other nodes" in said and "done: " in said
-    assert "step 4/4: loss" not in said
+    assert "node2 | node 1 (node2): meeting the other nodes" in output and "done: " in output
+    assert "step 4/4: loss" not in output
     machines.all_free(0, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_two_machines(machines: Home) -> None:
+def test_two_machines_train_as_one_process_and_leave_nothing_behind(machines: Home) -> None:
     """Code, model and data come to the second; losses are those of one process; logs are here, and nothing is left
     there.
     """
     machines.train("two")
     machines.finish()
-    run, said = machines.run("two"), machines.said()
+    run, output = machines.run("two"), machines.said()
     assert len(metrics(run.path)[0]["rank_tokens"]) == 2
     assert losses(run) == pytest.approx(machines.alone(), rel=1e-5)
     assert run.rank_log(1).read_text(), "the log of rank 1 is on the first machine"
-    assert "node2 | node 1 (node2): meeting the other nodes" in said, said
-    assert "done: " in said and "make infer RUN=two" in said
+    assert "node2 | node 1 (node2): meeting the other nodes" in output, output
+    assert "done: " in output and "make infer RUN=two" in output
     project = machines.own(1, "project")
     assert (machines.own(1, "models") / "tiny" / "config.json").is_file() and (
         project / "sft_play" / "__main__.py"
@@ -86,7 +86,7 @@ def test_two_machines(machines: Home) -> None:
 
 
 @pytest.mark.long
-def test_three_machines_seen_from_one(machines: Home) -> None:
+def test_three_machines_are_watched_stopped_and_resumed_from_one(machines: Home) -> None:
     """Three ranks; status and a log while they train, a second command refused, a stop from elsewhere, a resume; losses
     as of one process.
     """
@@ -103,18 +103,18 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
     assert machines.end() == 2 and "exists already" in machines.said(), machines.said()
     machines.start("train-cluster", "RUN=three")
     assert machines.end() == 2 and "the run `three` is in use" in machines.said(), machines.said()
-    said = machines.type("cluster-stop", "RUN=three")
-    assert "node1 | stopped by SIGTERM" in said and f"CLUSTER={machines.inventory} RUN=three" in said, said
+    output = machines.type("cluster-stop", "RUN=three")
+    assert "node1 | stopped by SIGTERM" in output and f"CLUSTER={machines.inventory} RUN=three" in output, output
     machines.started.append(trained)
     machines.finish(143, 10)
     machines.all_free(0, 1, 2)
     assert re.search(r"^node3 \| three +stopped", machines.type("cluster-status"), re.MULTILINE)
-    said = machines.type("cluster-stop", "RUN=three", code=2)
-    assert "nothing trains `three` now" in said, said
+    output = machines.type("cluster-stop", "RUN=three", code=2)
+    assert "nothing trains `three` now" in output, output
     run = machines.run("three")
     steps = metrics(run.path)[-1]["step"] + 2
     assert "has no random states" not in machines.resume("three", f"TRAIN_MAX_STEPS={steps}"), (
-        "each rank goes on with its own"
+        "each rank continues with its own"
     )
     assert [row["step"] for row in metrics(run.path)] == list(range(1, steps + 1))
     assert losses(run)[:12] == pytest.approx(machines.alone("TRAIN_MAX_STEPS=12"), rel=1e-5)
@@ -123,7 +123,7 @@ def test_three_machines_seen_from_one(machines: Home) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [4], indirect=True)
-def test_a_link_is_cut_and_the_run_goes_on_with_two_and_a_fourth_joins(machines: Home) -> None:
+def test_a_run_continues_on_two_machines_after_a_cut_link_and_a_fourth_joins(machines: Home) -> None:
     """The global batch stays, and so do the rows of every step: tokens and losses are those of one process."""
     machines.train("cut", "CLUSTER_HOSTS=node1 node2 node3", "TRAIN_MAX_STEPS=200", "TRAIN_SAVE_STEPS=2")
     machines.until_step("cut", 4)
@@ -132,18 +132,18 @@ def test_a_link_is_cut_and_the_run_goes_on_with_two_and_a_fourth_joins(machines:
     machines.finish(75, 90)
     machines.all_free(0, 1, seconds=1)
     machines.all_free(2, seconds=max(5, 40 - (time.monotonic() - began)))  # what is cut off ends by itself
-    said = machines.said()
-    assert "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent" in said, said
+    output = machines.said()
+    assert "error: rank 2 (node3) cannot be reached: node 2 (node3) has been silent" in output, output
     run = machines.run("cut")
     last = max(int(path.name[5:]) for path in run.checkpoints.glob("step-*")) + 8
     machines.resume("cut", "CLUSTER_HOSTS=node1 node2", f"TRAIN_MAX_STEPS={last - 4}")
     machines.net.link(2, up=True)
     machines.resume("cut", f"TRAIN_MAX_STEPS={last}")
-    found = metrics(run.path)
-    assert [row["step"] for row in found] == list(range(1, last + 1)) and worlds(run) == [3, 2, 4]
+    rows = metrics(run.path)
+    assert [row["step"] for row in rows] == list(range(1, last + 1)) and worlds(run) == [3, 2, 4]
     assert losses(run) == pytest.approx(machines.alone(f"TRAIN_MAX_STEPS={last}"), rel=1e-3)
     whole = metrics(machines.run("alone").path)
-    assert [sum(row["rank_tokens"]) for row in found] == [sum(row["rank_tokens"]) for row in whole]
+    assert [sum(row["rank_tokens"]) for row in rows] == [sum(row["rank_tokens"]) for row in whole]
     machines.all_free(0, 1, 2, 3)
 
 
@@ -159,8 +159,10 @@ def test_a_host_that_comes_back_joins_the_restart(machines: Home) -> None:
     machines.net.link(2, up=True)
     machines.until_step("back", reached + 2)
     process.send_signal(signal.SIGINT)
-    said = machines.finish(130, 25)
-    assert "stopping all hosts" in said and f"make train-cluster CLUSTER={machines.inventory} RUN=back" in said, said
+    output = machines.finish(130, 25)
+    assert "stopping all hosts" in output and f"make train-cluster CLUSTER={machines.inventory} RUN=back" in output, (
+        output
+    )
     steps = [row["step"] for row in metrics(run.path)]
     assert steps == list(range(1, len(steps) + 1)) and worlds(run) == [3], "each step is made once, by all"
     machines.all_free(0, 1, 2)
@@ -180,13 +182,13 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
     for pid in machines.net.workers(1):
         size = int(Path(f"/proc/{pid}/status").read_text().split("VmSize:")[1].split()[0]) * 1024
         resource.prlimit(pid, resource.RLIMIT_AS, (size + 550 * 2**20,) * 2)  # four long rows take 750 MiB, two 380
-    said = machines.finish()
-    (line,) = [line for line in said.splitlines() if line.startswith("recovering: ")]
+    output = machines.finish()
+    (line,) = [line for line in output.splitlines() if line.startswith("recovering: ")]
     assert (
         line.startswith("recovering: rank 1 (node2)")
         and "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
     )
-    assert "make resume" not in said, "no launcher says what to type"
+    assert "make resume" not in output, "no launcher says what to type"
     assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert {sum(row["rank_rows"]) for row in metrics(run.path)} == {8}
@@ -196,7 +198,7 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
+def test_a_killed_controller_leaves_no_process(machines: Home) -> None:
     process = machines.train("orphan", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
     machines.until_step("orphan", 2)
     os.killpg(process.pid, signal.SIGKILL)
@@ -207,23 +209,23 @@ def test_nothing_outlives_a_controller_that_is_killed(machines: Home) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_an_ssh_connection_that_breaks_stops_the_run_saved(machines: Home) -> None:
-    """The launcher behind it hears what it hears when a person's terminal closes: all save and leave."""
+    """The launcher behind it gets the signal of a closed terminal: all save and leave."""
     machines.train("loose", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
     machines.until_step("loose", 2)
     for pid in machines.net.pids(0):
         with contextlib.suppress(OSError):  # it may have ended meanwhile
             if Path(f"/proc/{pid}/comm").read_text().strip() == "ssh":
                 os.kill(pid, signal.SIGKILL)
-    said = machines.finish(143, 60)
-    assert f"hint: resume it with: make train-cluster CLUSTER={machines.inventory} RUN=loose" in said, said
+    output = machines.finish(143, 60)
+    assert f"hint: resume it with: make train-cluster CLUSTER={machines.inventory} RUN=loose" in output, output
     assert list(machines.run("loose").checkpoints.glob("step-*"))
     machines.all_free(0, 1, seconds=60)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_what_cannot_be_started(machines: Home) -> None:
-    """Each fault is one error with its remedy, and no run is begun."""
+def test_what_cannot_start_is_one_error_with_its_remedy(machines: Home) -> None:
+    """Each fault is one error with its remedy, and no run starts."""
     faults: list[tuple[dict[str, Any], str, str]] = [
         (
             {"python": "/nowhere/bin/python"},
@@ -236,35 +238,35 @@ def test_what_cannot_be_started(machines: Home) -> None:
     for keys, text, remedy in faults:
         machines.write_inventory({"node2": keys})
         machines.train("bad", f"DATA_SYNC={'rsync' if keys else 'shared'}")
-        said = machines.finish(3)
-        assert f"host `node2`: {text}" in said and remedy in said, said
-        assert not machines.run("bad").path.exists() and "Traceback" not in said, said
+        output = machines.finish(3)
+        assert f"host `node2`: {text}" in output and remedy in output, output
+        assert not machines.run("bad").path.exists() and "Traceback" not in output, output
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_install(machines: Home) -> None:
-    """An environment that cannot be filled (no network), then one that is there: what failed is said, and the same
-    command goes on.
+def test_installation_reports_a_failure_and_continues_when_repeated(machines: Home) -> None:
+    """An environment that cannot be filled (no network), then one that is there: the failure is reported, and the same
+    command continues.
     """
     project = machines.own(1, "project")
     machines.write_inventory(python=".venv/bin/python")
-    said = machines.type("cluster-install", code=3)
-    assert "node2 | making a virtual environment in .venv" in said, said
-    assert re.search(r"failed  node2: `make install` ended with code \d+: \w.*torch", said), said
-    assert "fix the error above and repeat the command" in said and "ready  node1" in said
+    output = machines.type("cluster-install", code=3)
+    assert "node2 | making a virtual environment in .venv" in output, output
+    assert re.search(r"failed  node2: `make install` ended with code \d+: \w.*torch", output), output
+    assert "fix the error above and repeat the command" in output and "ready  node1" in output
     assert (project / "scripts" / "install.sh").is_file()
     (own,) = (project / ".venv" / "lib").glob("python*/site-packages")
     (own / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (project / ".venv" / ".runtime").touch()
-    said = machines.type("cluster-install")
-    assert "node2 | installed; next: make quickstart" in said, said
-    assert re.search(r"ready  node2: Python 3\.\d+\.\d+, torch \d", said), said
+    output = machines.type("cluster-install")
+    assert "node2 | installed; next: make quickstart" in output, output
+    assert re.search(r"ready  node2: Python 3\.\d+\.\d+, torch \d", output), output
 
 
 @pytest.mark.long
-def test_one_disk_for_all(tmp_path: Path, tiny: Path) -> None:
-    """Runs, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is
+def test_machines_may_share_one_disk(tmp_path: Path, tiny: Path) -> None:
+    """Run, cache and models on a disk that both see: one checkpoint holds the states of all ranks, and no log is
     written twice.
     """
     with home(tmp_path, tiny, 2, own=["project"]) as machines:

@@ -1,4 +1,4 @@
-"""One of two ranks that exchange gradients or weights over gloo, and say what came of it: run by `test_compression.py`.
+"""One of two ranks that exchange gradients or weights over gloo and write the result: run by `test_compression.py`.
 
     torchrun -m tests.numerics.exchange_ranks FOLDER
 
@@ -25,11 +25,11 @@ from tests.plans import simple_plan
 
 WIDTH = 256
 STEPS = 3
-"""DDP cuts its buckets anew after the first one."""
+"""DDP rebuilds its buckets after the first one."""
 
 
 def sent_bytes() -> int:
-    """Returns the bytes that all interfaces of this namespace have sent."""
+    """Return the bytes that all interfaces of this namespace have sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
@@ -40,7 +40,7 @@ def model_of() -> Any:
 
 
 def sent_by(kind: str, ranks: Ranks) -> int:
-    """Returns what a later backward pass under DDP sends with this compression."""
+    """Return what a later backward pass under DDP sends with this compression."""
     ddp = DistributedDataParallel(model_of(), bucket_cap_mb=0.1)
     plan = simple_plan(strategy="ddp", world_size=ranks.world, warmup_steps=None)
     context = context_of(Path(), ranks, plan=plan, launch={"compression": kind}, train={"seed": 1})
@@ -59,12 +59,12 @@ def sent_by(kind: str, ranks: Ranks) -> int:
 
 
 def outer(ranks: Ranks) -> dict[str, Any]:
-    """Three outer steps from weights and token counts that differ, beside torch's own Nesterov on the weighted mean."""
+    """Compare three outer steps from different weights and token counts to torch's Nesterov on the weighted mean."""
     rank, world = ranks.rank, ranks.world
     launch = {"local_steps": 4, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     trainer: Any = SimpleNamespace(model=model_of(), model_wrapped=SimpleNamespace())
     local = LocalSteps(context_of(Path(), ranks, launch=launch), trainer)
-    reference = [one.detach().clone().requires_grad_() for one in local.parameters]
+    reference = [tensor.detach().clone().requires_grad_() for tensor in local.parameters]
     nesterov = torch.optim.SGD(reference, lr=0.7, momentum=0.9, nesterov=True)
     gaps, back = [], True
     for turn in range(3):
@@ -73,7 +73,7 @@ def outer(ranks: Ranks) -> dict[str, Any]:
             for parameter in local.parameters:
                 parameter.add_(torch.randn(parameter.shape, generator=chance), alpha=0.01)
         local.window, local.tokens = 4, (turn + 1) * (rank + 1)
-        own = [one.detach().clone() for one in local.parameters]
+        own = [tensor.detach().clone() for tensor in local.parameters]
         share = (rank + 1) / sum(range(1, world + 1))
         for old, mine in zip(reference, own, strict=True):
             mean = mine * share
@@ -81,7 +81,9 @@ def outer(ranks: Ranks) -> dict[str, Any]:
             old.grad = old.detach() - mean
         with local.averaged():
             gaps.append(_gap(local.parameters, [old.detach() - old.grad for old in reference if old.grad is not None]))
-        back = back and all(torch.equal(one, kept) for one, kept in zip(local.parameters, own, strict=True))
+        back = back and all(
+            torch.equal(tensor, original) for tensor, original in zip(local.parameters, own, strict=True)
+        )
         nesterov.step()
         local.synchronise()
         gaps.append(_gap(local.parameters, reference))

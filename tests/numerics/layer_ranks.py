@@ -27,7 +27,7 @@ IDS = torch.randint(10, 900, (2, 24), generator=torch.Generator().manual_seed(1)
 
 
 def prepared(kind: str, mode: str) -> Any:
-    """Returns a tiny model to train; adapters hold what a step would have put there."""
+    """Return a tiny model to train; adapters hold what a step would have put there."""
     model = tiny_model(kind).train()
     lora.free_text_part(model)
     if mode == "lora":
@@ -46,34 +46,34 @@ def prepared(kind: str, mode: str) -> Any:
 
 
 def logits_of(model: Any, first: int) -> Tensor:
-    """Returns the logits [T, V] of rows in one line, of which the first begins with token `first`."""
+    """Return the logits [T, V] of rows in one line, of which the first begins with token `first`."""
     _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), first)
     with torch.no_grad():
-        found: Tensor = model(**inputs, use_cache=False).logits[0]
-    return found
+        logits: Tensor = model(**inputs, use_cache=False).logits[0]
+    return logits
 
 
 def alike(tensors: list[Tensor], world: int) -> bool:
-    """Whether these are the same bits on all ranks."""
-    flat = torch.cat([one.flatten() for one in tensors])
+    """Return whether these are the same bits on all ranks."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     parts = [torch.empty_like(flat) for _ in range(world)]
     distributed.all_gather(parts, flat)
-    return all(torch.equal(one, flat) for one in parts)
+    return all(torch.equal(tensor, flat) for tensor in parts)
 
 
 def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[str, float]:
-    """Returns what the module's docstring says of a family."""
+    """Return the figures of a family that the module's docstring describes."""
     whole, mine = prepared(kind, mode), prepared(kind, mode)
-    wanted = whole(input_ids=IDS, labels=IDS).loss
-    wanted.backward()
+    whole_loss = whole(input_ids=IDS, labels=IDS).loss
+    whole_loss.backward()
     gradients = {
         name: parameter.grad.clone() for name, parameter in whole.named_parameters() if parameter.grad is not None
     }
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     slicer = Slicer(rank, world, group)
     slicer.cut(mine)
-    found = mine(input_ids=IDS, labels=IDS).loss
-    found.backward()
+    loss = mine(input_ids=IDS, labels=IDS).loss
+    loss.backward()
     slicer.share_gradients()
     worst = 0.0
     for name, parameter in mine.named_parameters():
@@ -82,17 +82,17 @@ def deviations(kind: str, mode: str, rank: int, world: int, group: Any) -> dict[
         part, largest = slice_of(parameter), float(gradients[name].abs().max())
         expected = part.of(gradients[name]) if part else gradients[name]
         worst = max(worst, float((parameter.grad - expected).abs().max()) / max(largest, 1e-9))
-    common = [one.grad for one in mine.parameters() if one.grad is not None and slice_of(one) is None]
+    common = [weight.grad for weight in mine.parameters() if weight.grad is not None and slice_of(weight) is None]
     same = alike(common, world)
-    own, one, other = len(ROWS[0]), logits_of(mine, 5), logits_of(mine, 6)
+    own, first, other = len(ROWS[0]), logits_of(mine, 5), logits_of(mine, 6)
     clipped = slicer.clip(mine.parameters(), 1.0)
-    held, all_of_it = (sum(parameter.numel() for parameter in model.parameters()) for model in (mine, whole))
+    mine_count, all_of_it = (sum(parameter.numel() for parameter in model.parameters()) for model in (mine, whole))
     return {
-        "loss": abs(float(found - wanted)),
+        "loss": abs(float(loss - whole_loss)),
         "gradients": worst,
         "norm": abs(float(clipped - norm)) / float(norm),
-        "held": held / all_of_it,
-        "apart": torch.equal(one[own:], other[own:]) and not torch.equal(one[:own], other[:own]),
+        "held": mine_count / all_of_it,
+        "apart": torch.equal(first[own:], other[own:]) and not torch.equal(first[:own], other[:own]),
         "alike": same,
     }
 

@@ -1,4 +1,4 @@
-"""Two gloo ranks under the policies that a GPU gets in bf16: the gradient of 16 micro-steps beside its sum in fp32.
+"""Two gloo ranks under the policies that a GPU gets in bf16: the gradient of 16 micro-steps against its sum in fp32.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.numerics.narrow_gradients fsdp2 RESULT
 
@@ -25,7 +25,7 @@ def model() -> nn.Module:
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    """Returns the loss of a micro-batch; a few of them are far larger than the others, which a narrow sum would
+    """Return the loss of a micro-batch; a few of them are far larger than the others, which a narrow sum would
     lose.
     """
     generator = torch.Generator().manual_seed(100 * rank + step)
@@ -35,16 +35,17 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 
 
 def reference() -> Tensor:
-    """Returns the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes,
+    """Return the mean over ranks of the sum over micro-steps of the gradients that a bf16 copy of the model computes,
     [weights].
     """
-    found = []
+    flat = []
     for rank in range(distributed.get_world_size()):
         for step in range(MICRO_STEPS):
             narrow = model().bfloat16()
             loss_of(narrow, rank, step).backward()
-            found.append(torch.cat([one.grad.double().reshape(-1) for one in narrow.parameters()]))  # type: ignore[union-attr]
-    return torch.stack(found).sum(0) / distributed.get_world_size()
+            gradients = [parameter.grad.double() for parameter in narrow.parameters()]  # type: ignore[union-attr]
+            flat.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+    return torch.stack(flat).sum(0) / distributed.get_world_size()
 
 
 def under_fsdp2() -> Tensor:
@@ -65,7 +66,7 @@ def under_fsdp2() -> Tensor:
         )
     for step in range(MICRO_STEPS):
         loss_of(sharded, distributed.get_rank(), step).backward()
-    return torch.cat([one.grad.full_tensor().reshape(-1) for one in sharded.parameters()])
+    return torch.cat([parameter.grad.full_tensor().reshape(-1) for parameter in sharded.parameters()])
 
 
 def under_deepspeed(stage: int) -> Tensor:
@@ -84,7 +85,7 @@ def under_deepspeed(stage: int) -> Tensor:
         engine.backward(loss_of(engine, distributed.get_rank(), step), scale_wrt_gas=False)
         if step < MICRO_STEPS - 1:
             engine.step()
-    return torch.cat([safe_get_full_grad(one).reshape(-1) for one in engine.module.parameters()])
+    return torch.cat([safe_get_full_grad(parameter).reshape(-1) for parameter in engine.module.parameters()])
 
 
 def main() -> None:
@@ -95,11 +96,11 @@ def main() -> None:
         import deepspeed
 
         deepspeed.init_distributed("gloo")
-    wanted = reference()
-    found = under_fsdp2() if strategy == "fsdp2" else under_deepspeed(int(strategy[-1]))
-    error = float((found.double() - wanted).norm() / wanted.norm())
+    expected = reference()
+    gradients = under_fsdp2() if strategy == "fsdp2" else under_deepspeed(int(strategy[-1]))
+    error = float((gradients.double() - expected).norm() / expected.norm())
     if distributed.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps({"error": error, "dtype": str(found.dtype)}))
+        Path(sys.argv[2]).write_text(json.dumps({"error": error, "dtype": str(gradients.dtype)}))
     distributed.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 
 
 def answer(work: Callable[[int, int, list[str]], dict[str, Any]]) -> None:
-    """Writes what `work(rank, world, words)` returns, in a process that `found` started."""
+    """Write what `work(rank, world, words)` returns, in a process that `results_of_ranks` started."""
     distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = distributed.get_rank()
@@ -28,8 +28,8 @@ def answer(work: Callable[[int, int, list[str]], dict[str, Any]]) -> None:
 
 
 def run_ranks(world: int, module: str, *words: str, inside: Sequence[str] = ()) -> None:
-    """Runs `python -m MODULE WORDS...` as the ranks of a torchrun, without a GPU; fails with what they said. `inside`:
-    begins the command.
+    """Run `python -m MODULE WORDS...` as the ranks of a torchrun, without a GPU; fail with their output. `inside` is a
+    prefix of the command.
     """
     launch = [
         sys.executable,
@@ -55,9 +55,9 @@ def run_ranks(world: int, module: str, *words: str, inside: Sequence[str] = ()) 
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def found(
+def results_of_ranks(
     module: str, folder: Path, world: int, words: Sequence[str], inside: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns the JSON object that each rank of `tests.numerics.MODULE FOLDER WORDS...` writes."""
+    """Return the JSON object that each rank of `tests.numerics.MODULE FOLDER WORDS...` writes."""
     run_ranks(world, f"tests.numerics.{module}", str(folder), *words, inside=inside)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]

@@ -26,7 +26,7 @@ ROWS = [[5, 9, 11, 30, 7, 21, 8], [6, 40], [33], [17, 3, 3, 60, 61, 62, 63, 64, 
 
 
 def batch_of(collate: Collator, first: int) -> tuple[Any, dict[str, Any]]:
-    """Returns the batch of all rows, of which the first begins with token `first`, and what the model gets to compute
+    """Return the batch of all rows, of which the first begins with token `first`, and what the model gets to compute
     all logits.
     """
     rows = [[first, *ROWS[0][1:]], *ROWS[1:]]
@@ -35,7 +35,7 @@ def batch_of(collate: Collator, first: int) -> tuple[Any, dict[str, Any]]:
 
 
 def computed(model: Any, ranks: Ranks, first: int = 5) -> tuple[Tensor, Tensor]:
-    """Returns the logits [T, V] of all positions and the gradient of the loss, each of all ranks' slices together."""
+    """Return the logits [T, V] of all positions and the gradient of the loss, each of all ranks' slices together."""
     batch, inputs = batch_of(Collator("flattened", 0, "varlen", "cpu", ranks.part), first)
     model.zero_grad()
     token_loss_sum(model, batch).backward()
@@ -51,7 +51,7 @@ def computed(model: Any, ranks: Ranks, first: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def deviations(kind: str, ranks: Ranks, group: Any) -> dict[str, Any]:
-    """Returns what the module's docstring says of a family."""
+    """Return the figures of a family that the module's docstring describes."""
     kernels.register()
     model = tiny_model(kind, attention="varlen").train()
     with torch.no_grad():

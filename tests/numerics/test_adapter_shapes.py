@@ -1,4 +1,4 @@
-"""Every shape of adapters beside PEFT's own: the same weights, the same start, the same model when read again and merged."""
+"""Every shape of adapter equals PEFT's: in weights, in its start, and as a model that is read again and merged."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_a_shape_is_pefts(folder: Path, ours: dict[str, Any], theirs: dict[str, 
         else {}
     )
     own: Any = get_peft_model(base(folder), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **targets, **tied))
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    expected = {name: one for name, one in own.named_parameters() if one.requires_grad}
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    expected = {name: value for name, value in own.named_parameters() if value.requires_grad}
     assert trained.keys() == expected.keys()
-    assert all(torch.equal(one, expected[name]) for name, one in trained.items())
+    assert all(torch.equal(value, expected[name]) for name, value in trained.items())
     assert (logits(model) - plain).abs().max() < 1e-6
     torch.manual_seed(2)
-    for one in trained.values():
-        one.data += 0.05 * torch.randn_like(one)
+    for value in trained.values():
+        value.data += 0.05 * torch.randn_like(value)
     after = logits(model)
     assert (after - plain).abs().max() > 2e-3
     model.save_pretrained(tmp_path, state_dict=model.state_dict())
@@ -110,7 +110,7 @@ def test_lora_plus_has_the_rates_of_pefts_optimizer(folder: Path, tmp_path: Path
     split_for_lora_plus(optimizer, model, 16.0)
     own = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0)
 
-    def rates(found: Any) -> dict[int, float]:
-        return {id(one): group["lr"] for group in found.param_groups for one in group["params"]}
+    def rates(optimizer: Any) -> dict[int, float]:
+        return {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
 
     assert rates(optimizer) == rates(own)

@@ -1,5 +1,5 @@
-"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run where somebody has installed
-it.
+"""`train.report_to: aim` (B15). Aim does not fit our pinned versions, so these tests run only if it was installed by
+hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.trackers import IDS, AimTracker
 
 
-def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(
+def test_a_resumed_run_continues_in_its_tracker_run_and_logs_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aim: Any = pytest.importorskip("aim")
@@ -38,9 +38,11 @@ def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(
     [name] = repo.list_all_runs()
     assert json.loads((run.path / IDS).read_text()) == {"aim": name}
     RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
-    [kept] = list(aim.Repo(str(tmp_path)).iter_runs())
-    assert kept.name == "one" and kept["config"]["train"]["epochs"] == 2 and kept.get("__system_params") is None
-    found = {(m.name, *sorted(m.context.to_dict().items())): m.dataframe() for m in kept.metrics()}
+    [tracked] = list(aim.Repo(str(tmp_path)).iter_runs())
+    assert (
+        tracked.name == "one" and tracked["config"]["train"]["epochs"] == 2 and tracked.get("__system_params") is None
+    )
+    frames = {(m.name, *sorted(m.context.to_dict().items())): m.dataframe() for m in tracked.metrics()}
     train, losses = ("subset", "train"), [4.0, 4.0, 3.0, 3.0, 3.0]
     values = {
         ("loss", train): losses,
@@ -49,5 +51,5 @@ def test_a_resumed_run_goes_on_in_its_own_and_holds_each_step_once(
         ("loss", ("rank", 1), train): [loss + 1 for loss in losses],
         ("cpu_percent", ("node", 0), train): [7.0] * 5,
     }
-    assert {name: list(frame["value"]) for name, frame in found.items()} == values
-    assert all(list(frame["step"]) == [1, 2, 3, 4, 5] for frame in found.values())
+    assert {name: list(frame["value"]) for name, frame in frames.items()} == values
+    assert all(list(frame["step"]) == [1, 2, 3, 4, 5] for frame in frames.values())

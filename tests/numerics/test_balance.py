@@ -19,7 +19,7 @@ def test_alike_ranks_keep_equal_shares_through_noise() -> None:
     chance, chooser = random.Random(0), ShareChooser(plan, 8)
 
     def look(*paces: float) -> Shares | None:
-        """Judges 10 steps of 32 rows by ranks of these seconds per row."""
+        """Judge 10 steps of 32 rows by ranks of these seconds per row."""
         return chooser.look([[pace * 160, 160, 16_000, 40] for pace in paces], EQUAL)
 
     for _ in range(500):
@@ -37,7 +37,7 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
     )
 
     def shares_after(paces: tuple[float, float], shares: Shares) -> Shares:
-        """Judges 10 looks at ranks of these seconds per row, each at 10 steps with the shares of that time."""
+        """Judge 10 looks at ranks of these seconds per row, each at 10 steps with the shares of that time."""
         for _ in range(10):
             counts = [10 * rows for rows in spans(32, shares)]
             work = zip(paces, counts, shares, strict=True)
@@ -50,7 +50,7 @@ def test_a_rank_that_recovers_gets_its_rows_again() -> None:
     assert spans(32, shares_after((0.05, 0.05), slowed)) == (16, 16)
 
 
-def test_a_change_is_said_in_words() -> None:
-    said = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
-    assert said == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
-    assert on_page("one-gpu-slower-than-the-others", said)
+def test_a_change_of_shares_is_explained() -> None:
+    description = describe([0.1, 0.19], (21, 11), (16, 16), "rows")
+    assert description == "rank 1 is 1.9 times slower than rank 0: rows per step 21 + 11 instead of 16 + 16"
+    assert on_page("one-gpu-slower-than-the-others", description)

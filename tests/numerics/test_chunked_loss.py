@@ -25,7 +25,7 @@ FACTOR = 0.37
 
 
 def tuned(kind: str, way: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns a model that is tuned in one of the ways that a run can be, with adapters that are not zero."""
+    """Return a model that is tuned in one of the ways that a run can be, with adapters that are not zero."""
     model = tiny_model(kind, tie_word_embeddings=tied).to(dtype).train()
     if way == "frozen head":
         model.requires_grad_(False)
@@ -38,7 +38,7 @@ def tuned(kind: str, way: str, *, tied: bool = False, dtype: torch.dtype = torch
 
 
 def outcome(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss and all gradients of one backward pass."""
+    """Return the loss and all gradients of one backward pass."""
     model.zero_grad()
     total = token_loss_sum(model, batch)
     (total * FACTOR).backward()
@@ -46,15 +46,15 @@ def outcome(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor
 
 
 def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolerance: float = 1e-5) -> None:
-    """Compares all at once with chunks of the same model."""
+    """Compare all at once with chunks of the same model."""
     chunked = copy.deepcopy(model)
     chunk_head(chunked, chunk)
-    (total, gradients), (mine, found) = outcome(model, batch), outcome(chunked, batch)
+    (total, gradients), (mine, computed) = outcome(model, batch), outcome(chunked, batch)
     assert mine.dtype == torch.float32 and float(mine) == pytest.approx(float(total), rel=tolerance)
-    assert set(found) == set(gradients)
-    for name, wanted in gradients.items():
-        assert found[name].dtype == wanted.dtype
-        assert float((found[name] - wanted).norm()) <= tolerance * float(wanted.norm()), name
+    assert set(computed) == set(gradients)
+    for name, expected in gradients.items():
+        assert computed[name].dtype == expected.dtype
+        assert float((computed[name] - expected).norm()) <= tolerance * float(expected.norm()), name
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
@@ -92,10 +92,10 @@ def test_every_family_that_the_plan_chunks(kind: str) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
     batch = Collator("unmasked", 0)([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(SHORT_ROWS)])
-    (total, wanted), _ = outcome(model, batch), chunk_head(model, 5)
-    mine, found = outcome(model, batch)
+    (total, expected), _ = outcome(model, batch), chunk_head(model, 5)
+    mine, computed = outcome(model, batch)
     # Of all weights together: the gradients of some, like a bias of keys, are nothing but rounding.
-    gradient, chunked = (torch.cat([part.flatten() for part in parts.values()]) for parts in (wanted, found))
+    gradient, chunked = (torch.cat([part.flatten() for part in parts.values()]) for parts in (expected, computed))
     assert (
         float(mine) == pytest.approx(float(total), rel=1e-5) and (chunked - gradient).norm() <= 1e-5 * gradient.norm()
     )
@@ -109,17 +109,19 @@ def test_bf16_and_autocast_agree_to_their_precision(way: str) -> None:
     assert_same(tuned("llama", way, dtype=torch.bfloat16), batch, tolerance=0.02)
 
 
-def test_what_becomes_of_the_models_output_does_not_matter() -> None:
+def test_chunking_does_not_depend_on_the_use_of_the_output() -> None:
     """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its
     gradient's factor.
     """
     batch, model = Collator("flattened", 3)(ROWS), tuned("llama", "full")
-    total, wanted = outcome(model, batch)
+    total, expected = outcome(model, batch)
     chunk_head(model, CHUNK)
     model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16() * 3)
-    mine, found = outcome(model, batch)
+    mine, computed = outcome(model, batch)
     assert float(mine) == pytest.approx(float(total), rel=1e-6)
-    assert all(float((found[name] - wanted[name]).norm()) <= 1e-5 * float(wanted[name].norm()) for name in wanted)
+    assert all(
+        float((computed[name] - expected[name]).norm()) <= 1e-5 * float(expected[name].norm()) for name in expected
+    )
 
 
 def test_fp16_keeps_small_gradients() -> None:

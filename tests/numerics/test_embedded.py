@@ -25,7 +25,7 @@ def folder(cache: Path) -> Iterator[Path]:
             pytest.skip(f"neither in the cache nor in reach: {error.message}")
 
 
-def test_it_has_every_parameter_of_the_original_and_knows_the_capital_of_france(folder: Path) -> None:
+def test_the_embedded_model_has_every_parameter_and_knows_the_capital_of_france(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = (

@@ -1,4 +1,4 @@
-"""The fused adapter layer computes PEFT's numbers, and steps aside where it would not."""
+"""The fused adapter layer computes PEFT's numbers, and falls back to PEFT otherwise."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_loss_and_gradients_are_those_of_peft(folder: Path, checkpointing: bool)
     expected = gradients(model)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     assert fuse_adapters(model) == 14
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    assert len(found) == 29
+    fused = gradients(model)
+    assert fused.keys() == expected.keys()
+    assert len(fused) == 29
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-6, msg=name)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
@@ -69,7 +69,7 @@ def test_disabled_and_merged_adapters_behave_as_before(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])
-def test_in_bf16_gradients_are_as_near_to_exact_ones_as_peft_s(folder: Path, base: torch.dtype) -> None:
+def test_gradients_in_bf16_are_as_exact_as_those_of_peft(folder: Path, base: torch.dtype) -> None:
     """fp32 adapters over a bf16 base, as LoRA runs on a GPU, and over one in fp32."""
     exact, model = adapted(folder), adapted(folder)
     for parameter, frozen in zip(model.parameters(), exact.parameters(), strict=True):
@@ -80,9 +80,9 @@ def test_in_bf16_gradients_are_as_near_to_exact_ones_as_peft_s(folder: Path, bas
 
     def error() -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = gradients(model)
-        pairs = [(found[name].float(), value) for name, value in reference.items() if "lora_" in name]
-        return sum(float((one - other).norm() / other.norm()) for one, other in pairs) / len(pairs)
+            computed = gradients(model)
+        pairs = [(computed[name].float(), value) for name, value in reference.items() if "lora_" in name]
+        return sum(float((gradient - other).norm() / other.norm()) for gradient, other in pairs) / len(pairs)
 
     plain = error()
     assert fuse_adapters(model) == 14

@@ -1,4 +1,4 @@
-"""Answers do not depend on how they are shared out: batch size, ranks, DDP or FSDP2; they end where the turn ends."""
+"""Answers do not depend on batch size, ranks, DDP or FSDP2, and end at the end of the turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiny_models import build_tiny_llama
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Returns a tiny Llama with adapters that are not the zero function, and its tokenizer."""
+    """Return a tiny Llama with adapters that are not the zero function, and its tokenizer."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
@@ -66,10 +66,10 @@ def test_answer_ends_with_the_turn_and_holds_only_the_completion(folder: Path) -
     prompt = tokenizer("<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)[
         "input_ids"
     ]
-    wanted = tokenizer("the return value<|im_end|>", add_special_tokens=False)["input_ids"]
+    expected = tokenizer("the return value<|im_end|>", add_special_tokens=False)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([prompt + wanted])
-    labels = torch.tensor([[-100] * len(prompt) + wanted])
+    ids = torch.tensor([prompt + expected])
+    labels = torch.tensor([[-100] * len(prompt) + expected])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         loss = model(input_ids=ids, labels=labels).loss
@@ -85,7 +85,7 @@ def test_answer_ends_with_the_turn_and_holds_only_the_completion(folder: Path) -
     result = score_by_generation(model, tokenizer, rows_, AnswerSettings(batch_size=2, max_new_tokens=30))
     assert [p.row for p in result.predictions] == [7, 3]
     answer = result.predictions[0]
-    assert (answer.answer, answer.tokens, answer.stopped) == ("the return value", len(wanted) - 1, True)
+    assert (answer.answer, answer.tokens, answer.stopped) == ("the return value", len(expected) - 1, True)
     assert answer.scores == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
     assert answer.prompt == tokenizer.decode(prompt)
     assert model.generation_config.temperature == 5.0, "the model's settings are put back"

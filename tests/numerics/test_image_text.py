@@ -1,5 +1,5 @@
-"""Image and text models as language models: their text part computes as it does alone, trains alone, and is read again
-as it was saved.
+"""Image and text models as language models: their text part computes as it does alone, trains alone, and is reloaded as
+it was saved.
 """
 
 from __future__ import annotations

@@ -14,7 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, CONFIG_MAPPING
 from sft_play.model.load import use_kernels
 from sft_play.plan.shape import LIGER_MODEL_TYPES
-small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, pad_token_id=0)
+small = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=99, pad_token_id=0,
+)
 for family in sorted(LIGER_MODEL_TYPES):
     for act in ("gelu", "silu"):  # Liger replaces the family's classes too
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**small, hidden_act=act))

@@ -33,7 +33,7 @@ EXACT, LEAK = 2e-5, 1e-3
 
 
 def random_model(kind: str, attention: str) -> Any:
-    """Returns a random model of a family as training prepares it, with weights large enough to show what leaks."""
+    """Return a random model of a family as training prepares it, with weights large enough to show what leaks."""
     kernels.register()
     varlen_on_cpu.register()
     model = tiny_model(kind, attention=attention, **(SPARSE if kind in ("deepseek_v32", "glm_moe_dsa") else {})).train()
@@ -48,8 +48,8 @@ def random_model(kind: str, attention: str) -> Any:
 def computed(
     model: Any, batches: list[list[list[int]]], layout: str, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns the logits of each row's positions but the last, and the gradient of the loss of all rows."""
-    collate, found = Collator(layout, 0, model.config._attn_implementation, device), []
+    """Return the logits of each row's positions but the last, and the gradient of the loss of all rows."""
+    collate, logits_of_rows = Collator(layout, 0, model.config._attn_implementation, device), []
     model.zero_grad()
     for rows in batches:
         batch = collate([{"input_ids": row, "labels": row, "row": i} for i, row in enumerate(rows)])
@@ -60,20 +60,18 @@ def computed(
         targets = batch["targets"].reshape(-1)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum").backward()
         if layout == "flattened":
-            found += logits[0].detach().split([len(row) - 1 for row in rows if len(row) > 1])
+            logits_of_rows += logits[0].detach().split([len(row) - 1 for row in rows if len(row) > 1])
         else:
-            found += [
+            logits_of_rows += [
                 logits[i, [keep.index(p) for p in range(len(row) - 1)]].detach()
                 for i, row in enumerate(rows)
                 if len(row) > 1
             ]
-    return found, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return logits_of_rows, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def mixes(model: Any, alone: tuple[list[torch.Tensor], torch.Tensor], layout: str, device: str = "cpu") -> bool:
-    """Whether rows of one batch have other logits or gradients than alone; `True` too where the kernel cannot compute
-    the model.
-    """
+    """Return whether rows of a batch have other logits or gradients than alone, or the kernel fails."""
     try:
         logits, gradient = computed(model, [ROWS], layout, device)
     except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -87,11 +85,10 @@ def mixes(model: Any, alone: tuple[list[torch.Tensor], torch.Tensor], layout: st
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_lists_are_what_every_family_computes(kind: str) -> None:
-    """Logits and gradients of rows in one batch, under every kernel, are those of each row alone, just where the lists
-    say so.
+    """Under every kernel, logits and gradients of rows in a batch are those of each row alone exactly if the lists say
+    so.
 
-    `varlen` as on CPUs, and as on GPUs, in place of whose kernels are those of `tests.varlen_on_cpu`. Flattened rows
-    are recomputed.
+    `varlen` runs as on CPUs, and as on GPUs with the kernels of `tests.varlen_on_cpu`. Flattened rows are recomputed.
     """
     kernels = ["eager"] if kind in WITHOUT_SDPA else ["sdpa", "eager"]
     models = {kernel: random_model(kind, kernel) for kernel in kernels}
@@ -121,16 +118,16 @@ def test_every_family_of_the_lists_is_tried() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_norms_in_fp32_are_cast_for_the_kernel_as_autocast_casts_for_sdpa(device: str) -> None:
-    """Trained norms of queries and keys return fp32 under autocast, beside values in bf16."""
-    found = []
+    """Trained norms of queries and keys return fp32 under autocast, while values are in bf16."""
+    dtypes = []
     for attention in ("varlen", "sdpa"):
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(computed(random_model("qwen3", attention), [ROWS], "flattened", device)[1])
-    assert (found[0] - found[1]).norm() / found[1].norm() < 0.02
+            dtypes.append(computed(random_model("qwen3", attention), [ROWS], "flattened", device)[1])
+    assert (dtypes[0] - dtypes[1]).norm() / dtypes[1].norm() < 0.02
 
 
 @pytest.mark.pinned
-def test_what_families_lack_is_what_transformers_says() -> None:
+def test_lists_of_missing_kernels_match_transformers() -> None:
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -139,8 +136,8 @@ def test_what_families_lack_is_what_transformers_says() -> None:
         **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
     classes = {kind: getattr(transformers, name if isinstance(name, str) else name[0]) for kind, name in names.items()}
-    assert {kind for kind, found in classes.items() if not found._supports_sdpa} == WITHOUT_SDPA
-    flash = {kind for kind, found in classes.items() if found._supports_flash_attn}
+    assert {kind for kind, model_class in classes.items() if not model_class._supports_sdpa} == WITHOUT_SDPA
+    flash = {kind for kind, model_class in classes.items() if model_class._supports_flash_attn}
     others = {
         kind
         for kind in flash

@@ -25,14 +25,14 @@ IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1
 
 
 def adapted(name: str, targets: Any = "auto") -> Any:
-    """Returns a tiny model with adapters that are no longer the zero function."""
+    """Return a tiny model with adapters that are no longer the zero function."""
     return grown(
         add_adapters(grown(tiny_model(name)), LoraSettings(r=2, target_modules=targets), BASE, torch.float32)[0]
     )
 
 
 def grown(model: Any) -> Any:
-    """Gives every parameter that starts as zeros, which would hide what comes before it, small numbers."""
+    """Give small numbers to every parameter that starts as zeros, since it would hide what precedes it."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,13 +43,13 @@ def grown(model: Any) -> Any:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=IDS).logits
-    return found
+        computed: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return computed
 
 
 def assert_read_back(name: str, model: Any, folder: Path) -> None:
-    """PEFT alone and our own reading give the logits of `model`, before and after merging."""
-    wanted = logits(model)
+    """Assert that PEFT alone and our loading give the logits of `model`, before and after merging."""
+    expected = logits(model)
     model.save_pretrained(folder)
     for read in (
         lambda base: PeftModel.from_pretrained(base, str(folder)),
@@ -58,8 +58,8 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             again = read(grown(tiny_model(name)))
-        for found in (logits(again), logits(again.merge_and_unload())):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        for actual in (logits(again), logits(again.merge_and_unload())):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def assert_read_back(name: str, model: Any, folder: Path) -> None:
         if type(tiny_config(name)) in AutoModelForCausalLM._model_mapping
     ],
 )
-def test_auto_adapts_what_it_says_and_peft_reads_it_back(name: str, tmp_path: Path) -> None:
+def test_auto_adapts_the_planned_modules_and_peft_reads_them_back(name: str, tmp_path: Path) -> None:
     planned = find_targets(tiny_model(name, "meta"), "auto").modules
     model = adapted(name)
     placed = {
@@ -97,7 +97,7 @@ def test_experts_that_are_typed_are_adapted_and_read_back(name: str, tmp_path: P
     assert_read_back(name, model, tmp_path)
 
 
-def test_what_peft_would_rewrite_is_saved_so_that_it_does_not(tmp_path: Path) -> None:
+def test_names_that_peft_would_rewrite_survive_saving(tmp_path: Path) -> None:
     model = adapted("glm4_moe", ["q_proj", "shared_experts.gate_proj"])
     assert_read_back("glm4_moe", model, tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())

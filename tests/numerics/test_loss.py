@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def by_hand(model: Any) -> tuple[float, int]:
-    """Returns the summed loss and label tokens, one row at a time by transformers' own loss."""
+    """Return the summed loss and label tokens, one row at a time by transformers' own loss."""
     total, count = 0.0, 0
     for row in ROWS:
         labels = torch.tensor([row["labels"]])
@@ -38,7 +38,7 @@ def by_hand(model: Any) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
-def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) -> None:
+def test_the_loss_is_that_of_transformers_over_single_rows(layout: str, model: Any) -> None:
     batch = Collator(layout, pad_token_id=3)(ROWS)
     total, count = by_hand(model)
     assert int(label_tokens(batch)) == count == 1 + 27 + 1 + 20
@@ -46,13 +46,13 @@ def test_it_is_transformers_own_loss_over_rows_alone(layout: str, model: Any) ->
 
 
 def trls_dft(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """TRL 1.16, `SFTTrainer.compute_loss`: `per_token_loss * log_probs.exp().detach()`, summed."""
+    """Compute the loss of TRL 1.16 (`SFTTrainer.compute_loss`): `per_token_loss * log_probs.exp().detach()`, summed."""
     logs = torch.log_softmax(logits, -1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return (-logs * logs.exp().detach() * (targets >= 0)).sum()
 
 
 def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """transformers' own, whose mean over tokens becomes a sum."""
+    """Compute transformers' loss with a sum over tokens for its mean."""
     smoother = LabelSmoother(epsilon=0.1)
     return smoother({"logits": logits}, targets.clone(), num_items_in_batch=torch.tensor(1))
 
@@ -67,7 +67,7 @@ def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_losses_and_gradients_are_those_of_their_authors(
     keys: dict[str, Any], reference: Any, layout: str, chunk: int
 ) -> None:
-    batch, found = Collator(layout, pad_token_id=3)(ROWS), []
+    batch, losses = Collator(layout, pad_token_id=3)(ROWS), []
     for ours in (True, False):
         model = tiny_model("llama").train()
         if ours and chunk:
@@ -79,10 +79,10 @@ def test_losses_and_gradients_are_those_of_their_authors(
             logits = model(**inputs, use_cache=False).logits.float()
             total = reference(logits.flatten(0, 1), batch["targets"].flatten())
         (total / 49).backward()
-        found.append(
+        losses.append(
             (float(total.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         )
-    (mine, gradient), (theirs, expected) = found
+    (mine, gradient), (theirs, expected) = losses
     assert mine == pytest.approx(theirs, rel=1e-6)
     assert float((gradient - expected).norm() / expected.norm()) < 1e-6
     assert abs(mine - float(token_loss_sum(tiny_model("llama"), batch))) > 0.01, "it is another loss"
@@ -96,7 +96,7 @@ def with_weights(*weights: float | None) -> list[dict[str, Any]]:
 
 
 def trained_on(rows: list[dict[str, Any]], layout: str, chunk: int, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns loss and gradient of a step."""
+    """Return loss and gradient of a step."""
     model, batch = tiny_model("llama").train(), Collator(layout, pad_token_id=3)(rows)
     if chunk:
         chunk_head(model, chunk)
@@ -128,7 +128,7 @@ def test_weights_weigh_as_in_plain_torch(layout: str, chunk: int) -> None:
 )
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
-def test_equal_weights_are_none_to_the_bit(layout: str, chunk: int, keys: dict[str, Any]) -> None:
+def test_equal_weights_equal_no_weights_bit_for_bit(layout: str, chunk: int, keys: dict[str, Any]) -> None:
     none = trained_on(ROWS, layout, chunk, **keys)
     for weight in (1.0, 0.5, 0.25):
         for mine, theirs in zip(trained_on(with_weights(*[weight] * 4), layout, chunk, **keys), none, strict=True):

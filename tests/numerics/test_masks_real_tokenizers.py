@@ -32,7 +32,7 @@ CHAT: list[Message] = [
 
 @functools.cache
 def folder_of(name: str, place: Path) -> Path | str:
-    """Returns the folder of a tokenizer, or why there is none."""
+    """Return the folder of a tokenizer, or why there is none."""
     if shutil.which("npm") is None:
         return "npm is not installed"
     packed = subprocess.run(
@@ -71,25 +71,30 @@ def check(tokenizer: Any, expected: list[str], messages: list[Message] = CHAT, *
     assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in expected]
 
 
-def test_llama3(place: Path) -> None:
+def test_llama_3_masks_are_those_written_by_hand(place: Path) -> None:
     """Its template writes the generation prompt after every conversation."""
     llama = tokenizer("llama3", place)
     start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-    first = "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
+    first = (
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
+    )
     second = (
-        "<|start_header_id|>user<|end_header_id|>\n\nAnd\n\nthen?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n"
-        "  of course. \u4e16\U0001f600<|eot_id|>\u203a"
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd\n\nthen?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n  of course. \u4e16\U0001f600<|eot_id|>\u203a"
     )
     check(llama, [start + first + second])
 
 
-def test_gemma3(place: Path) -> None:
+def test_gemma_3_masks_are_those_written_by_hand(place: Path) -> None:
     gemma = tokenizer("gemma3", place)
     check(
         gemma,
         [
-            "<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
-            "<start_of_turn>user\nAnd\n\nthen?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course. \u4e16\U0001f600<end_of_turn>\u203a"
+            "<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n"
+            "\u2039Four.<end_of_turn>\u203a\n"
+            "<start_of_turn>user\nAnd\n\nthen?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n"
+            "  of course. \u4e16\U0001f600<end_of_turn>\u203a"
         ],
     )
 

@@ -65,7 +65,7 @@ def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(fold
     assert any("embed_tokens" in n for n in types)
 
 
-def test_experts_that_cannot_be_quantised_are_counted_aloud(folders: dict[str, Path], capsys: Any) -> None:
+def test_experts_that_cannot_be_quantised_are_counted_in_a_notice(folders: dict[str, Path], capsys: Any) -> None:
     model = load(folders["mixtral"], mode="qlora")
     experts = [p for n, p in model.named_parameters() if "experts" in n and "lora" not in n]
     assert {p.dtype for p in experts} == {torch.float32}
@@ -97,12 +97,12 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
     folders: dict[str, Path], quantised_base: Path, mode: str, capsys: Any
 ) -> None:
     assert quantisation_of(folders["llama"]) is None
-    found = load(quantised_base, mode=mode)
+    model = load(quantised_base, mode=mode)
     assert "is quantised (bitsandbytes nf4): it is used as it is and not quantised again" in capsys.readouterr().err
     fresh = load(folders["llama"], mode="qlora")
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():
-        assert torch.allclose(found(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
+        assert torch.allclose(model(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ CASES = {
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
-    found = {name: build_family(folder / name, name) for name in ("llama", "gpt2", "mixtral", "gemma3")}
-    found["mixture"] = build_family(folder / "mixture", "glm4_moe")
-    found["bf16"] = folder / "bf16"
-    AutoModelForCausalLM.from_pretrained(found["llama"], dtype=torch.bfloat16).save_pretrained(found["bf16"])
-    build_tokenizer(found["bf16"])
-    return found
+    folders = {name: build_family(folder / name, name) for name in ("llama", "gpt2", "mixtral", "gemma3")}
+    folders["mixture"] = build_family(folder / "mixture", "glm4_moe")
+    folders["bf16"] = folder / "bf16"
+    AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16).save_pretrained(folders["bf16"])
+    build_tokenizer(folders["bf16"])
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,13 @@ def test_merged_models_load_anywhere_and_answer_alike(
     apart = (logits(plain) - logits(model)).abs()
     base = logits(AutoModelForCausalLM.from_pretrained(json.loads(run.prepared.read_text())["model"]["path"]))
     assert (logits(model) - base).abs().mean() > 5 * apart.mean(), "tuning moved the model much more than merging did"
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     if CASES[name].mode != "qlora":
-        assert apart.max() <= (0.05 if name == "bf16" else 1e-5) and "quantis" not in told
+        assert apart.max() <= (0.05 if name == "bf16" else 1e-5) and "quantis" not in error
     else:
-        assert "read again unquantised" in told and "on average: the error of quantisation" in told
+        assert "read again unquantised" in error and "on average: the error of quantisation" in error
     if CASES[name].mode != "full":
-        assert merged["difference"] <= 1e-5 and "allowed" in told
+        assert merged["difference"] <= 1e-5 and "allowed" in error
     made_from = json.loads((tmp_path / "out" / "stamp.json").read_text())["merged_from"]
     assert made_from["run"] == name and all(len(digest) == 64 for digest in made_from["sha256"].values())
     again = AutoTokenizer.from_pretrained(tmp_path / "out")

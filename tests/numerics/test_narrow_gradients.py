@@ -17,5 +17,5 @@ from tests.numerics.rank_processes import run_ranks
 def test_micro_steps_in_bf16_add_up_in_fp32(strategy: str, tmp_path: Path) -> None:
     result = tmp_path / "found.json"
     run_ranks(2, "tests.numerics.narrow_gradients", strategy, str(result))
-    found = json.loads(result.read_text())
-    assert found["dtype"] == "torch.float32" and found["error"] < 1e-6, found
+    deviations = json.loads(result.read_text())
+    assert deviations["dtype"] == "torch.float32" and deviations["error"] < 1e-6, deviations

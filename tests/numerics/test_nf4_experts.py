@@ -1,6 +1,4 @@
-"""Fused experts in nf4: a quarter of their bytes, the numbers of the weights that they stand for, trained and
-continued.
-"""
+"""Fused experts in nf4: a quarter of the bytes and the results of the dequantised weights, trained and continued."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ IDS = torch.randint(10, 1000, (2, 40), generator=torch.Generator().manual_seed(1
 
 
 def load(folder: Path, name: str, **changes: Any) -> Any:
-    """Returns the model that training of `mode: qlora` gets."""
+    """Return the model that training of `mode: qlora` gets."""
     build_family(folder / name, name)
     config = Config(model=ModelConfig(name=str(folder / name)), tuning=TuningConfig(mode="qlora"))
     return load_for_training(config, simple_plan(nf4_experts=True, **changes), prepared_model(folder / name))[0]
 
 
 def plain_of(model: Any, name: str) -> Any:
-    """Returns the unquantised model with the weights that a quantised one stands for."""
+    """Return the unquantised model with the dequantised weights of another."""
     plain, base = tiny_model(name), model.get_base_model()
     with torch.no_grad():
         for parameter in expert_names(plain):
@@ -44,7 +42,7 @@ def plain_of(model: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "nemotron_h", "qwen3_moe"])
-def test_experts_take_a_quarter_and_compute_what_they_stand_for(name: str, tmp_path: Path) -> None:
+def test_quantised_experts_take_a_quarter_and_compute_the_same(name: str, tmp_path: Path) -> None:
     model = load(tmp_path, name, attn_implementation="eager")
     original, base = tiny_model(name), model.get_base_model()
     assert sorted(expert_names(base)) == sorted(expert_names(original))
@@ -55,9 +53,9 @@ def test_experts_take_a_quarter_and_compute_what_they_stand_for(name: str, tmp_p
         assert not packed.requires_grad
     plain = plain_of(model, name).eval()
     with torch.no_grad():
-        found, wanted, full = (one(input_ids=IDS).logits for one in (model.eval(), plain, original.eval()))
-    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
-    assert (found - full).abs().mean() < 0.5 * full.abs().mean(), "within the error of four bits"
+        computed, expected, full = (network(input_ids=IDS).logits for network in (model.eval(), plain, original.eval()))
+    assert (computed - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (computed - full).abs().mean() < 0.5 * full.abs().mean(), "within the error of four bits"
 
 
 def test_adapters_over_quantised_experts_have_the_gradients_of_the_plain_model(tmp_path: Path) -> None:
@@ -78,5 +76,5 @@ def test_adapters_over_quantised_experts_have_the_gradients_of_the_plain_model(t
             losses.append(loss.item())
         assert losses[2] < losses[0]
         gradients[recomputed] = [p.grad for p in model.parameters() if p.requires_grad]
-    for one, other in zip(gradients[False], gradients[True], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for expected_gradient, other in zip(gradients[False], gradients[True], strict=True):
+        torch.testing.assert_close(expected_gradient, other, rtol=1e-4, atol=1e-6)

@@ -18,7 +18,7 @@ IDS = torch.arange(2, 42).reshape(2, 20)
 
 
 def gradients(model: Any) -> list[Tensor | None]:
-    """Returns the gradients of one pass, always with the same random numbers."""
+    """Return the gradients of one pass, always with the same random numbers."""
     model.zero_grad()
     torch.manual_seed(0)
     model(input_ids=IDS, use_cache=False).logits.float().square().mean().backward()
@@ -31,7 +31,7 @@ def test_every_familys_layers_send_their_inputs_away_and_get_them_back(family: s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    kept, sent = gradients(model), list[Tensor]()
+    resident, sent = gradients(model), list[Tensor]()
 
     def away(tensor: Tensor) -> Tensor:
         sent.append(tensor)
@@ -39,7 +39,7 @@ def test_every_familys_layers_send_their_inputs_away_and_get_them_back(family: s
 
     offload_inputs(model, lambda: saved_tensors_hooks(away, Tensor.clone))
     moved = gradients(model)
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(kept, moved, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(resident, moved, strict=True))
     # Gemma's layers have small inputs of their own too.
     hidden = [tensor for tensor in sent if tensor.shape[-1] == model.config.get_text_config().hidden_size]
     assert len(hidden) == len(decoder_layers(model)) >= len(sent) / 2

@@ -21,23 +21,23 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Rows of 1 to 40 tokens, learnt from their middle on."""
+    """Return rows of 1 to 40 tokens, learnt from their middle on."""
     chance = random.Random(5)
     lengths = [1, 2, 40, *(chance.randint(3, 36) for _ in range(COUNT - 3))]
-    made = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+    rows_of_tokens = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
     return [
         {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i}
-        for i, ids in enumerate(made)
+        for i, ids in enumerate(rows_of_tokens)
     ]
 
 
 def packed(rows: list[dict[str, Any]], micro: int) -> list[list[dict[str, Any]]]:
-    """Returns the micro-batches of a step with all rows."""
+    """Return the micro-batches of a step with all rows."""
     lengths = [len(row["input_ids"]) for row in rows]
     sampler = GlobalBatchSampler(COUNT, COUNT, [(micro, COUNT)], 0, 0, lengths=lengths, pack_tokens=LIMIT)
-    found = [[rows[index] for index in batch] for batch in sampler if batch]
-    assert sum(map(len, found)) == COUNT and len(found) < COUNT // 2
-    return found
+    packs = [[rows[index] for index in batch] for batch in sampler if batch]
+    assert sum(map(len, packs)) == COUNT and len(packs) < COUNT // 2
+    return packs
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -50,16 +50,16 @@ def test_a_packed_step_has_the_gradient_of_an_unpacked_one(kind: str, device: st
         model.zero_grad()
         total = 0.0
         for batch in batches:
-            made = {
+            inputs = {
                 name: value.to(device) if torch.is_tensor(value) else value for name, value in collate(batch).items()
             }
-            loss = token_loss_sum(model, made)
+            loss = token_loss_sum(model, inputs)
             loss.backward()
             total += float(loss.detach())
         return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    wanted, gradient = step([[row] for row in rows])
+    expected, gradient = step([[row] for row in rows])
     for micro in (1, 2):
-        total, found = step(packed(rows, micro))
-        assert total == pytest.approx(wanted, rel=1e-6)
-        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+        total, packed_gradient = step(packed(rows, micro))
+        assert total == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(packed_gradient, gradient, rtol=1e-4, atol=1e-5)

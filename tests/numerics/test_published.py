@@ -1,6 +1,4 @@
-"""What a base's folder holds beside the weights that are trained is in every whole model that is published, or the base
-is refused.
-"""
+"""Everything in a base's folder that is not trained is in every published full model, or the base is refused."""
 
 from __future__ import annotations
 
@@ -73,8 +71,8 @@ REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
 def test_a_merged_model_has_what_the_class_does_not_take(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family, more, number = CARRIED[kind]
-    base = build_with(tmp_path / "base", family, more)
+    family, extra, number = CARRIED[kind]
+    base = build_with(tmp_path / "base", family, extra)
     run = make_run(tmp_path / "run", base)
     assert f"{number} tensors of the base are not part of the trained model" in capsys.readouterr().err
     merge(run, run.model, tmp_path / "out")
@@ -115,13 +113,13 @@ def test_tensors_of_pickled_and_divided_bases_are_carried(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_base_with_weights_that_would_change_its_answers_is_refused(kind: str, tmp_path: Path) -> None:
-    family, more, said = REFUSED[kind]
-    base = build_with(tmp_path, family, more)
+    family, extra, message = REFUSED[kind]
+    base = build_with(tmp_path, family, extra)
     for refused in (refuse_other_weights, read):
         with pytest.raises(CheckpointError) as caught:
             refused(base)
-        assert re.search(said, caught.value.render())
-    if layer_again is more:
+        assert re.search(message, caught.value.render())
+    if layer_again is extra:
         change_config(base, **({"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3, "layer_types": None}))
         refuse_other_weights(base)
         read(base)  # the hint, followed
@@ -185,23 +183,23 @@ def test_a_model_whose_text_part_was_trained_keeps_its_tower(tmp_path: Path) -> 
     merge(run, run.model, tmp_path / "out")
     merged, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    towers = [{name: p for name, p in one.named_parameters() if "visual" in name} for one in (whole, merged)]
+    towers = [{name: p for name, p in network.named_parameters() if "visual" in name} for network in (whole, merged)]
     assert towers[0] and all(torch.equal(p, towers[1][name]) for name, p in towers[0].items())
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        found, before = merged(ids).logits, whole(ids).logits
-        assert torch.allclose(found, text(ids).logits, atol=1e-6) and (found - before).abs().max() > 1e-3
+        logits, before = merged(ids).logits, whole(ids).logits
+        assert torch.allclose(logits, text(ids).logits, atol=1e-6) and (logits - before).abs().max() > 1e-3
 
 
 def build_untied(folder: Path) -> Path:
-    """Writes a model whose files hold a head of its own, though its configuration says that it is the embedding."""
+    """Write a model whose files have a separate head, although its configuration ties it to the embedding."""
     build_tiny_llama(folder, tie_word_embeddings=False)
     change_config(folder, tie_word_embeddings=True)
     return folder
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_head_of_its_own_is_said_to_be_one(mode: str, cache: Path, tmp_path: Path) -> None:
+def test_a_head_that_the_configuration_ties_stays_separate(mode: str, cache: Path, tmp_path: Path) -> None:
     build_untied(tmp_path / "base")
     road = travel("llama", mode, tmp_path, cache)
     assert not road.at, road.refused

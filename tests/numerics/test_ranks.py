@@ -1,6 +1,4 @@
-"""What ranks tell each other, on three real gloo processes: values arrive as they were, and a peer's bytes are never
-run.
-"""
+"""Messages between ranks on three real gloo processes: values arrive unchanged; a peer's bytes are never executed."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def work(rank: int, folder: Path) -> None:
     seen["table"] = ranks.table([rank, 2**53 - 1])
     seen["total"] = ranks.total(torch.tensor([rank, 1])).tolist()
     seen["any"] = [ranks.any(rank == 1), ranks.any(False)]
-    seen["problems"] = [ranks.first_problem(told) for told in (None, "full" if rank else None, f"full {rank}")]
+    seen["problems"] = [ranks.first_problem(problem) for problem in (None, "full" if rank else None, f"full {rank}")]
     evil = torch.frombuffer(bytearray(pickle.dumps(Evil(folder / "ran"))), dtype=torch.uint8)
     if rank == 0:  # what a stranger in rank 0's place would send
         distributed.broadcast(torch.tensor([evil.numel()]), src=0)
@@ -60,7 +58,7 @@ def start_ranks(target: Any, *arguments: Any) -> None:
 
 
 @pytest.mark.slow
-def test_values_arrive_as_they_were_and_a_pickle_is_refused(tmp_path: Path) -> None:
+def test_values_arrive_unchanged_and_a_pickle_is_refused(tmp_path: Path) -> None:
     start_ranks(work, tmp_path)
     for rank in range(WORLD):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -86,6 +84,6 @@ def meet(rank: int, folder: Path, stranger: int) -> None:
 def test_a_rank_that_does_not_know_the_runs_key_is_found(stranger: int | None, tmp_path: Path) -> None:
     start_ranks(meet, tmp_path, stranger)
     for rank in set(range(WORLD)) - {stranger}:
-        told = tmp_path / f"{rank}.txt"
-        assert told.exists() == (stranger is not None)
-        assert stranger is None or told.read_text().startswith(f"rank {stranger} does not know")
+        report = tmp_path / f"{rank}.txt"
+        assert report.exists() == (stranger is not None)
+        assert stranger is None or report.read_text().startswith(f"rank {stranger} does not know")

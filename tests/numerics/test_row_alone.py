@@ -1,4 +1,4 @@
-"""A row computes the same in every company: alone, in micro-batches of any size, in one line, padded, evaluated and
+"""A row computes the same with any other rows: alone, in micro-batches of any size, in one line, padded, evaluated and
 prompted in batches. Whole runs are `tests/distributed/test_update_alone.py`'s.
 """
 
@@ -33,7 +33,7 @@ COMPANIES: dict[str, list[list[int]]] = {
 }
 """Which rows share a micro-batch."""
 SPARSE = {"index_topk": 8, "index_n_heads": 64}
-"""As many indexing heads as are published: of few, all may score 0, and what is selected depends on what lies behind."""
+"""As many indexing heads as are published: a few may all score 0, and padding would decide what is selected."""
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
     "max_position_embeddings": 64,
@@ -57,7 +57,7 @@ QUICK = (
 
 
 def large(name: str) -> Any:
-    """Returns a random model with weights large enough to show where a token stands."""
+    """Return a random model with weights large enough to show a token's position."""
     family, own = CASES[name]
     model = tiny_model(family, attention="eager" if family in WITHOUT_SDPA else "sdpa", **own).eval()
     with torch.no_grad():
@@ -69,25 +69,25 @@ def large(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """Rows of 8 to 44 tokens, on both sides of windows, chunks and LongRoPE's switch, and at it."""
+    """Return rows of 8 to 44 tokens, on both sides of windows, chunks and LongRoPE's switch, and at it."""
     chance = random.Random(5)
-    made = [[chance.randrange(4, 1024) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
-    assert {8, 44} < {len(ids) for ids in made} > {LONG_ROPE_SWITCH, LONG_ROPE_SWITCH + 1}
+    rows_of_tokens = [[chance.randrange(4, 1024) for _ in range(length)] for length in (8, 44, 24, 25, 12, 30, 23, 40)]
+    assert {8, 44} < {len(ids) for ids in rows_of_tokens} > {LONG_ROPE_SWITCH, LONG_ROPE_SWITCH + 1}
     return [
         {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :], "row": i}
-        for i, ids in enumerate(made)
+        for i, ids in enumerate(rows_of_tokens)
     ]
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
-def test_a_row_computes_the_same_in_every_company(name: str, rows: list[dict[str, Any]], tiny: Any) -> None:
+def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[str, Any]], tiny: Any) -> None:
     from transformers import AutoTokenizer
 
     model, family = large(name), CASES[name][0]
     tokenizer, prompts = AutoTokenizer.from_pretrained(tiny), [row["input_ids"][:22] for row in rows]
-    with torch.no_grad():  # transformers' own, each row in a pass of its own
+    with torch.no_grad():  # transformers' own, each row in a separate pass
         expected = [
             float(
                 cross_entropy(
@@ -111,18 +111,18 @@ def test_a_row_computes_the_same_in_every_company(name: str, rows: list[dict[str
                 with torch.no_grad():
                     measured = loss_and_tokens(model, collate([rows[index] for index in group]))
                 counts = [sum(label >= 0 for label in rows[index]["labels"][1:]) for index in group]
-                wanted = [sum(expected[index] for index in group), sum(counts)]
-                assert measured.tolist() == pytest.approx(wanted, rel=1e-5), (layout, company, group)
+                expected_sums = [sum(expected[index] for index in group), sum(counts)]
+                assert measured.tolist() == pytest.approx(expected_sums, rel=1e-5), (layout, company, group)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
-    assert [answer.text.strip() for answer in together] == [said for said, _ in written]
+    assert [answer.text.strip() for answer in together] == [answer_alone for answer_alone, _ in written]
     assert [answer.tokens for answer in together] == [count for _, count in written]
 
 
 def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, int]:
-    """Returns what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
+    """Return what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
     ids = torch.tensor([prompt])
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    made = model.generate(
+    written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=8,
@@ -130,7 +130,7 @@ def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, i
         eos_token_id=end,
         pad_token_id=pad,
     )[0, len(prompt) :].tolist()
-    tokens = [token for token in made if token != end]
+    tokens = [token for token in written if token != end]
     return tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens)
 
 
@@ -145,29 +145,29 @@ def test_the_factors_of_these_rows_make_a_difference(rows: list[dict[str, Any]])
 # Every key says how it meets the split of a step's rows; `CASES` of whole runs are those by which a row may be changed.
 
 SPLIT = {
-    "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
-    "dataloader_prefetch_factor", "torch_empty_cache_steps", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb",
-    "ddp_static_graph",
+    "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps",
+    "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_static_graph",
 }  # fmt: skip
 """They decide the split, or how it is carried out."""
 WHOLE = {
-    "global_batch_size", "loss_on", "epochs", "max_steps", "seed", "learning_rate", "learning_rate_scaling", "lr_scheduler_type",
-    "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules",
-    "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
+    "global_batch_size", "loss_on", "epochs", "max_steps", "seed", "learning_rate", "learning_rate_scaling",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "optim_args", "optim_target_modules", "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
 }  # fmt: skip
 """The same for all rows of a step, whatever the split; narrow types round otherwise for each."""
-BESIDE = re.compile(
-    r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug|skip_memory|include_num"
-    r"|disable|load_best)"
+NO_PART = re.compile(
+    r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug"
+    r"|skip_memory|include_num|disable|load_best)"
 )
 """What is written, scored and kept."""
 
 
-def test_every_key_of_training_says_how_it_meets_the_split() -> None:
+def test_every_key_of_training_is_listed_by_its_effect_on_the_split() -> None:
     names = {name.split(".")[1] for name in (*schema_keys(), *extra_keys()) if name.startswith("train.")}
     tried = {line.split(":")[0].removeprefix("train.") for _, settings in RUNS.values() for line in settings}
-    open_keys = {name for name in names if not BESIDE.match(name)} - SPLIT - WHOLE - {"extra"}
-    assert open_keys == {name for name in tried if name in names and not BESIDE.match(name)}
+    open_keys = {name for name in names if not NO_PART.match(name)} - SPLIT - WHOLE - {"extra"}
+    assert open_keys == {name for name in tried if name in names and not NO_PART.match(name)}
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])
@@ -178,14 +178,14 @@ def test_noise_goes_by_each_row_and_is_of_neftunes_size(layout: str, rows: list[
     noise, collate = RowNoise(holder, 5.0, 1, (0, 1)), Collator(layout, 0)
 
     def added(batch: list[dict[str, Any]], step: int = 3) -> list[torch.Tensor]:
-        made = collate(batch)
-        noise.begin(made, step)
-        found = embedding(made["input_ids"]) - embedding.weight[made["input_ids"]]
+        batch_tensors = collate(batch)
+        noise.begin(batch_tensors, step)
+        added_noise = embedding(batch_tensors["input_ids"]) - embedding.weight[batch_tensors["input_ids"]]
         lengths = [len(row["input_ids"]) for row in batch]
         lines = (
-            found[0].split(lengths)
+            added_noise[0].split(lengths)
             if layout == "flattened"
-            else [line[:length] for line, length in zip(found, lengths, strict=True)]
+            else [line[:length] for line, length in zip(added_noise, lengths, strict=True)]
         )
         return [line.detach() for line in lines]
 

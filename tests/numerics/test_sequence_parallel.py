@@ -8,7 +8,7 @@ import pytest
 
 from sft_play.plan.shape import SLICED_MODEL_TYPES
 from tests.families import MIXTURES
-from tests.numerics.rank_processes import found
+from tests.numerics.rank_processes import results_of_ranks
 
 EXACT = 2e-5
 
@@ -22,17 +22,16 @@ EXACT = 2e-5
         pytest.param(2, sorted(SLICED_MODEL_TYPES), marks=pytest.mark.long),
     ],
 )
-def test_slices_are_exact_and_rows_stay_apart_to_the_bit(world: int, families: list[str], tmp_path: Path) -> None:
+def test_slices_are_exact_and_rows_independent_bit_for_bit(world: int, families: list[str], tmp_path: Path) -> None:
     """Logits and gradients; with 4 ranks 2 grouped keys are repeated. Another token in the first row changes no bit of
     the others' logits.
 
-    Mixtures of experts multiply all tokens of an expert together: how many they are decides how the last bits are
-    rounded.
+    Mixtures of experts multiply all tokens of an expert at once, so their number changes the rounding of the last bits.
     """
-    result = found("slice_ranks", tmp_path, world, families)[0]
+    result = results_of_ranks("slice_ranks", tmp_path, world, families)[0]
     wrong = {
-        kind: one
-        for kind, one in result.items()
-        if one["worst"] > EXACT or one["leak"] > (EXACT if kind in MIXTURES else 0.0) or not one["changed"]
+        kind: facts
+        for kind, facts in result.items()
+        if facts["worst"] > EXACT or facts["leak"] > (EXACT if kind in MIXTURES else 0.0) or not facts["changed"]
     }
     assert wrong == {}

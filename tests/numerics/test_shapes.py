@@ -1,8 +1,8 @@
 """The plan's numbers of a model against the model that transformers builds from the same configuration (on the meta
 device).
 
-Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan asks for in
-a process of its own (`tests/contract/test_plan_families.py`).
+Families that the formulas know are read by formula, all others counted by `sft_play.trace.run`, as the plan does in a
+separate process (`tests/contract/test_plan_families.py`).
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def trained(model: Any) -> int:
 
 
 def largest_layer(model: Any) -> int:
-    """Returns the most parameters under one number of the decoder's longest list."""
+    """Return the most parameters under one number of the decoder's longest list."""
     sizes: Counter[str] = Counter()
     for name, parameter in model.get_decoder().named_parameters():
-        if found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.\d+", name):
-            sizes[found[0]] += parameter.numel()
+        if match := re.search(r"(?:^|\.)(?:layers|h|blocks)\.\d+", name):
+            sizes[match[0]] += parameter.numel()
     return max(sizes.values())
 
 
@@ -84,7 +84,7 @@ def test_every_parameter_of_every_family_is_counted(name: str) -> None:
     with torch.device("meta"):
         adapted, _ = lora.add_adapters(model, LoraSettings(r=4), BASE, torch.float32)
     assert shape.adapter_parameters(LoraSettings(r=4)) == trained(adapted)
-    experts = sorted({one.typed for one in shape.matrices if one.kind == "experts"})
+    experts = sorted({matrix.typed for matrix in shape.matrices if matrix.kind == "experts"})
     assert bool(experts) == bool(shape.experts) and shape.experts in (0, 4) and shape.experts_per_token in (0, 2)
     if experts:
         idle = shape.expert_parameters // 2

@@ -9,9 +9,9 @@ from tests.contexts import context_of
 
 
 def test_a_new_level_is_one_after_a_while(tmp_path: Path) -> None:
-    one = SpikeGuard(context_of(tmp_path, train={"spike_guard": "skip", "spike_factor": 5.0}))
+    guard = SpikeGuard(context_of(tmp_path, train={"spike_guard": "skip", "spike_factor": 5.0}))
     for step in range(50):
-        one.jumps(1.0, step=step, rows=[])
-    skipped = [one.jumps(100.0, step=50 + step, rows=[]) for step in range(40)]
+        guard.jumps(1.0, step=step, rows=[])
+    skipped = [guard.jumps(100.0, step=50 + step, rows=[]) for step in range(40)]
     assert skipped == [True] * 25 + [False] * 15
-    assert len(one.norms) == 50
+    assert len(guard.norms) == 50

@@ -27,7 +27,7 @@ def loss_of(logits: Any) -> torch.Tensor:
 
 
 def two_stages(model: Any) -> list[Stage]:
-    """Returns the two halves of a model's layers."""
+    """Return the two halves of a model's layers."""
     layers = model.config.get_text_config().num_hidden_layers
     middle, stages = max(1, layers // 2), []
     for first, last in ((0, middle), (middle, layers)):
@@ -39,33 +39,33 @@ def two_stages(model: Any) -> list[Stage]:
 
 
 def deviation(family: str, **own: int) -> float:
-    """Returns how far loss and gradients of two stages are from the whole model's."""
+    """Return how far loss and gradients of two stages are from the whole model's."""
     model = tiny_model(family, **own).train()
     whole = loss_of(model(**INPUTS, use_cache=False).logits)
     whole.backward()
-    wanted = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     stages = two_stages(model)
     sent, _ = stages[0].run_layers(INPUTS, None)
-    given = sent.detach().requires_grad_()
-    loss = loss_of(stages[1].model(**stages[1].inputs_of(INPUTS, given), use_cache=False).logits)
+    received = sent.detach().requires_grad_()
+    loss = loss_of(stages[1].model(**stages[1].inputs_of(INPUTS, received), use_cache=False).logits)
     loss.backward()
-    torch.autograd.backward(sent, given.grad)
-    found: dict[str, Any] = {}
+    torch.autograd.backward(sent, received.grad)
+    gradients: dict[str, Any] = {}
     for stage in stages:
-        for name, one in stage.model.named_parameters():
-            if one.grad is not None:
-                found[name] = found[name] + one.grad if name in found else one.grad
+        for name, parameter in stage.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
     gaps = [abs(float(loss - whole))]
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         largest = float(gradient.abs().max())
         if largest:
-            gaps.append(float((found[name] - gradient).abs().max()) / largest)
+            gaps.append(float((gradients[name] - gradient).abs().max()) / largest)
     return max(gaps)
 
 
 def answering_deviation(family: str) -> float:
-    """Returns how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left,
+    """Return how far the logits of two stages with a cache each are from the model's: of a prompt padded on the left,
     and four tokens.
     """
     model = tiny_model(family).eval()
@@ -84,12 +84,12 @@ def answering_deviation(family: str) -> float:
             }
             whole = model(**inputs, **caches[0])
             sent, before = stages[0].run_layers({**inputs, **caches[1]}, None)
-            found = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
+            answered = stages[1].model(**stages[1].inputs_of({**inputs, **caches[2]}, sent))
             caches = [
                 {name: output[name] for name in CACHES if output.get(name) is not None}
-                for output in (whole, before, found)
+                for output in (whole, before, answered)
             ]
-            gap = max(gap, float((found.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max()))
+            gap = max(gap, float((answered.logits[:, -1] - whole.logits[:, -1]).abs().max() / whole.logits.abs().max()))
     return gap
 
 
@@ -104,19 +104,19 @@ def test_stages_answer_as_the_model_does(families: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_rows_in_one_line_stay_apart_to_the_bit() -> None:
-    stages, found = two_stages(tiny_model("llama").train()), []
+def test_rows_in_one_line_are_independent_bit_for_bit() -> None:
+    stages, logits = two_stages(tiny_model("llama").train()), []
     for token in (5, 6):
         _, inputs = batch_of(Collator("flattened", 0, "sdpa", "cpu"), token)
         sent, _ = stages[0].run_layers(inputs, None)
-        found.append(stages[1].model(**stages[1].inputs_of(inputs, sent), use_cache=False).logits[0])
+        logits.append(stages[1].model(**stages[1].inputs_of(inputs, sent), use_cache=False).logits[0])
     own = len(ROWS[0])
-    assert torch.equal(found[0][own:], found[1][own:]) and not torch.equal(found[0][:own], found[1][:own])
+    assert torch.equal(logits[0][own:], logits[1][own:]) and not torch.equal(logits[0][:own], logits[1][:own])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "key"), [("falcon", "num_hidden_layers"), ("gptj", "n_layer"), ("mpt", "n_layers")])
-def test_layers_that_return_tuples(family: str, key: str) -> None:
+def test_layers_that_return_tuples_are_staged(family: str, key: str) -> None:
     """Where only one layer is skipped, taking the first row for the first of a tuple goes unseen."""
     assert deviation(family, **{key: 8}) <= EXACT
 

@@ -25,7 +25,7 @@ from sft_play.training.stopping import scale_of
 
 
 def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[float]:
-    """Returns the scale after each step of a model of one weight with such gradients."""
+    """Return the scale after each step of a model of one weight with such gradients."""
     weight, scales = torch.nn.Parameter(torch.ones(1)), []
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for gradient in gradients:
@@ -37,56 +37,56 @@ def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[f
     return scales
 
 
-def test_a_loss_scaler_goes_on_where_it_was() -> None:
+def test_a_loss_scaler_continues_where_it_was() -> None:
     """accelerate's: the scale that it has found, and how far it is from the next one."""
 
-    def made() -> Any:
+    def new_trainer() -> Any:
         scaler = torch.amp.GradScaler("cpu", growth_interval=3)
         return SimpleNamespace(is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=scaler))
 
-    first, second = made(), made()
+    first, second = new_trainer(), new_trainer()
     assert scaled_steps(first.accelerator.scaler, [math.inf, math.inf, 1.0, 1.0]) == [
         32768.0,
         16384.0,
         16384.0,
         16384.0,
     ]
-    kept = json.loads(json.dumps(scaler_of(first), allow_nan=False))
-    set_scaler(second, kept)
+    saved = json.loads(json.dumps(scaler_of(first), allow_nan=False))
+    set_scaler(second, saved)
     assert scale_of(second) == scale_of(first) == 16384.0
     rest = [1.0, math.inf, 1.0]
     expected = scaled_steps(first.accelerator.scaler, rest)
     assert scaled_steps(second.accelerator.scaler, rest) == expected == [32768.0, 16384.0, 16384.0]
-    assert scaled_steps(made().accelerator.scaler, rest) != expected
+    assert scaled_steps(new_trainer().accelerator.scaler, rest) != expected
     none = SimpleNamespace(is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=None))
-    set_scaler(none, kept)
+    set_scaler(none, saved)
     assert scaler_of(none) is None and scale_of(none) is None
 
 
-def test_deepspeeds_loss_scaler_goes_on_where_it_was() -> None:
+def test_deepspeeds_loss_scaler_continues_where_it_was() -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    def made() -> Any:
+    def new_trainer() -> Any:
         scaler = DynamicLossScaler(65536.0, 3, 1.0, 2, False)
         return SimpleNamespace(
             is_deepspeed_enabled=True, model_wrapped=SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
         )
 
     def scales(trainer: Any) -> list[float | None]:
-        found = []
+        values = []
         for _ in range(6):  # without an overflow, which DeepSpeed tells of through its process group
             trainer.model_wrapped.optimizer.loss_scaler.update_scale(False)
-            found.append(scale_of(trainer))
-        return found
+            values.append(scale_of(trainer))
+        return values
 
-    first, second = made(), made()
-    found = first.model_wrapped.optimizer.loss_scaler
-    found.cur_scale, found.cur_iter, found.last_overflow_iter, found.cur_hysteresis = 4096.0, 11, 9, 1
+    first, second = new_trainer(), new_trainer()
+    scaler = first.model_wrapped.optimizer.loss_scaler
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 4096.0, 11, 9, 1
     set_scaler(second, json.loads(json.dumps(scaler_of(first), allow_nan=False)))
-    assert scale_of(second) == 4096.0 and vars(second.model_wrapped.optimizer.loss_scaler) == vars(found)
+    assert scale_of(second) == 4096.0 and vars(second.model_wrapped.optimizer.loss_scaler) == vars(scaler)
     expected = scales(first)
     assert scales(second) == expected and expected[-1] == 16384.0
-    assert scales(made()) != expected
+    assert scales(new_trainer()) != expected
 
 
 STATES = {
@@ -114,7 +114,7 @@ STATES = {
         ({"strategy": "ddp"}, "fsdp2", 2, False),
     ],
 )
-def test_what_cannot_be_cut_anew_is_refused_by_name(
+def test_states_that_cannot_be_divided_again_are_refused_by_name(
     written: dict[str, Any], strategy: str, world: int, allowed: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "states.json").write_text(json.dumps(STATES | written))
@@ -127,13 +127,13 @@ def test_what_cannot_be_cut_anew_is_refused_by_name(
 
 
 @pytest.mark.parametrize("steps", [8, 12])
-def test_a_run_made_longer_takes_its_first_step_under_the_new_schedule(steps: int) -> None:
+def test_an_extended_run_uses_the_new_schedule_from_its_first_step(steps: int) -> None:
     """`linear` ends at 0.0, which the groups of the last checkpoint hold; for a run of the same length nothing changes
     to the bit.
     """
     from transformers import get_scheduler
 
-    def made(total: int) -> tuple[torch.optim.Optimizer, Any]:
+    def stepper(total: int) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=3e-4)
         return optimizer, get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=total)
 
@@ -143,13 +143,13 @@ def test_a_run_made_longer_takes_its_first_step_under_the_new_schedule(steps: in
             scheduler.step()
         return float(optimizer.param_groups[0]["lr"])
 
-    kept = 8 if steps > 8 else 5
-    old, old_schedule = made(8)
-    stepped(old, old_schedule, kept)
-    new, new_schedule = made(steps)
+    step = 8 if steps > 8 else 5
+    old, old_schedule = stepper(8)
+    stepped(old, old_schedule, step)
+    new, new_schedule = stepper(steps)
     set_groups(new, json.loads(json.dumps(groups_of(old))))
     set_scheduler(new_schedule, new, json.loads(json.dumps(scheduler_of(old_schedule, old))))
-    undisturbed = stepped(*made(steps), kept)
+    undisturbed = stepped(*stepper(steps), step)
     assert undisturbed > 0
     assert new.param_groups[0]["lr"] == undisturbed == new_schedule.get_last_lr()[0]
-    assert stepped(new, new_schedule, 1) == stepped(*made(steps), kept + 1)
+    assert stepped(new, new_schedule, 1) == stepped(*stepper(steps), step + 1)

@@ -1,4 +1,4 @@
-"""Early stopping stops where it should, says why, and counts on after a resume as if there had been none."""
+"""Early stopping stops at the right step, says why, and continues to count after a resume."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ LOSSES = [3.0, 2.5, 2.45, 2.6, 2.55, 2.0]
 
 
 def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, losses: list[float]) -> int | None:
-    """Evaluates as the trainer does: logged, then asked about, then compared. Returns the step that stopped it, if one
-    did.
-    """
+    """Evaluate as the trainer does: log, then ask, then compare; return the step that stopped it, if any."""
     for loss in losses:
         state.global_step += 1
         control = TrainerControl()
@@ -34,22 +32,22 @@ def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, l
     ("patience", "threshold", "stops"), [(1, 0.0, 4), (2, 0.0, 5), (3, 0.0, None), (2, 0.1, 4), (None, 0.0, None)]
 )
 @pytest.mark.parametrize("resumed_at", [None, 1, 3])
-def test_it_stops_at_the_same_step_when_resumed(
+def test_a_resumed_run_stops_early_at_the_same_step(
     tmp_path: Path, patience: int | None, threshold: float, stops: int | None, resumed_at: int | None
 ) -> None:
     args = TrainingArguments(
         output_dir=str(tmp_path), report_to=[], metric_for_best_model="loss", greater_is_better=False, use_cpu=True
     )
-    state, kept = TrainerState(max_steps=9), None
+    state, saved = TrainerState(max_steps=9), None
     parts = [LOSSES[:resumed_at], LOSSES[resumed_at:]] if resumed_at else [LOSSES]
     for part in parts:
-        if kept:
-            state.stateful_callbacks["Patience"] = kept
+        if saved:
+            state.stateful_callbacks["Patience"] = saved
         watch = Patience(
             context_of(tmp_path, train={"early_stopping_patience": patience, "early_stopping_threshold": threshold})
         )
         watch.on_train_begin(args, state, TrainerControl())
-        found = evaluate(watch, args, state, part)
-        assert part is parts[-1] or found is None
-        kept = json.loads(json.dumps(watch.state()))
-    assert found == stops and state.best_global_step == (6 if stops is None else 3)
+        stopped = evaluate(watch, args, state, part)
+        assert part is parts[-1] or stopped is None
+        saved = json.loads(json.dumps(watch.state()))
+    assert stopped == stops and state.best_global_step == (6 if stops is None else 3)

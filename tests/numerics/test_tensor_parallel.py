@@ -12,11 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sft_play.model.parallel import STYLES
 from sft_play.plan.shape import TENSOR_PARALLEL_MODEL_TYPES
 from tests.families import COMPOSITE, FAMILIES
-from tests.numerics.rank_processes import found
+from tests.numerics.rank_processes import results_of_ranks
 
 EXACT = 1e-5
 OTHERS = {"gemma3n_text"}
-"""Its layers add inputs of their own; the plan's formulas do not know them."""
+"""Its layers have further inputs, which the plan's formulas do not know."""
 
 
 @pytest.mark.slow
@@ -27,11 +27,13 @@ OTHERS = {"gemma3n_text"}
     ids=["three", "all"],
 )
 def test_slices_of_layers_are_exact(mode: str, families: list[str], tmp_path: Path) -> None:
-    result = found("layer_ranks", tmp_path, 2, [mode, *families])[0]
-    wrong = {kind: one for kind, one in result.items() if max(one["loss"], one["gradients"], one["norm"]) > EXACT}
+    result = results_of_ranks("layer_ranks", tmp_path, 2, [mode, *families])[0]
+    wrong = {
+        kind: facts for kind, facts in result.items() if max(facts["loss"], facts["gradients"], facts["norm"]) > EXACT
+    }
     assert result.keys() == set(families) and wrong == {}
-    assert all(one["apart"] and one["alike"] for one in result.values()), result
-    assert all(one["held"] < 0.95 for one in result.values()), "no rank holds all weights"
+    assert all(facts["apart"] and facts["alike"] for facts in result.values()), result
+    assert all(facts["held"] < 0.95 for facts in result.values()), "no rank holds all weights"
 
 
 @pytest.mark.slow

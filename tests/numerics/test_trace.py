@@ -45,11 +45,29 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 256},
 }
 PLAIN = Case(
-    architecture=ARCHITECTURES["llama"], device="cpu", mode="lora", quantization="none", lora={"r": 8}, new_tokens=0,
-    weights_dtype="float32", adapter_dtype="float32", precision="fp32", autocast=False, gradient_checkpointing=False,
-    activation_offload=False, layout="flattened", attention="sdpa", optim="adamw_torch_fused", fused_adapters=True, loss_chunk=0,
-    rows=3, row_tokens=40, labels=50, accumulates=True, clips=True,
-)  # fmt: skip
+    architecture=ARCHITECTURES["llama"],
+    device="cpu",
+    mode="lora",
+    quantization="none",
+    lora={"r": 8},
+    new_tokens=0,
+    weights_dtype="float32",
+    adapter_dtype="float32",
+    precision="fp32",
+    autocast=False,
+    gradient_checkpointing=False,
+    activation_offload=False,
+    layout="flattened",
+    attention="sdpa",
+    optim="adamw_torch_fused",
+    fused_adapters=True,
+    loss_chunk=0,
+    rows=3,
+    row_tokens=40,
+    labels=50,
+    accumulates=True,
+    clips=True,
+)
 BF16 = {"weights_dtype": "bfloat16", "adapter_dtype": "bfloat16", "precision": "bf16", "autocast": True}
 AUTOCAST = {"precision": "bf16", "autocast": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -128,10 +146,10 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
     case = replace(PLAIN, gradient_checkpointing=True, device="cuda", mode="full")
     moved = replace(case, activation_offload=True)
     traced_exactly(moved)
-    kept, left = (observe(one, model_of(one))[0] for one in (case, moved))
+    resident, offloaded = (observe(variant, model_of(variant))[0] for variant in (case, moved))
     inputs = 3 * 40 * SMALL["hidden_size"] * 4
     for moment, recomputed in {"backward head": 0, "backward last": inputs}.items():
-        before, after = kept[moment].parts, left[moment].parts
+        before, after = resident[moment].parts, offloaded[moment].parts
         assert before["activations"] - after["activations"] == SMALL["num_hidden_layers"] * inputs
         assert after.get("recompute", 0) - before.get("recompute", 0) == recomputed
 

@@ -38,7 +38,7 @@ MIXTURE = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, h
     ],
     ids=["nf4 fp32", "nf4 bf16", "int8 fp32", "int8 bf16", "experts in nf4"],
 )
-def test_bitsandbytes_holds_what_its_stand_in_does(
+def test_bitsandbytes_allocates_the_memory_of_its_stand_in(
     quantization: str, changes: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
     case = replace(
@@ -59,7 +59,7 @@ def test_bitsandbytes_holds_what_its_stand_in_does(
 
 
 def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
-    """Returns the peaks of two steps of a model that transformers and bitsandbytes quantised."""
+    """Return the peaks of two steps of a model that transformers and bitsandbytes quantised."""
     settings = settings_of(case.architecture)
     dtype = dtype_of(case.weights_dtype)
     AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)

@@ -1,6 +1,4 @@
-"""Activations of every family: few layers of each kind, traced, stand for all layers of a real step, whatever a family
-mixes.
-"""
+"""Activations of every family: a few traced layers of each kind represent all layers of a real step."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ LAYERS = 6
 
 
 def deeper(name: str) -> Any:
-    """Returns the family's tiny configuration with more layers of the same kinds."""
+    """Return the family's tiny configuration with more layers of the same kinds."""
     if name == "nemotron_h":
         return tiny_config(name)  # it has four kinds
     own = OWN.get(COMPOSITE[name][0] if name in COMPOSITE else name, {})
@@ -35,15 +33,15 @@ def deeper(name: str) -> Any:
 
 
 def stands_for_all(case: Case) -> None:
-    found = max(sum(parts.values()) for parts in trace(case)["moments"].values())
+    most = max(sum(parts.values()) for parts in trace(case)["moments"].values())
     real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
-    assert found == pytest.approx(real, rel=0.001)
+    assert most == pytest.approx(real, rel=0.001)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
 )
-def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
+def test_few_traced_layers_of_a_family_represent_all(name: str) -> None:
     """Rows in the layout and under the attention that are planned on a CPU."""
     by_lengths = name in VARLEN_MODEL_TYPES
     case = replace(
@@ -61,7 +59,7 @@ def test_few_layers_of_a_family_stand_for_all(name: str) -> None:
     ("name", "tokens"),
     [("qwen3_5_text", 1600), *(pytest.param(name, 160, marks=pytest.mark.long) for name in ("jamba", "mamba"))],
 )
-def test_short_rows_stand_for_long_ones_where_a_state_is_computed_in_turn(name: str, tokens: int) -> None:
+def test_short_rows_represent_long_ones_if_a_state_is_computed_in_sequence(name: str, tokens: int) -> None:
     case = replace(
         PLAIN,
         architecture=json.loads(tiny_config(name).to_json_string()),

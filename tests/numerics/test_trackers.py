@@ -46,28 +46,28 @@ def drive(inner: Recording, run: RunFolder) -> None:
 
 
 def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for inner, kept, said in (
+    for inner, logged, message in (
         (Recording(), 5, ""),
         (Recording(fails=3), 2, "failed: the server is gone"),
         (Recording(hangs=3), 2, "has not accepted everything within"),
     ):
         drive(inner, RunFolder(tmp_path))
-        assert inner.seen == [(step, {"loss": float(step)}) for step in range(1, kept + 1)]
+        assert inner.seen == [(step, {"loss": float(step)}) for step in range(1, logged + 1)]
         warnings = capsys.readouterr().err.splitlines()
-        assert len(warnings) == bool(said) and (not said or said in warnings[0]), warnings
+        assert len(warnings) == bool(message) and (not message or message in warnings[0]), warnings
         inner.over.set()
 
 
-@pytest.mark.parametrize(("name", "said"), [("trackio", "wants pillow < 13"), ("aim", "wants filelock < 4")])
+@pytest.mark.parametrize(("name", "message"), [("trackio", "wants pillow < 13"), ("aim", "wants filelock < 4")])
 def test_a_tracker_that_clashes_is_refused_with_the_reason(
-    in_process: Program, tmp_path: Path, name: str, said: str
+    in_process: Program, tmp_path: Path, name: str, message: str
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     done = in_process(
         "train", "CONFIG=quickstart", f"DATA_TRAIN_PATH={rows}", f"TRAIN_REPORT_TO={name}", "RUN_NAME=refused"
     )
-    assert done.code == 3 and said in done.err and not (tmp_path / "runs").exists(), done.err
+    assert done.code == 3 and message in done.err and not (tmp_path / "runs").exists(), done.err
 
 
 OFFLINE = {"wandb": {"WANDB_MODE": "offline"}, "mlflow": {}, "comet_ml": {"COMET_START_ONLINE": "0"}}
@@ -89,7 +89,7 @@ def test_a_resumed_run_continues_in_the_tracker(tiny: Path, tmp_path: Path, name
         [steps] = run.path.glob(f"mlruns/*/{ids[0][name]}/metrics/loss")
         assert [int(line.split()[2]) for line in steps.read_text().splitlines()] == [*range(1, 9), *range(5, 9)]
     else:
-        found = [path for path in run.path.rglob("*") if ids[0][name] in path.name]
-        assert found, [str(path) for path in run.path.rglob("*")][:50]
+        files = [path for path in run.path.rglob("*") if ids[0][name] in path.name]
+        assert files, [str(path) for path in run.path.rglob("*")][:50]
     sent = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not sent

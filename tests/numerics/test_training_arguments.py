@@ -66,7 +66,7 @@ def test_further_fields_win_over_what_we_set(tmp_path: Path) -> None:
         ({"lr_scheduler_type": "linear", "extra": {"lr_scheduler_kwargs": {"nonsense": 1}}}, "nonsense"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_loaded(train: Any, words: str, tmp_path: Path) -> None:
+def test_arguments_that_cannot_work_are_refused_before_loading(train: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         arguments(tmp_path, **train)
     assert words in caught.value.render()

@@ -40,7 +40,7 @@ def test_packed_rows_train_and_are_scored_as_rows_alone(family: str, kernel: str
         "train": ("rank_tokens", "loss", "grad_norm"),
         "eval": ("eval_loss", "eval_exact_match"),
     }.items():
-        wanted, found = ([[row[name] for name in names] for row in rows(run, kind)] for run in runs)
-        assert wanted
-        for mine, theirs in zip(found, wanted, strict=True):
+        alone, together = ([[row[name] for name in names] for row in rows(run, kind)] for run in runs)
+        assert alone
+        for mine, theirs in zip(together, alone, strict=True):
             assert mine[-2:] == pytest.approx(theirs[-2:], rel=1e-4) and mine[:-2] == theirs[:-2]

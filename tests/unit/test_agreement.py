@@ -1,4 +1,4 @@
-"""What the machines of a run must agree on, and the errors that say where they do not."""
+"""What the machines of a run must agree on, and the errors for differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.documents import on_page
 
 
 def facts(rank: int, **changes: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {
+    facts_of_node: dict[str, Any] = {
         "node": f"node {rank} ({'abc'[rank]})",
         "num_nodes": 3,
         "resumed": False,
@@ -28,11 +28,11 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         "kind": "cuda",
         "devices": [],
     }
-    return {**known, **changes}
+    return {**facts_of_node, **changes}
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "said"),
+    ("change", "kind", "message"),
     [
         ({"num_nodes": 2}, UserError, "`NUM_NODES` is not the same on every node: node 0 (a): 3, node 1 (b): 2"),
         ({"versions": {"torch": "2.12.0"}}, HardwareError, "`torch` is `2.13.0` on node 0 (a), `2.12.0` on node 1 (b)"),
@@ -42,18 +42,18 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         ({"resumed": True}, CheckpointError, "node 1 (b): continues the run"),
     ],
 )
-def test_what_differs_is_one_error(change: dict[str, Any], kind: type[UserError], said: str) -> None:
+def test_each_difference_is_one_error(change: dict[str, Any], kind: type[UserError], message: str) -> None:
     (error,) = compare_facts([facts(0), facts(1, **change)])
-    assert type(error) is kind and said in error.render(), error.render()
+    assert type(error) is kind and message in error.render(), error.render()
     assert "versions" not in change or on_page("different-versions-on-machines", error.render())
 
 
-def given(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
+def preparation(rank: int, *, apart: bool = False, **prepared: str) -> dict[str, Any]:
     return {"node": f"node {rank} ({'abc'[rank]})", "prepared": {"base model": "m", **prepared}, "apart": apart}
 
 
-def test_nodes_that_do_not_see_the_run_folder() -> None:
-    apart = [given(0), given(1, apart=True), given(2, apart=True)]
+def test_nodes_without_the_shared_run_folder_are_refused() -> None:
+    apart = [preparation(0), preparation(1, apart=True), preparation(2, apart=True)]
     for strategy, save in (("ddp", "steps"), ("fsdp2", "no")):
         assert not compare_prepared(apart, strategy=strategy, save_strategy=save)
     (error,) = compare_prepared(apart, strategy="zero2", save_strategy="steps")
@@ -61,8 +61,12 @@ def test_nodes_that_do_not_see_the_run_folder() -> None:
     assert "node 1 (b), node 2 (c) cannot see the run folder of node 0" in error.message
 
 
-def test_nodes_that_prepared_different_data() -> None:
-    here = [given(0, data="8 rows, 90 tokens, abc"), given(1, data="9 rows, 95 tokens, def"), given(2)]
+def test_nodes_with_different_data_are_refused() -> None:
+    here = [
+        preparation(0, data="8 rows, 90 tokens, abc"),
+        preparation(1, data="9 rows, 95 tokens, def"),
+        preparation(2),
+    ]
     (error,) = compare_prepared(here, strategy="ddp", save_strategy="steps")
     assert isinstance(error, DataError)
     assert "`data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
@@ -76,13 +80,13 @@ def test_a_full_gpu_is_named_with_its_node() -> None:
         ranks_of(Hardware(kind="cuda", devices=(free,), cpu_threads=8, ram_bytes=GIB), request)
 
 
-def test_what_a_node_compares(tmp_path: Path) -> None:
+def test_nodes_compare_content_and_not_paths(tmp_path: Path) -> None:
     def here(folder: str, extra: str = "") -> dict[str, str]:
         path = tmp_path / "x.yaml"
         path.write_text(f"model:\n  name: {folder}/tiny\ndata:\n  train_path: {folder}/rows.jsonl\n{extra}")
         return config_here(load_config(path))
 
-    one = here("/home/ann")
-    assert one == here("/home/bob", "launch:\n  join_seconds: 7\n"), "the content is compared after the preparation"
-    assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != one["train.seed"]
+    node = here("/home/ann")
+    assert node == here("/home/bob", "launch:\n  join_seconds: 7\n"), "the content is compared after the preparation"
+    assert here("/home/ann", "train:\n  seed: 7\n")["train.seed"] == "7" != node["train.seed"]
     assert {"python", "torch", "sft_play", "deepspeed", "source of sft_play"} <= versions_here("cpu").keys()

@@ -21,7 +21,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def learnt(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> AnswerParts:
-    """Returns the parts of what a row learns of its last answer."""
+    """Return the parts of a row's last answer that are learnt."""
     row = rows_of(tokenizer, messages, tools)[-1]
     return parts_of(tokenizer, row.input_ids[len(row.prompt_ids) : -1])
 
@@ -34,43 +34,43 @@ CALLING = [name for name, family in CHAT_FAMILIES.items() if family.tools]
 @pytest.mark.parametrize(
     "words", ["Oslo", '{"label": "a", "score": 1}', '{"name": "Bob", "parameters": {}}', "a <b> c", "yes\n\nno"]
 )
-def test_a_plain_answer_is_its_words(name: str, words: str, tokenizers: dict[str, Any]) -> None:
+def test_a_plain_answer_has_only_text(name: str, words: str, tokenizers: dict[str, Any]) -> None:
     assert learnt(tokenizers[name], asked("2+2?", content=words)) == AnswerParts(words)
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_a_thought_is_apart_from_the_words(name: str, tokenizers: dict[str, Any]) -> None:
+def test_a_thought_is_separate_from_the_answer(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     messages = [*asked("2+2?", content="Four."), *asked("3+3?", content="Six.", reasoning_content="Three\nand three.")]
     assert learnt(tokenizer, messages) == AnswerParts("Six.", "Three\nand three.")
 
 
 @pytest.mark.parametrize("name", CHAT_FAMILIES)
-def test_a_thought_within_the_words_is_apart_too(name: str, tokenizers: dict[str, Any]) -> None:
+def test_a_thought_within_the_answer_is_separate_too(name: str, tokenizers: dict[str, Any]) -> None:
     messages = asked("2+2?", content="<think>\nTwo and two.\n</think>\n\nFour.")
     assert learnt(tokenizers[name], messages) == AnswerParts("Four.", "Two and two.")
     assert marks_of(tokenizers[name]).cut(messages[1]["content"], generated=False).text == "Four."
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any]) -> None:
+def test_calls_are_read_in_every_form(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
-    one = '{"name": "add", "arguments": {"a": 2, "of": "x y"}}'
-    found = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y")]), [TOOL])
-    assert marks_of(tokenizer).called(found) == AnswerParts("", calls=(one,))
+    written_call = '{"name": "add", "arguments": {"a": 2, "of": "x y"}}'
+    rows = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y")]), [TOOL])
+    assert marks_of(tokenizer).called(rows) == AnswerParts("", calls=(written_call,))
     if name in ("qwen3", "qwen3_5", "mistral"):
-        found = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y"), call(ident="abcdefghj")]), [TOOL])
-        assert found == AnswerParts("", calls=(one, '{"name": "add", "arguments": {}}'))
+        rows = learnt(tokenizer, asked("2+2?", tool_calls=[call(a=2, of="x y"), call(ident="abcdefghj")]), [TOOL])
+        assert rows == AnswerParts("", calls=(written_call, '{"name": "add", "arguments": {}}'))
     if name in ("qwen3", "qwen3_5"):
-        found = learnt(tokenizer, asked("2+2?", content="I add.", tool_calls=[call(a=2, of="x y")]), [TOOL])
-        assert found == AnswerParts("I add.", calls=(one,))
+        rows = learnt(tokenizer, asked("2+2?", content="I add.", tool_calls=[call(a=2, of="x y")]), [TOOL])
+        assert rows == AnswerParts("I add.", calls=(written_call,))
     if name in ("qwen3", "qwen3_5", "gpt_oss"):
-        found = learnt(tokenizer, asked("2+2?", reasoning_content="Sum.", tool_calls=[call(a=2, of="x y")]), [TOOL])
-        assert found == AnswerParts("", "Sum.", (one,))
+        rows = learnt(tokenizer, asked("2+2?", reasoning_content="Sum.", tool_calls=[call(a=2, of="x y")]), [TOOL])
+        assert rows == AnswerParts("", "Sum.", (written_call,))
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "said"),
+    ("name", "raw", "expected"),
     [
         ("qwen3", "<think>\nnot done", AnswerParts("", "not done")),
         ("qwen3_5", "not done", AnswerParts("", "not done")),
@@ -87,12 +87,12 @@ def test_calls_are_read_whatever_their_form(name: str, tokenizers: dict[str, Any
         ("qwen3", "Oslo<|im_start|>", AnswerParts("Oslo")),
     ],
 )
-def test_what_a_model_may_write(name: str, raw: str, said: AnswerParts, tokenizers: dict[str, Any]) -> None:
+def test_answers_of_any_form_are_parsed(name: str, raw: str, expected: AnswerParts, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
-    assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == said
+    assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == expected
 
 
-def test_a_template_that_writes_nothing_leaves_answers_as_they_are(tmp_path: Path) -> None:
+def test_a_template_that_fails_leaves_answers_unchanged(tmp_path: Path) -> None:
     tokenizer = load_with(save_family(tmp_path / "t", "qwen3"), text="{{ raise_exception('no') }}")
     marks: Marks = marks_of(tokenizer)
     assert marks.cut(" Oslo ") == AnswerParts("Oslo") and marks.form is None

@@ -28,27 +28,27 @@ def request(where: str, kernels: Any = "auto", **tuning: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("where", "tuning", "said"),
+    ("where", "tuning", "message"),
     [
         ("cpu", {}, "need an NVIDIA GPU"),
         ("H100", {"backend": "unsloth", "mode": "qlora"}, "unsloth has its own kernels"),
         ("H100", {}, "the package `liger-kernel` is not installed"),
     ],
 )
-def test_kernels_that_cannot_run_are_refused_when_typed_and_otherwise_left_out(
-    where: str, tuning: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+def test_kernels_that_cannot_run_are_refused_if_typed_and_else_omitted(
+    where: str, tuning: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, reasons = importlib.util.find_spec, dict[str, str]()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
+    find_spec, reasons = importlib.util.find_spec, dict[str, str]()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else find_spec(name))
     assert choose_kernels(request(where, **tuning), reasons) == "off"
-    assert (said in "".join(reasons.values())) is (where != "cpu"), "nobody asked about kernels on a CPU"
+    assert (message in "".join(reasons.values())) is (where != "cpu"), "nobody asked about kernels on a CPU"
     with pytest.raises(HardwareError) as caught:
         choose_kernels(request(where, "liger", **tuning), {})
-    assert said in caught.value.message
-    assert ("pip install" in str(caught.value.hint)) is ("installed" in said)
+    assert message in caught.value.message
+    assert ("pip install" in str(caught.value.hint)) is ("installed" in message)
 
 
-def test_kernels_are_taken_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     reasons = dict[str, str]()
     assert choose_kernels(request("H100"), reasons) == "liger" and "kernels liger" in reasons["kernels"]
@@ -72,7 +72,7 @@ def test_conflicts_name_the_reason_and_the_way_out(
 # Target modules that a model does not have.
 
 
-def test_names_that_match_nothing_are_listed_beside_what_there_is() -> None:
+def test_names_that_match_nothing_are_listed_with_the_available_ones() -> None:
     with pytest.raises(UserError, match="`query`, `c_attn`") as caught:
         find_targets(tiny_model("llama", "meta"), ["q_proj", "query", "c_attn"])
     layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -28,13 +28,13 @@ def samplers(rows: int, batch: int, slots: Sequence[Slots]) -> list[GlobalBatchS
 
 
 def steps(sampler: GlobalBatchSampler) -> list[list[list[int]]]:
-    """Returns the micro-batches of each optimizer step."""
+    """Return the micro-batches of each optimizer step."""
     micro, count = list(sampler), sampler.turns
     return [micro[start : start + count] for start in range(0, len(micro), count)]
 
 
 def global_batches(rows: int, batch: int, slots: Sequence[Slots]) -> list[list[int]]:
-    """Returns the sorted rows of each optimizer step over all ranks."""
+    """Return the sorted rows of each optimizer step over all ranks."""
     shares = [steps(sampler) for sampler in samplers(rows, batch, slots)]
     return [sorted(row for part in step for micro in part for row in micro) for step in zip(*shares, strict=True)]
 
@@ -76,39 +76,39 @@ def prepared(draw: st.DrawFn) -> Rows:
 
 
 def pairs_of_flattened(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Returns (row, position of the context, target) of every trained token."""
+    """Return (row, position of the context, target) of every trained token."""
     positions = batch["position_ids"][0].tolist()
     row_of = torch.tensor([position == 0 for position in positions]).cumsum(0).tolist()
-    kept = zip(batch["logits_to_keep"].tolist(), batch["targets"].tolist(), strict=True)
-    return [(row_of[at] - 1, positions[at], target) for at, target in kept if target != IGNORED]
+    learnt = zip(batch["logits_to_keep"].tolist(), batch["targets"].tolist(), strict=True)
+    return [(row_of[at] - 1, positions[at], target) for at, target in learnt if target != IGNORED]
 
 
 def pairs_of_padded(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
-    found = []
+    pairs = []
     for row, targets in enumerate(batch["targets"].tolist()):
         for at, target in zip(batch["logits_to_keep"].tolist(), targets, strict=True):
             if target != IGNORED:
                 assert batch["attention_mask"][row, at] == 1
-                found.append((row, int(batch["position_ids"][row, at]), target))
-    return found
+                pairs.append((row, int(batch["position_ids"][row, at]), target))
+    return pairs
 
 
 @settings(deadline=None)
 @given(prepared())
 def test_both_layouts_train_the_same_tokens(rows: Rows) -> None:
-    wanted = Counter(
+    expected = Counter(
         (index, at - 1, row["labels"][at])
         for index, row in enumerate(rows)
         for at in range(1, len(row["labels"]))
         if row["labels"][at] != IGNORED
     )
     flattened, padded = Collator("flattened", PAD)(rows), Collator("padded", PAD)(rows)
-    assert Counter(pairs_of_flattened(flattened)) == wanted
-    assert Counter(pairs_of_padded(padded)) == wanted
+    assert Counter(pairs_of_flattened(flattened)) == expected
+    assert Counter(pairs_of_padded(padded)) == expected
     assert flattened["rows"] == padded["rows"] == [row["row"] for row in rows]
 
 
-def test_sides_that_were_published_never_change() -> None:
+def test_published_hashes_of_validation_rows_never_change() -> None:
     """Golden: another hash would move rows of existing validation data into training."""
     rows = [Example(place="a:1", form="text", source=0, text=f"row {i}").key for i in range(12)]
     assert [i for i, key in enumerate(rows) if is_held_out(key, None, 0.4)] == [1, 2, 4, 5, 7, 8, 11]

@@ -1,5 +1,5 @@
-"""Rows of families whose templates write more than words: harmony as it is rendered, stops, and prompts that were
-rendered before.
+"""Rows of families whose templates write more than text: rendered harmony, stops, and prompts that are already
+rendered.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def test_each_answer_of_harmony_is_a_row_as_the_template_renders_it(harmony: Any
     ]
     rows = rows_of(harmony, messages)
     assert learnt_runs(harmony, rows) == [
-        f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>{said}<|return|>"
-        for thought, said in (("Two.", "Four."), ("Three.", "Six."))
+        f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>{answer}<|return|>"
+        for thought, answer in (("Two.", "Four."), ("Three.", "Six."))
     ]
     messages = [{"thinking": turn.get("reasoning_content"), **turn} for turn in messages]  # as the template reads it
     for row, count in zip(rows, (2, 4), strict=True):
@@ -50,9 +50,9 @@ def test_a_call_of_harmony_is_learnt_to_its_own_end(harmony: Any) -> None:
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "Four.", "reasoning_content": "Done."},
     ]
-    said = " to=functions.add<|channel|>commentary json<|message|>" + json.dumps({"a": 2}) + "<|call|>"
+    call_text = " to=functions.add<|channel|>commentary json<|message|>" + json.dumps({"a": 2}) + "<|call|>"
     assert learnt_runs(harmony, rows_of(harmony, messages, [TOOL])) == [
-        f"<|channel|>analysis<|message|>Add.<|end|><|start|>assistant{said}",
+        f"<|channel|>analysis<|message|>Add.<|end|><|start|>assistant{call_text}",
         "<|channel|>analysis<|message|>Done.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>",
     ]
 
@@ -63,11 +63,11 @@ def test_stops_are_those_of_template_tokenizer_and_base(tmp_path: Path) -> None:
     named = tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer))
     assert named == ["<|return|>", "<|call|>"], "a thought ends with <|end|>, so generation continues there"
     start = tokenizer.convert_tokens_to_ids("<s>")
-    for found, more in (([start, 5], [start, 5]), (start, [start]), (None, []), ("2", []), ([True, -1], [])):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
-        assert base_stops(folder) == more
+    for declared, stops in (([start, 5], [start, 5]), (start, [start]), (None, []), ("2", []), ([True, -1], [])):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+        assert base_stops(folder) == stops
         again = load_tokenizer(folder)
-        assert ends_of_answers(again)["eos_token_id"] == [*end_of_turn_ids(tokenizer), *more]
+        assert ends_of_answers(again)["eos_token_id"] == [*end_of_turn_ids(tokenizer), *stops]
         assert 5 not in end_of_turn_ids(again), "what stands within words ends no turn of a row"
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [start]}))
     apart = save_family(tmp_path / "adapter", "gpt_oss")
@@ -118,16 +118,19 @@ def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_
     assert caught.value.hint and "`data.chat_template: deepseek_r1`" in caught.value.hint
     named = load_with(folder, "deepseek_r1")
     (row,) = rows_of(named, messages)
-    text = "<s><\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n\u2039Two.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"
+    text = (
+        "<s><\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n"
+        "\u2039Two.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"
+    )
     assert (row.input_ids, row.labels) == by_hand(named, text)
 
 
 @pytest.mark.parametrize("ident", ["call_0123456789", "abcdefghi", None])
 def test_mistral_gets_ids_of_nine_letters_and_results_name_them(ident: str | None, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_family(tmp_path / "t", "mistral"))
-    made = {key: value for key, value in call(a=2).items() if key != "id"} | ({"id": ident} if ident else {})
+    call_facts = {key: value for key, value in call(a=2).items() if key != "id"} | ({"id": ident} if ident else {})
     result = {"role": "tool", "content": "4"} | ({"tool_call_id": ident} if ident else {})
-    messages = [*asked("2+2?", tool_calls=[made]), result, {"role": "assistant", "content": "Four."}]
+    messages = [*asked("2+2?", tool_calls=[call_facts]), result, {"role": "assistant", "content": "Four."}]
     text = tokenizer.decode(rows_of(tokenizer, messages, [TOOL])[-1].input_ids)
     (named,) = re.findall(r'"id": "(\w{9})"', text)
     assert f'"call_id": "{named}"' in text and named == (ident if ident == "abcdefghi" else named)

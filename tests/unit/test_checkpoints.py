@@ -30,7 +30,7 @@ def save(run: RunFolder, step: int, content: str = "weights") -> Path:
     return publish(run, step)
 
 
-def test_the_newest_by_number_is_taken_not_the_newest_by_name_or_time(run: RunFolder) -> None:
+def test_the_newest_checkpoint_is_that_of_the_highest_step(run: RunFolder) -> None:
     newest = save(run, 1_000_000)
     save(run, 999_999)
     save(run, 5)
@@ -47,10 +47,8 @@ def test_rotation_keeps_the_newest_and_the_best(run: RunFolder) -> None:
     assert rotate(run, None, run.checkpoint(8)) == []
 
 
-def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
-    """Publishes step 8 in a process of its own that ends at the `wanted`-th call that changes the folder; returns
-    whether it did.
-    """
+def dies_while_publishing(run: RunFolder, operation: int) -> bool:
+    """Publish step 8 in a process that ends at its `operation`-th change of the folder; return whether it did."""
     child = os.fork()
     if child == 0:
         calls = [0]
@@ -58,7 +56,7 @@ def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
         def dying(function):
             def wrapper(*arguments, **named):
                 calls[0] += 1
-                if calls[0] == wanted:
+                if calls[0] == operation:
                     os._exit(9)
                 return function(*arguments, **named)
 
@@ -82,8 +80,8 @@ def dies_while_publishing(run: RunFolder, wanted: int) -> bool:
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there already"])
 def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint(run: RunFolder, again: bool) -> None:
-    """Every system call that changes the folder is tried as the last one."""
-    for wanted in range(1, 60):
+    """The process ends at each system call that changes the folder."""
+    for operation in range(1, 60):
         shutil.rmtree(run.checkpoints)
         save(run, 4)
         if again:
@@ -91,17 +89,19 @@ def test_a_process_that_dies_anywhere_while_publishing_leaves_a_valid_checkpoint
         partial = partial_folder(run, 8)
         partial.mkdir()
         (partial / "weights.safetensors").write_text("whole")
-        died = dies_while_publishing(run, wanted)
-        found, skipped = newest_valid(run)
-        assert found is not None, f"nothing valid after dying at call {wanted}"
+        died = dies_while_publishing(run, operation)
+        checkpoint, skipped = newest_valid(run)
+        assert checkpoint is not None, f"nothing valid after dying at call {operation}"
         assert skipped == []
-        assert found.name == "step-000008" or not again, f"the step that was there is lost after dying at call {wanted}"
+        assert checkpoint.name == "step-000008" or not again, (
+            f"the step that was there is lost after dying at call {operation}"
+        )
         clean_up(run)
         assert {path.name[:5] for path in run.checkpoints.iterdir()} <= {"step-", "last"}
-        assert newest_valid(run) == (found, [])
+        assert newest_valid(run) == (checkpoint, [])
         if not died:
-            assert found.name == "step-000008"
-            assert (found / "weights.safetensors").read_text() == "whole"
+            assert checkpoint.name == "step-000008"
+            assert (checkpoint / "weights.safetensors").read_text() == "whole"
             return
     pytest.fail("publishing never came to its end")
 
@@ -129,7 +129,7 @@ def test_rotation_never_removes_what_is_newer_than_the_checkpoint_just_verified(
     assert newest_valid(run)[0] == run.checkpoint(5)
 
 
-def test_what_a_killed_process_left_is_removed_and_names_are_given_back(run: RunFolder) -> None:
+def test_leftovers_of_a_killed_process_are_removed_and_names_freed(run: RunFolder) -> None:
     save(run, 4).rename(run.checkpoints / ".step-000004.replaced")
     partial_folder(run, 8).mkdir()
     assert clean_up(run) == ["step-000008: the process that wrote it ended before it was complete"]

@@ -1,5 +1,5 @@
-"""What comes to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program that
-runs the command here.
+"""What is copied to machines of a cluster, and what must never be lost there. rsync is the real one; ssh is a program
+that runs the command here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOST = Host(name="old", address="192.0.2.1", folder="~/sft-play", place="home.ya
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project's folder of another machine; beside it, in `here`, this machine's."""
+    """Return another machine's project folder; this machine's is next to it, in `here`."""
     need("rsync")
     programs, home = tmp_path / "bin", tmp_path / "home"
     for folder in (programs, home / "sft-play", tmp_path / "here"):
@@ -43,7 +43,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def here(there: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project of this machine."""
+    """Return the project folder of this machine."""
     folder = there.parent.parent / "here"
     monkeypatch.setattr(bring, "project", lambda: folder)
     return folder
@@ -63,7 +63,7 @@ def send_model_there(there: Path, folder: Path, place: str) -> None:
     send_model(HOST, replace(OWN, cache=str(there / "cache")), folder, place)
 
 
-def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
+def test_a_users_file_is_never_replaced(there: Path, here: Path) -> None:
     names = write(here, a="ours", b="same", new="new")
     write(there, a="hours of work", b="same")
     os.utime(there / "b.py", (1e9, 1e9))
@@ -79,10 +79,8 @@ def test_a_persons_file_is_never_replaced(there: Path, here: Path) -> None:
     assert [(there / name).read_text() for name in names] == ["ours", "same", "new"]
 
 
-def test_what_is_replaced_or_leaves_the_project_is_set_aside(
-    there: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a folder that we have filled: an edit made there is kept and said, and what was never brought stays."""
+def test_replaced_and_removed_files_are_backed_up(there: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder that we filled, an edit there is kept and reported, and other files stay."""
     odd = [os.fsdecode(b"caf\xe9.py"), "-e sh", "it's $HOME", "sub/x.py"]
     (here / "sub").mkdir()
     for name in odd:
@@ -108,7 +106,7 @@ def test_what_is_replaced_or_leaves_the_project_is_set_aside(
     assert {os.fsdecode(name) for name in (there / MARKER).read_bytes().split(b"\0") if name} == {"a.py", odd[0]}
 
 
-def test_a_folder_that_is_this_very_project_stays_as_it_is(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_this_project_is_unchanged(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a disk that all machines see."""
     write(there, a="edited just now")
     monkeypatch.setattr(bring, "project", lambda: there)
@@ -117,7 +115,7 @@ def test_a_folder_that_is_this_very_project_stays_as_it_is(there: Path, monkeypa
     assert (there / "a.py").read_text() == "edited just now" and not (there / MARKER).exists()
 
 
-def test_want_of_room_is_told_before_anything_is_sent(there: Path, here: Path) -> None:
+def test_missing_space_is_reported_before_anything_is_sent(there: Path, here: Path) -> None:
     with (here / "huge").open("wb") as stream:
         stream.truncate(2**43)
     with pytest.raises(
@@ -128,7 +126,7 @@ def test_want_of_room_is_told_before_anything_is_sent(there: Path, here: Path) -
     assert not list(there.iterdir())
 
 
-def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path) -> None:
+def test_an_existing_model_is_not_written_again(there: Path, here: Path) -> None:
     """Of another time, as one that was downloaded there. A different one is refused."""
     model = there / "model"
     for folder, time in ((here, 1.5e9), (model, 1.2e9)):
@@ -154,8 +152,10 @@ def test_a_model_that_stands_there_is_not_written_again(there: Path, here: Path)
     assert "it is another model" in (error.value.hint or "") and (there / "other" / "small").read_text() == "theirs"
 
 
-def test_a_model_of_the_hubs_cache(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links stay links; which commit a branch is there stays as it is."""
+def test_a_model_of_the_hubs_cache_is_copied_with_its_links(
+    there: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links stay links, and the commit of a branch on the machine is unchanged."""
     repository = here / "models--a--b"
     for part in ("blobs", "snapshots/c", "refs"):
         (repository / part).mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_a_model_of_the_hubs_cache(there: Path, here: Path, monkeypatch: pytest.
         assert (there / "models--a--b" / "refs" / "main").read_text() == "of theirs"
 
 
-def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path, here: Path) -> None:
+def test_links_out_of_a_model_are_not_followed_and_its_secrets_are_not_uploaded(there: Path, here: Path) -> None:
     (here / "config.json").write_text("{}")
     (here / ".env").write_text("PASSWORD=x")
     (here / "store").write_text("weights")
@@ -188,7 +188,7 @@ def test_links_out_of_a_model_are_not_followed_and_its_secrets_stay(there: Path,
     assert sorted(path.name for path in (there / "model").iterdir()) == sent
 
 
-def test_code_is_what_git_tracks(
+def test_only_tracked_files_are_copied_as_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["kept.py", "gone.py", ".env", "conf/.env.local", ".env.example", "runs/old/config.json"]
@@ -212,9 +212,9 @@ def test_code_is_what_git_tracks(
     monkeypatch.setattr(bring, "project", lambda: tmp_path)
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     assert bring.code_files() == sorted([".env.example", "kept.py", odd])
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        said
+        error
         == "note: git does not track yet, and so does not send: `configs/new.yaml`, `sft_play/new.py`; git add sends"
         " them\n"
     )
@@ -226,20 +226,20 @@ def test_a_project_of_which_git_tracks_nothing_is_refused(tmp_path: Path, monkey
     (tmp_path / "empty" / "new.py").write_text("x")
     for place, why in ((tmp_path / "empty", "nothing was added"), (tmp_path, "not a git repository")):
         monkeypatch.setattr(bring, "project", lambda place=place: place)
-        with pytest.raises(UserError, match="it tracks none") as found:
+        with pytest.raises(UserError, match="it tracks none") as caught:
             bring.code_files()
-        assert why in found.value.message
-        assert "git clone the project, `make install` in the clone" in (found.value.hint or "")
+        assert why in caught.value.message
+        assert "git clone the project, `make install` in the clone" in (caught.value.hint or "")
 
 
-def test_the_line_of_rsyncs_words_that_matters_is_told() -> None:
+def test_the_relevant_line_of_rsync_is_reported() -> None:
     full, follows = "rsync: write failed on `/x`: No space left on device (28)", "rsync: connection unexpectedly closed"
     summary = "rsync error: error in file IO (code 11) at receiver.c(380)"
     assert last_word(f"{full}\n{follows}\n{summary}\n") == full
     assert last_word(f"{follows}\n{summary}\n") == follows and last_word(summary) == summary
 
 
-def test_settings_that_reach_every_machine() -> None:
+def test_settings_but_no_secrets_are_passed_to_every_machine() -> None:
     passed = {
         "HF_ENDPOINT": "https://hub.lan",
         "AIM_REPO": "aim://10.0.0.1:53800",
@@ -261,7 +261,7 @@ def test_settings_that_reach_every_machine() -> None:
     assert settings_to_forward({**own, **passed}) == passed and settings_to_forward(secret) == {}
 
 
-def test_a_machine_without_this_ones_python(there: Path) -> None:
+def test_a_machine_without_the_same_python_is_refused(there: Path) -> None:
     """Nothing is installed that could not be used; the hint names the address, and the packages that bring that
     Python.
     """
@@ -274,7 +274,7 @@ def test_a_machine_without_this_ones_python(there: Path) -> None:
     assert not (there / ".venv").exists()
 
 
-def test_links_and_pipes_do_not_come_from_a_machine(there: Path, tmp_path: Path) -> None:
+def test_links_and_pipes_are_not_copied_from_a_machine(there: Path, tmp_path: Path) -> None:
     theirs = there.parent / "runs" / "demo" / "logs"
     theirs.mkdir(parents=True)
     (theirs / "rank1.log").write_text("words")

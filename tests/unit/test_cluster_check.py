@@ -1,6 +1,6 @@
-"""What `cluster-check` makes of what machines say: the cases that need cards or drivers which no test machine has.
+"""What `cluster-check` concludes from machines' reports, for cards or drivers that no test machine has.
 
-The machines are programs in place of ssh: each says what `make doctor JSON=1` says there.
+Programs in place of ssh stand for the machines: each prints a report of `make doctor JSON=1`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def card(free: float = 11.5) -> GpuFacts:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what each machine says, by its address."""
+    """Return the folder of each machine's report, by its address."""
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -43,7 +43,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def say(machines: Path, number: int, doctor: list[dict[str, str]] | None = None, **changes: Any) -> Host:
-    """Write what a machine says, on which all is well but for `changes`; return it."""
+    """Write the report of a healthy machine with `changes`; return its host."""
     own = {"host_name": NAMES[number], "identity": f"boot{number}", "gpus": [card()], "driver": "580.65.06"}
     facts = asdict(replace(OWN, **(own | changes)))
     host = Host(name=NAMES[number], address=f"192.0.2.{10 + number}", place=f"c.yaml:{number + 4}")
@@ -78,8 +78,10 @@ TOO_OLD = {"id": "driver-too-old", "severity": "error", "text": "driver 550 is t
         ({"system": "Darwin"}, "no-linux", "fail", "it runs Darwin"),
     ],
 )
-def test_one_fault(machines: Path, changes: dict[str, Any], name: str, severity: str, part: str) -> None:
-    """It is found on that machine alone, with a remedy."""
+def test_each_fault_is_reported_for_its_machine_alone(
+    machines: Path, changes: dict[str, Any], name: str, severity: str, part: str
+) -> None:
+    """It is reported for that machine alone, with a remedy."""
     answers = compared(say(machines, 0), say(machines, 1, **changes), say(machines, 2))
     assert answers["desktop"].findings == answers["old"].findings == []
     [finding] = answers["laptop"].findings
@@ -87,7 +89,7 @@ def test_one_fault(machines: Path, changes: dict[str, Any], name: str, severity:
     assert part in f"{finding.text} | {finding.remedy}" and finding.remedy
 
 
-def test_of_one_machine_alone(machines: Path) -> None:
+def test_a_single_machine_is_not_compared(machines: Path) -> None:
     """Nothing is sent to it, and there is nothing to compare; NCCL needs its GPUs."""
     assert compared(say(machines, 0, rsync=False))["desktop"].verdict == "ok"
     [finding] = compared(say(machines, 0, gpus=[]), backend="nccl")["desktop"].findings

@@ -28,7 +28,7 @@ def written(folder: Path, text: str, name: str = "c.yaml") -> Path:
     return path
 
 
-def test_all_problems_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_an_inventory_are_reported_at_once(tmp_path: Path) -> None:
     text = """netwrk: 1Gbit
 defaults: {usr: me}
 hosts:
@@ -40,7 +40,7 @@ hosts:
 """
     with pytest.raises(UserError) as caught:
         read_inventory(written(tmp_path, text))
-    said = caught.value.render()
+    message = caught.value.render()
     for part in (
         "c.yaml:1: unknown key `netwrk`",
         "did you mean `network`?",
@@ -55,9 +55,9 @@ hosts:
         "c.yaml:7: `address` is `-oProxyCommand=x`",
         "`e f` is not a name",
     ):
-        assert part in said, part
-    assert "has no `address`" not in said, "host `a` has a wrong key in its place"
-    assert said.count("error: ") == 9, said
+        assert part in message, part
+    assert "has no `address`" not in message, "host `a` has a wrong key in its place"
+    assert message.count("error: ") == 9, message
 
 
 @pytest.mark.parametrize(
@@ -78,21 +78,21 @@ hosts:
         ("hosts: {a: root@192.168.77.11}", "hint: a user goes into `user:`, a port into `port:`"),
         ("hosts: {a: 192.168.1.300}", "`address` is `192.168.1.300`; expected a name or an IPv4 address"),
         *(
-            (f"hosts: {{a: {{address: 10.0.0.1, folder: '{one}'}}}}", "`folder` is ")
-            for one in ("~/", "/", "//", "~/../x")
+            (f"hosts: {{a: {{address: 10.0.0.1, folder: '{folder}'}}}}", "`folder` is ")
+            for folder in ("~/", "/", "//", "~/../x")
         ),
         ("hosts: {a: 'fd00::2'}", "ranks meet over IPv4 only"),
         ("hosts: {a: {address: 10.0.0.1, ssh: me@jump}}", "`ssh` is `me@jump`; expected a name or an IP address"),
     ],
 )
-def test_refused(tmp_path: Path, text: str, part: str) -> None:
+def test_each_mistake_is_one_error(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(UserError) as caught:
         read_inventory(written(tmp_path, text))
     assert part in caught.value.render()
     assert caught.value.render().count("error: ") == 1, "one mistake, one error"
 
 
-def test_extends(tmp_path: Path) -> None:
+def test_an_inventory_may_extend_another(tmp_path: Path) -> None:
     """A fourth machine is one entry; a host may be changed, or left out; the parent's paths count from its own
     folder.
     """
@@ -111,7 +111,7 @@ def test_extends(tmp_path: Path) -> None:
         read_inventory(tmp_path / "c.yaml")
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_variables_of_the_command_line_change_an_inventory(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     changes = {
         "CLUSTER_HOSTS": "old-desktop, desktop",
@@ -137,8 +137,8 @@ def test_command_line(tmp_path: Path) -> None:
         assert part in caught.value.render()
 
 
-def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
-    """The variables reach the inventory; a command without one is told so, and other commands know none of them."""
+def test_only_cluster_commands_accept_inventory_variables(in_process: Program, tmp_path: Path) -> None:
+    """The variables change the inventory; a command without one is refused, and other commands do not have them."""
     path = written(tmp_path, GOOD)
     done = in_process("cluster-check", f"CLUSTER={path}", "CLUSTER_HOSTS=nobody")
     assert done.code == 2
@@ -153,7 +153,7 @@ def test_command_takes_them(in_process: Program, tmp_path: Path) -> None:
     assert "unknown variable `CLUSTER_HOSTS`" in in_process("train", "CLUSTER_HOSTS=a").err
 
 
-def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
+def test_words_arrive_verbatim(tmp_path: Path) -> None:
     """No shell on the way changes a word; `~/` is the other side's home."""
     path = written(tmp_path, "hosts: {a: {address: 192.0.2.1, user: me, port: 22}, b: 192.0.2.2}")
     inventory = read_inventory(path)
@@ -176,7 +176,7 @@ def test_words_arrive_letter_for_letter(tmp_path: Path) -> None:
         ("kex_exchange_identification: read: Connection reset", "ssh"),
     ],
 )
-def test_what_ssh_says(tmp_path: Path, message: str, name: str) -> None:
+def test_errors_of_ssh_become_findings_with_a_remedy(tmp_path: Path, message: str, name: str) -> None:
     """What `tests/multinode/test_cluster_check.py` does not bring about."""
     inventory = read_inventory(written(tmp_path, "hosts: {a: {address: 192.0.2.1, user: me, port: 2200}}"))
     why = trouble(inventory.master, SSH_FAILED, message)

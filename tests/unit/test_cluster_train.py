@@ -76,7 +76,7 @@ def test_the_networks_speed_of_the_inventory_reaches_the_plan(tmp_path: Path, ru
     assert of_file.config.launch.network == "1Gbit" and "home_lan.yaml" in of_file.origins["launch.network"]
 
 
-def test_what_is_typed_on_a_machine(tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_gets_its_command(tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """To NCCL an interface's name alone is a prefix: `eth1` would be `eth10` too; without one nothing is pinned."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")

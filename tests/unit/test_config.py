@@ -95,7 +95,7 @@ def test_turning_evaluation_off_takes_its_inherited_interval_away(write: Write) 
     )
 
 
-def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Write) -> None:
+def test_several_parents_are_applied_in_order_relative_to_their_file(write: Write) -> None:
     write("train: {seed: 1, epochs: 1}\n", "sub/a.yaml")
     write("extends: a.yaml\ntrain: {seed: 2}\n", "sub/b.yaml")
     loaded = load(write("extends: [sub/b.yaml, quickstart]\nmodel: {name: mine}\n"))
@@ -119,7 +119,7 @@ def test_several_parents_are_taken_in_order_and_count_from_their_file(write: Wri
         ("SFT_MODEL_XYZZY", "lists every key"),
     ],
 )
-def test_ambient_variables_that_nearly_are_keys(write: Write, name: str, expected: str) -> None:
+def test_similar_environment_variables_are_refused(write: Write, name: str, expected: str) -> None:
     assert expected in refused(write(""), environ={name: "1"})
 
 
@@ -145,7 +145,8 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(
         and config.model.max_seq_len == 64
     )
     assert config.train.epochs == 200.0 and config.train.save_steps == 4 and config.train.extra["run_name"] == "${kept}"
-    assert config.data.validation[0].path == "${x}" and config.train.extra["project"] == "\\${a"  # type: ignore[index,union-attr]
+    assert config.data.validation[0].path == "${x}"  # type: ignore[index,union-attr]
+    assert config.train.extra["project"] == "\\${a"
     assert loaded.origins["train.epochs"] == f"{path}:3"
 
 
@@ -182,7 +183,7 @@ def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:
 # ---- What is typed
 
 
-def test_values_as_other_tools_write_them(write: Write) -> None:
+def test_spellings_of_other_tools_are_accepted(write: Write) -> None:
     path = write("train: {packing: true}\ntuning: {lora: {target_modules: all-linear}}\n")
     config = load(path).config
     assert config.train.packing == "on" and config.tuning.lora.target_modules == "auto"
@@ -191,7 +192,7 @@ def test_values_as_other_tools_write_them(write: Write) -> None:
     assert load(path, "TUNING_LORA_TARGET_MODULES=q_proj").config.tuning.lora.target_modules == ["q_proj"]
 
 
-def test_settings_of_an_evaluation_that_keeps_logits_are_said_to_have_no_effect(write: Write) -> None:
+def test_settings_that_keep_logits_in_evaluation_are_reported_as_without_effect(write: Write) -> None:
     typed = "train: {eval_accumulation_steps: 4, eval_do_concat_batches: true}\n"
     loaded = override_config(load(write(typed)), [])
     assert len(loaded.notices) == 1, "the default, written down, changes nothing either"

@@ -1,4 +1,4 @@
-"""Command lines as people type them: every form that is taken, and what is said about the others."""
+"""Command lines as people type them: every accepted form, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_variables_of_an_outer_make_count_only_for_calls_from_make() -> None:
         ("MODEL_NAME==", "model.name", "="),
     ],
 )
-def test_the_forms_of_an_override(words: str, key: str, text: str) -> None:
+def test_overrides_are_accepted_in_every_form(words: str, key: str, text: str) -> None:
     (override,) = call("config", *words.split()).overrides
     assert (override.key, override.text) == (key, text)
 
@@ -71,7 +71,7 @@ def test_no_two_keys_share_a_variable() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_is_not_understood_is_refused_with_the_right_name(words: list[str], expected: str) -> None:
+def test_unknown_keys_are_refused_with_the_right_name(words: list[str], expected: str) -> None:
     assert expected in refused(*words)
 
 

@@ -1,4 +1,4 @@
-"""YAML 1.2 as it is read and written: what scalars mean, where values stand, what is refused."""
+"""YAML 1.2 as read and written: the meaning of scalars, the places of values, and refusals."""
 
 from __future__ import annotations
 
@@ -25,13 +25,28 @@ def parsed(text: str) -> object:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("no", "no"), ("yes", "yes"), ("on", "on"), ("off", "off"), ("true", True), ("2e-4", 2e-4), (".5", 0.5), ("1e5", 1e5), ("0012", 12),
-        ("0x1F", 31), ("1_000", "1_000"), ("12:30:45", "12:30:45"), ("null", None), ("~", None), ("", None), ("'no'", "no"), ("<<", "<<"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("off", "off"),
+        ("true", True),
+        ("2e-4", 2e-4),
+        (".5", 0.5),
+        ("1e5", 1e5),
+        ("0012", 12),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("12:30:45", "12:30:45"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'no'", "no"),
+        ("<<", "<<"),
     ],
-)  # fmt: skip
+)
 def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None:
-    found = parsed(f"a: {text}")
-    assert found == {"a": value} and type(found["a"]) is type(value)  # type: ignore[index]
+    values = parsed(f"a: {text}")
+    assert values == {"a": value} and type(values["a"]) is type(value)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -51,14 +66,14 @@ def test_plain_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None
     ],
     ids=lambda text: text[:12],
 )
-def test_what_cannot_be_read_is_one_message_with_its_place(text: str, expected: str) -> None:
+def test_unreadable_data_are_one_error_with_its_place(text: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(text)
     shown = caught.value.render()
     assert expected in shown and shown.startswith("error: x.yaml") and shown.count("error: ") == 1
 
 
-def test_files_that_are_no_text(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"a: 1\nb: \xff\xfe\n")
     with pytest.raises(UserError, match="not UTF-8 text") as caught:
@@ -67,12 +82,12 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfa: 1\r\nb: x\r\n")
     assert read_yaml(path).plain() == {"a": 1, "b": "x"}
     path.write_bytes(b"#" * (5 * 2**20))
-    for wrong, said in (
+    for wrong, message in (
         (path, "expected a configuration file"),
         (tmp_path, "cannot be read"),
         (tmp_path / "missing", "no such file"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             read_yaml(wrong)
 
 
@@ -109,7 +124,7 @@ VALUE = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100)
 @given(st.lists(st.dictionaries(TEXT, VALUE, min_size=1, max_size=4), min_size=1, max_size=3), TEXT)
-def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
+def test_written_yaml_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
     text = dump_documents(documents, comment)
     assert list(yaml.safe_load_all(text)) == documents
 
@@ -133,5 +148,5 @@ def test_what_is_written_is_read_back(documents: list[dict[str, Any]], comment: 
         ({}, RankPlan, None),
     ],
 )
-def test_the_types_of_parsed_json(value: Any, annotation: Any, wrong: str | None) -> None:
+def test_values_of_parsed_json_are_checked_against_their_types(value: Any, annotation: Any, wrong: str | None) -> None:
     assert misfit(value, annotation) == wrong

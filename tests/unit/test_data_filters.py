@@ -1,4 +1,4 @@
-"""The conditions of `filter`: what they say of a row, and what is refused before any row is read."""
+"""The conditions of `filter`: their results for rows, and refusals before any row is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    ("expression", "wanted"),
+    ("expression", "expected"),
     [
         ('lang == "en" and score >= 3', True),
         ("1 <= score < 4", False),
@@ -37,12 +37,12 @@ ROW = {
         ("has(elsewhere) and elsewhere > 3", False),
     ],
 )
-def test_a_condition_holds_or_not(expression: str, wanted: bool) -> None:
-    assert Condition(expression)(ROW) is wanted
+def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:
+    assert Condition(expression)(ROW) is expected
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("lang ==", "invalid syntax"),
         ("__import__('os').system('x')", "is not a function of one value; there are len, blank"),
@@ -55,15 +55,15 @@ def test_a_condition_holds_or_not(expression: str, wanted: bool) -> None:
         ("(" * 900 + "ok" + ")" * 900, "`filter` "),
     ],
 )
-def test_what_is_not_in_the_language_is_refused_before_it_runs(expression: str, said: str) -> None:
+def test_expressions_outside_the_language_are_refused_before_they_run(expression: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         Condition(expression)
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("missing == 1", "the column `missing`, which is missing; the columns are `lang`, `score`"),
         ("none > 3", "not supported between"),
@@ -71,7 +71,7 @@ def test_what_is_not_in_the_language_is_refused_before_it_runs(expression: str, 
         ("number(lang) > 1", "could not convert"),
     ],
 )
-def test_what_a_row_does_not_allow_is_an_error_of_the_row(expression: str, said: str) -> None:
+def test_a_condition_that_fails_on_a_row_is_that_rows_error(expression: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         Condition(expression)(ROW)
-    assert said in caught.value.message
+    assert message in caught.value.message

@@ -1,4 +1,4 @@
-"""Rows of every format as data sets write them, and what is said of those that cannot be learnt from."""
+"""Rows of every format as data sets write them, and the errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_each_format_is_recognised_and_a_system_column_becomes_the_first_message
     assert read({**ROWS[form], "system": None}).messages == [USER, ANSWER]
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("text", "q\n\ntext"), ("", "q"), ("  ", "q"), (None, "q")])
-def test_alpaca_input_is_added_to_the_instruction_and_never_replaces_it(given: str | None, wanted: str) -> None:
-    assert read({**ROWS["instruction"], "input": given}).messages == [{**USER, "content": wanted}, ANSWER]
+@pytest.mark.parametrize(("added", "expected"), [("text", "q\n\ntext"), ("", "q"), ("  ", "q"), (None, "q")])
+def test_alpaca_input_is_added_to_the_instruction_and_never_replaces_it(added: str | None, expected: str) -> None:
+    assert read({**ROWS["instruction"], "input": added}).messages == [{**USER, "content": expected}, ANSWER]
 
 
 def test_alpaca_history_comes_before_the_question() -> None:
@@ -55,7 +55,7 @@ def test_alpaca_history_comes_before_the_question() -> None:
     assert [turn["content"] for turn in example.messages or ()] == ["s", "q", "a", "q2", "a2"]
 
 
-def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
+def test_tools_calls_and_results_are_stored_in_one_form() -> None:
     asks = {
         "role": "assistant",
         "content": None,
@@ -73,10 +73,10 @@ def test_tool_calls_tools_and_results_are_kept_in_one_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "train"), [({"train": False}, False), ({"weight": 0}, False), ({"weight": 1}, True), ({}, None)]
+    ("row", "train"), [({"train": False}, False), ({"weight": 0}, False), ({"weight": 1}, True), ({}, None)]
 )
-def test_a_turn_says_whether_it_is_learnt(given: Row, train: bool | None) -> None:
-    messages = read({"messages": [USER, {**ANSWER, **given}, USER, ANSWER]}).messages or []
+def test_a_turn_says_whether_it_is_learnt(row: Row, train: bool | None) -> None:
+    messages = read({"messages": [USER, {**ANSWER, **row}, USER, ANSWER]}).messages or []
     assert messages[1].get("train") is train
 
 
@@ -87,7 +87,7 @@ def test_text_parts_names_and_thoughts_are_read() -> None:
 
 
 def test_sharegpt_turns_are_read_with_their_calls() -> None:
-    said = [
+    turns = [
         {"from": "system", "value": "s"},
         {"from": "human", "value": "q"},
         {"from": "gpt", "value": "let me see"},
@@ -95,7 +95,7 @@ def test_sharegpt_turns_are_read_with_their_calls() -> None:
         {"from": "observation", "value": "2"},
         {"from": "gpt", "value": "a"},
     ]
-    assert read({"conversations": said}).messages == [
+    assert read({"conversations": turns}).messages == [
         {"role": "system", "content": "s"},
         USER,
         {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
@@ -109,7 +109,7 @@ def test_message_lists_in_prompt_and_completion_train_the_completion_alone() -> 
     assert example.messages == [USER, {**ANSWER, "train": False}, USER, ANSWER]
 
 
-def test_tokens_are_taken_without_their_padding() -> None:
+def test_token_rows_are_read_without_their_padding() -> None:
     row = {"input_ids": [0, 1, 2, 3, 0], "labels": [-100, -100, 2, 3, -100]}
     whole, cut = read(row), read(row | {"attention_mask": [0, 1, 1, 1, 0]})
     assert (whole.input_ids, whole.labels) == (row["input_ids"], row["labels"])
@@ -117,7 +117,7 @@ def test_tokens_are_taken_without_their_padding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"prompt": 3, "completion": "a"}, "`prompt` is a number"),
         ({"prompt": "q", "completion": "  \n"}, "nothing to learn"),
@@ -139,8 +139,8 @@ def test_tokens_are_taken_without_their_padding() -> None:
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
     ],
 )
-def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
-    assert said in refused(row).message
+def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, message: str) -> None:
+    assert message in refused(row).message
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,13 @@ def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, said: str) -> None:
         ({"Question": "p", "Answer": "s", "Notes": ""}, "", "columns: {answer: Answer, question: Question}"),
     ],
 )
-def test_columns_that_fit_two_formats_or_none_are_answered_with_what_may_be_meant(
-    row: Row, message: str, hint: str
-) -> None:
+def test_ambiguous_and_unknown_columns_are_refused_with_suggestions(row: Row, message: str, hint: str) -> None:
     error = refused(row)
     assert message in error.message and hint in (error.hint or "")
 
 
 @pytest.mark.parametrize(
-    ("row", "said"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")]
+    ("row", "message"), [({}, "is missing"), ({"author": None}, "is empty"), ({"author": ["a"]}, "is a list")]
 )
-def test_a_row_without_a_group_is_refused(row: Row, said: str) -> None:
-    assert said in refused({"text": "t", **row}, group_by="author").message
+def test_a_row_without_a_group_is_refused(row: Row, message: str) -> None:
+    assert message in refused({"text": "t", **row}, group_by="author").message

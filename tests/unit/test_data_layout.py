@@ -38,8 +38,8 @@ def fill(folder: Path, *names: str) -> None:
         path.write_text(json.dumps({**ROW, "completion": name}) + "\n", encoding="utf-8")
 
 
-def answers(path: Path | str, left: LeftOut | None = None, **options: Any) -> list[str]:
-    rows = read_source(DataSource(path=str(path), **options), skipped=left)
+def answers(path: Path | str, left_out: LeftOut | None = None, **options: Any) -> list[str]:
+    rows = read_source(DataSource(path=str(path), **options), skipped=left_out)
     return [row["completion"] for _, row in rows if not isinstance(row, DataError)]
 
 
@@ -52,8 +52,8 @@ def refused(path: Path | str, **options: Any) -> DataError:
 def by_datasets(folder: Path, cache: Path, name: str | None = None) -> dict[str, list[str]]:
     import datasets
 
-    found = datasets.load_dataset(str(folder), name, cache_dir=str(cache))
-    return {split: sorted(found[split]["completion"]) for split in found}
+    splits = datasets.load_dataset(str(folder), name, cache_dir=str(cache))
+    return {split: sorted(splits[split]["completion"]) for split in splits}
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -71,11 +71,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 def test_splits_are_those_that_datasets_finds(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "set"
     fill(folder, *LAYOUTS[layout])
-    wanted = by_datasets(folder, tmp_path / "cache")
-    assert {split: sorted(answers(folder, split=split)) for split in wanted} == wanted
+    expected = by_datasets(folder, tmp_path / "cache")
+    assert {split: sorted(answers(folder, split=split)) for split in expected} == expected
     for path in (folder, f"{folder}/**/*.jsonl"):
         error = refused(path)
-        assert error.message.startswith("there are several splits: ") and f"split: {next(iter(wanted))}" in (
+        assert error.message.startswith("there are several splits: ") and f"split: {next(iter(expected))}" in (
             error.hint or ""
         )
         assert "there is no split `other`" in refused(path, split="other").message
@@ -86,8 +86,8 @@ def test_a_readme_says_which_files_are_which_split(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     fill(folder, "en/tr-1.jsonl", "en/tr-2.jsonl", "en/te.jsonl", "de/all.jsonl", "more/a/b.jsonl", "notes.jsonl")
     (folder / "README.md").write_text(README.format(name="default"), encoding="utf-8")
-    wanted = by_datasets(folder, tmp_path / "cache")
-    assert {split: sorted(answers(folder, split=split)) for split in wanted} == wanted
+    expected = by_datasets(folder, tmp_path / "cache")
+    assert {split: sorted(answers(folder, split=split)) for split in expected} == expected
     assert answers(folder, config="de") == by_datasets(folder, tmp_path / "cache", "de")["train"] == ["de/all.jsonl"]
     assert "several splits: `train` (3 files), `test` (1 file)" in refused(folder).message
     assert "no configuration `fr`" in refused(folder, config="fr").message
@@ -97,7 +97,7 @@ def test_a_readme_says_which_files_are_which_split(tmp_path: Path) -> None:
     assert "has `sep`, which is not read" in refused(folder).message
 
 
-def test_only_what_may_be_training_is_taken_without_a_word(tmp_path: Path) -> None:
+def test_only_training_splits_are_used_silently(tmp_path: Path) -> None:
     fill(tmp_path / "one", "a.jsonl", "b.jsonl")
     assert answers(tmp_path / "one") == answers(tmp_path / "one", split="train") == ["a.jsonl", "b.jsonl"]
     (tmp_path / "one" / "dataset_infos.json").write_text(
@@ -108,9 +108,9 @@ def test_only_what_may_be_training_is_taken_without_a_word(tmp_path: Path) -> No
     assert "the only split is `test` (1 file)" in refused(tmp_path / "held").message
     assert answers(tmp_path / "held", split="test") == answers(tmp_path / "held/*.jsonl") == ["test.jsonl"]
     fill(tmp_path / "some", "train.jsonl", "extra.jsonl")
-    left = LeftOut()
-    assert answers(tmp_path / "some", left) == ["train.jsonl"]
-    assert left.places == {OF_NO_SPLIT: [str(tmp_path / "some" / "extra.jsonl")]}
+    left_out = LeftOut()
+    assert answers(tmp_path / "some", left_out) == ["train.jsonl"]
+    assert left_out.places == {OF_NO_SPLIT: [str(tmp_path / "some" / "extra.jsonl")]}
     assert "but only a hub dataset has one" in refused(tmp_path / "one" / "a.jsonl", split="train").message
 
 
@@ -122,7 +122,7 @@ def test_documents_have_splits_only_by_complete_names(tmp_path: Path) -> None:
     assert "several splits: `train` (1 file), `test` (1 file)" in refused(tmp_path / "wiki").message
 
 
-def test_a_source_typed_as_its_hint_says_is_read(tmp_path: Path) -> None:
+def test_a_source_that_follows_its_hint_is_read(tmp_path: Path) -> None:
     import datasets
 
     fill(tmp_path / "names", "train.jsonl", "test.jsonl")

@@ -1,6 +1,4 @@
-"""What rows say beside their text, under the names that data sets have: it is used, or refused by name, never trained
-over.
-"""
+"""Columns next to a row's text, under the names of known data sets, are used or refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 HALF = "\ud83d"
 
 
-def called(arguments: Any, **more: Any) -> Row:
+def called(arguments: Any, **columns: Any) -> Row:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
-    return {"messages": [USER, call, {"role": "tool", "content": "2"}, ANSWER], "tools": [TOOL], **more}
+    return {"messages": [USER, call, {"role": "tool", "content": "2"}, ANSWER], "tools": [TOOL], **columns}
 
 
 def read(row: Row, **options: Any) -> Example:
@@ -135,9 +133,9 @@ def test_weights_under_other_names_lead_to_weight() -> None:
 def test_descriptions_of_tools_are_read_under_their_names(name: str, as_text: bool) -> None:
     row = called({"a": 1})
     tools = row.pop("tools")
-    given = json.dumps(tools) if as_text else tools
-    assert read({**row, name: given}).tools == tools
-    system = {"role": "system", "content": "s", name: given}
+    description = json.dumps(tools) if as_text else tools
+    assert read({**row, name: description}).tools == tools
+    system = {"role": "system", "content": "s", name: description}
     example = read({"messages": [system, *row["messages"]]})
     assert example.tools == tools and example.messages and example.messages[0] == {"role": "system", "content": "s"}
 
@@ -146,14 +144,14 @@ def test_calls_without_tools_are_counted_and_an_unread_description_is_refused() 
     row = called({"a": 1})
     del row["tools"]
     assert read(row).undescribed and not read(called({"a": 1})).undescribed
-    told = {"messages": [{"role": "system", "content": "You may call add(a)."}, *row["messages"]]}
-    assert not read(told).undescribed, "a text describes it"
+    instructed = {"messages": [{"role": "system", "content": "You may call add(a)."}, *row["messages"]]}
+    assert not read(instructed).undescribed, "a text describes it"
     error = refused({**row, "api": json.dumps([TOOL])})
     assert "`api` describes tools" in error.message and "`columns: {tools: api}`" in (error.hint or "")
 
 
 def test_names_of_arguments_calls_and_roles_are_read() -> None:
-    wanted = read(called({"a": 1})).messages
+    expected = read(called({"a": 1})).messages
     for key in ("parameters", "args", "input"):
         row = called(None)
         row["messages"][1] = {
@@ -161,7 +159,7 @@ def test_names_of_arguments_calls_and_roles_are_read() -> None:
             "content": None,
             "tool_calls": json.dumps([{"name": "add", key: {"a": 1}}]),
         }
-        assert read(row).messages == wanted, "calls as JSON in text"
+        assert read(row).messages == expected, "calls as JSON in text"
     row = called({"a": 1})
     call = {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1}}'}
     for result in ("function", "ipython", "tool_response", "observation"):
@@ -171,11 +169,11 @@ def test_names_of_arguments_calls_and_roles_are_read() -> None:
             {"role": result, "content": "2"},
             {"role": "model", "content": "a"},
         ]
-        assert read({"messages": turns, "tools": [TOOL]}).messages == wanted
+        assert read({"messages": turns, "tools": [TOOL]}).messages == expected
     assert "seems to be calls" in refused({"messages": [USER, {**ANSWER, "function_calls": [{"name": "add"}]}]}).message
 
 
-def test_what_is_json_in_text_is_read() -> None:
+def test_json_inside_text_is_read() -> None:
     row = called({"a": 1})
     assert read({**row, "messages": json.dumps(row["messages"])}) == read(row)
     assert read({"input_ids": "[1, 2, 3]"}).input_ids == [1, 2, 3]
@@ -190,7 +188,7 @@ def test_what_is_json_in_text_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (HALF, "half of a surrogate pair"),
         ({HALF: 1}, "half of a surrogate pair"),
@@ -203,10 +201,11 @@ def test_what_is_json_in_text_is_read() -> None:
         ({1: 2}, "is a number"),
     ],
 )
-def test_what_json_does_not_have_is_a_refused_row_with_its_field(value: Any, said: str) -> None:
+def test_rows_with_values_outside_json_are_refused_with_the_field(value: Any, message: str) -> None:
     deep = refused(called({"a": [{"b": value}]}))
     assert (
-        "`messages[1].tool_calls[0].arguments.a[0].b" in deep.message.replace("a key of ", "") and said in deep.message
+        "`messages[1].tool_calls[0].arguments.a[0].b" in deep.message.replace("a key of ", "")
+        and message in deep.message
     )
     described = {"type": "function", "function": {"name": "add", "parameters": {"default": value}}}
     assert "tools[0].function.parameters.default" in refused(called({"a": 1}, tools=[described])).message
@@ -292,17 +291,17 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
     assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
 
 
-def test_rows_of_another_split_are_not_trained_without_a_word(tmp_path: Path) -> None:
+def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
     rows = [{**PAIR, "split": split} for split in ("train", "test", "dev")]
     assert len(examples(tmp_path, rows[:1])) == 1
     with pytest.raises(DataError) as caught:
         examples(tmp_path, rows)
     assert caught.value.place == f"{tmp_path / 'rows.jsonl'}:2"
-    kept, all_rows = typed(caught.value.hint or "")
-    assert len(examples(tmp_path, rows, **kept)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
+    chosen, all_rows = typed(caught.value.hint or "")
+    assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
-def test_a_class_is_no_judgement(tmp_path: Path) -> None:
+def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:
     assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
 
 
@@ -321,7 +320,7 @@ def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "said"),
+    ("column", "message"),
     [
         ({"target_ids": [6, 7, 8]}, "`target_ids` seems to say which tokens are learnt"),
         ({"prompt_mask": [1, 1, 0]}, "`prompt_mask` seems to say"),
@@ -337,11 +336,11 @@ def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
         ({"completion_mask": [0, 1]}, "`completion_mask` has 2 entries and `input_ids` 3"),
     ],
 )
-def test_what_says_of_tokens_whether_they_are_learnt_is_used_or_refused(column: Row, said: str) -> None:
-    assert said in refused({"input_ids": [5, 6, 7], **column}).message
+def test_token_masks_are_used_or_refused(column: Row, message: str) -> None:
+    assert message in refused({"input_ids": [5, 6, 7], **column}).message
 
 
-def test_what_a_tokenizer_adds_to_every_row_is_no_mask() -> None:
+def test_tokens_that_a_tokenizer_adds_to_every_row_are_no_mask() -> None:
     added = {
         "attention_mask": [1, 1, 1],
         "token_type_ids": [0, 0, 0],
@@ -407,7 +406,7 @@ HINTS: dict[str, list[Row]] = {
 
 def typed(hint: str) -> list[dict[str, Any]]:
     """Return what each piece in backticks that a source takes means, as YAML would read it."""
-    found = []
+    settings = []
     for piece in re.findall(r"`([^`]+)`", hint):
         if re.match(r"(?:columns|format|filter|sources): ", piece):
             read = (
@@ -415,14 +414,14 @@ def typed(hint: str) -> list[dict[str, Any]]:
                 if piece.startswith("filter")
                 else parse_yaml(piece, "hint").plain()
             )
-            found.append({k: v for k, v in read.get("sources", [read])[0].items() if k != "path"})
+            settings.append({k: v for k, v in read.get("sources", [read])[0].items() if k != "path"})
         elif piece == "DATA_BAD_ROWS=drop":
-            found.append({"bad_rows": "drop"})
-    return found
+            settings.append({"bad_rows": "drop"})
+    return settings
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_every_hint_is_accepted_when_it_is_followed(name: str, tmp_path: Path) -> None:
+def test_every_followed_hint_is_accepted(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         examples(tmp_path, HINTS[name])
     ways = typed(caught.value.hint or "")
@@ -434,7 +433,7 @@ def test_every_hint_is_accepted_when_it_is_followed(name: str, tmp_path: Path) -
         assert examples(tmp_path, rows, **way), way
 
 
-def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: Path) -> None:
+def test_swapped_columns_are_refused_with_the_right_order(tmp_path: Path) -> None:
     row = {"frage": "q", "antwort": "a"}
     with pytest.raises(DataError) as caught:
         examples(tmp_path, [row], columns={"frage": "question", "antwort": "answer"})
@@ -443,7 +442,7 @@ def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("column", "kept"),
+    ("column", "setting"),
     [
         ({"Split": "test"}, 'Split == "train"'),
         ({"subset": "validation"}, 'subset == "train"'),
@@ -454,22 +453,22 @@ def test_columns_the_other_way_round_are_answered_with_what_is_meant(tmp_path: P
     ],
 )
 def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(
-    column: Row, kept: str, tmp_path: Path
+    column: Row, setting: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as caught:
         examples(tmp_path, [{**PAIR, **column}])
-    assert f"`filter: {kept}`" in (caught.value.hint or "")
+    assert f"`filter: {setting}`" in (caught.value.hint or "")
     other = {name: {True: False}.get(value, "train") for name, value in column.items()}
-    assert len(examples(tmp_path, [{**PAIR, **column}, {**PAIR, **other}], filter=kept)) == 1, "the hint, as typed"
+    assert len(examples(tmp_path, [{**PAIR, **column}, {**PAIR, **other}], filter=setting)) == 1, "the hint, as typed"
 
 
 def test_a_thought_and_a_system_turn_are_read_under_their_names() -> None:
-    found = read({**PAIR, "reasoning": "Hm.", "system_prompt": "Be brief."}).messages
-    assert found == [{"role": "system", "content": "Be brief."}, USER, {**ANSWER, "reasoning_content": "Hm."}]
+    messages = read({**PAIR, "reasoning": "Hm.", "system_prompt": "Be brief."}).messages
+    assert messages == [{"role": "system", "content": "Be brief."}, USER, {**ANSWER, "reasoning_content": "Hm."}]
     assert "system turns that differ" in refused({**PAIR, "system": "a", "system_prompt": "b"}).message
 
 
-def test_a_mask_of_what_is_not_learnt_is_not_offered_as_its_opposite() -> None:
+def test_a_mask_of_unlearnt_tokens_is_not_suggested_as_its_opposite() -> None:
     for name in ("prompt_mask", "ignore_mask", "input_mask"):
         hint = refused({"input_ids": [5, 6, 7], name: [1, 1, 0]}).hint or ""
         assert "loss_mask" not in hint and "write `labels`" in hint

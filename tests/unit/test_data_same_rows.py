@@ -39,17 +39,17 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 def encoded(path: Path, encoder: Encoder, form: str | None = None) -> list[Any]:
     """Return for each row its tokens and labels, or why it is refused."""
-    found: list[Any] = []
+    rows_of_tokens: list[Any] = []
     for _, row in read_source(DataSource(path=str(path))):
         try:
             example = understand(("here", row), 0, form)
             (outcome,) = encoder.encode([example])
             if outcome.error:
                 raise outcome.error
-            found.append([(list(one.input_ids), list(one.labels)) for one in outcome.rows])
+            rows_of_tokens.append([(list(encoding.input_ids), list(encoding.labels)) for encoding in outcome.rows])
         except DataError as error:
-            found.append((error.message, error.hint))
-    return found
+            rows_of_tokens.append((error.message, error.hint))
+    return rows_of_tokens
 
 
 def write_all(folder: Path, rows: list[Row]) -> list[Path]:
@@ -65,10 +65,10 @@ def write_all(folder: Path, rows: list[Row]) -> list[Path]:
     contents |= {"a.jsonl.gz": gzip.compress(lines), "a.jsonl.zst": pyarrow.compress(lines, "zstd", asbytes=True)}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    found = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    found.to_parquet(str(folder / "a.parquet"))
-    found.save_to_disk(str(folder / "saved"))
-    table = found.data.table
+    dataset = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    dataset.to_parquet(str(folder / "a.parquet"))
+    dataset.save_to_disk(str(folder / "saved"))
+    table = dataset.data.table
     parquet.write_table(table, folder / "b.parquet", compression="zstd", store_schema=False)
     feather.write_feather(table, folder / "a.feather")
     with ipc.new_stream(folder / "a.arrow", table.schema) as writer:
@@ -84,7 +84,7 @@ scalars = st.one_of(words, st.integers(-(2**40), 2**40), st.booleans())
 
 @st.composite
 def arguments(draw: st.DrawFn) -> Row:
-    """Keys in one order, since a struct has one; without null, which a struct has where the key is missing too."""
+    """Return keys in the order of a struct, without nulls, which a struct also has for missing keys."""
     value = {"a": scalars, "b": st.lists(words, max_size=2), "c": st.fixed_dictionaries({"d": scalars})}
     return {key: draw(value[key]) for key in "abc"[: draw(st.integers(1, 3))]}
 
@@ -138,9 +138,9 @@ def test_each_kind_of_file_gives_the_same_tokens_and_mask(
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
     first, *others = write_all(folder, data.draw(st.lists(FORMATS[form], min_size=1, max_size=3)))
-    wanted = encoded(first, encoder, form)
+    expected = encoded(first, encoder, form)
     for path in others:
-        assert encoded(path, encoder, form) == wanted, path.name
+        assert encoded(path, encoder, form) == expected, path.name
 
 
 MIXED: dict[str, list[Row]] = {
@@ -157,11 +157,15 @@ MIXED: dict[str, list[Row]] = {
         {
             "messages": [
                 {"role": "user", "content": "q"},
-                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+                },
             ],
-            "tools": [{"name": "f", "parameters": {"properties": given}}],
+            "tools": [{"name": "f", "parameters": {"properties": arguments}}],
         }
-        for given in ({"x": {"type": "string"}, "y": None}, {"x": [1]}, {"z": "text"})
+        for arguments in ({"x": {"type": "string"}, "y": None}, {"x": [1]}, {"z": "text"})
     ],
 }
 
@@ -176,14 +180,14 @@ def test_columns_of_mixed_types_are_what_datasets_was_given(name: str, encoder: 
     loaded = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(tmp_path / "cache"))
     loaded.to_parquet(str(tmp_path / "a.parquet"))
     loaded.save_to_disk(str(tmp_path / "saved"))
-    wanted = encoded(source, encoder)
-    assert encoded(tmp_path / "a.parquet", encoder) == encoded(tmp_path / "saved", encoder) == wanted
-    assert name == "arguments" or any(not isinstance(row, list) for row in wanted) == (name == "answers")
+    expected = encoded(source, encoder)
+    assert encoded(tmp_path / "a.parquet", encoder) == encoded(tmp_path / "saved", encoder) == expected
+    assert name == "arguments" or any(not isinstance(row, list) for row in expected) == (name == "answers")
 
 
 def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> None:
-    kept = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['{"n": null}', None]))
-    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2, 2], pyarrow.int32()), kept)
+    extension = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['{"n": null}', None]))
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2, 2], pyarrow.int32()), extension)
     structs = pyarrow.StructArray.from_arrays([pyarrow.array([None, 3]), lists], ["v", "w"])
     table = pyarrow.table(
         {
@@ -193,7 +197,7 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
             "kind": pyarrow.array(["x", "y", "x"]).dictionary_encode(),
         }
     )
-    wanted = [
+    expected = [
         {
             "map": {"k": {"w": [{"n": None}, None]}, "l": {"v": 3, "w": []}},
             "nulls": {"k": None},
@@ -207,7 +211,7 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
     with ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
         writer.write_table(table)
     for name in ("a.parquet", "a.arrow"):
-        assert [row for _, row in read_source(DataSource(path=str(tmp_path / name)))] == wanted
+        assert [row for _, row in read_source(DataSource(path=str(tmp_path / name)))] == expected
     twice = pyarrow.table(
         {"map": pyarrow.array([[("k", 1), ("k", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int8()))}
     )
@@ -217,22 +221,22 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
     assert place.endswith("twice.parquet, row 1")
 
 
-def test_nulls_that_arrow_cannot_tell_from_missing_keys_are_told(tmp_path: Path) -> None:
+def test_nulls_that_look_like_missing_keys_are_reported(tmp_path: Path) -> None:
     def row(arguments: Row) -> Row:
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         return {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "f"}]}
 
-    for name, rows, wanted in (
+    for name, rows, expected in (
         ("same", [{"a": 1}, {"a": 2}], [False, False]),
         ("other", [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}], [True, True, False]),
     ):
         parquet.write_table(pyarrow.Table.from_pylist(list(map(row, rows))), tmp_path / f"{name}.parquet")
-        found = [
+        examples = [
             understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))
         ]
-        assert [example.filled for example in found] == wanted
+        assert [example.filled for example in examples] == expected
         assert [
-            example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in found if example.messages
+            example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in examples if example.messages
         ] == rows
 
 
@@ -272,7 +276,7 @@ def test_a_text_that_many_rows_share_is_in_memory_a_few_times_at_most(way: str, 
 
 
 def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> None:
-    """Against the time of the plain reader, measured beside it: a busy machine slows both."""
+    """Compare with the plain reader's time, measured in the same test: a busy machine slows both."""
     path, keys = tmp_path / "a.jsonl", ", ".join(f'"k{number}": 0' for number in range(60_000))
     path.write_text("".join(f'{{{keys}, "k59999": 1}}\n' for _ in range(5)), encoding="utf-8")
     begun = time.process_time()

@@ -101,7 +101,7 @@ def test_each_kind_gives_the_same_rows_through_each_compression(ending: str, kin
         ("{folder}", "{folder}", "the folder holds no json"),
     ],
 )
-def test_what_is_not_there_is_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
+def test_missing_files_are_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
     error = refused(pattern.format(folder=tmp_path))
     assert error.place == place.format(folder=tmp_path) and error.message.startswith(message.format(folder=tmp_path))
 
@@ -120,7 +120,7 @@ def test_the_built_in_set_is_stable_and_its_modules_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(("path", "split"), [("builtin:poems", None), ("builtin:docstrings", "test")])
-def test_an_unknown_built_in_set_or_split_names_what_there_is(path: str, split: str | None) -> None:
+def test_an_unknown_built_in_set_or_split_lists_the_available_ones(path: str, split: str | None) -> None:
     error = refused(path, split=split)
     assert "docstrings" in f"{error.message} {error.hint}"
 
@@ -132,22 +132,22 @@ def test_a_parquet_file_with_text_that_is_not_utf8_is_named(tmp_path: Path) -> N
     assert error.place == str(path) and "utf-8" in error.message
 
 
-def test_keys_that_arrow_added_to_mappings_are_left_out(tmp_path: Path) -> None:
+def test_keys_that_arrow_added_to_mappings_are_removed(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "train": False}]
     path = write(tmp_path / "a.parquet", parquet_of(pyarrow.Table.from_pylist([{"messages": turns}])))
     assert rows_of(path) == [{"messages": turns}]
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_export_has_its_rows_beside_what_else_it_says(indent: int | None, tmp_path: Path) -> None:
+def test_rows_of_an_export_are_read_next_to_other_keys(indent: int | None, tmp_path: Path) -> None:
     export = {"version": 2, "tags": ["a"], "tickets": ROWS}
     path = write(tmp_path / "a.json", json.dumps(export, indent=indent).encode())
     assert rows_of(path) == ROWS
-    one = write(
+    single = write(
         tmp_path / "one.json",
         b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
     )
-    assert [list(row) for row in rows_of(one)] == [["messages"]], "one row of JSON lines"
+    assert [list(row) for row in rows_of(single)] == [["messages"]], "one row of JSON lines"
 
 
 THREAD = {
@@ -159,7 +159,7 @@ THREAD = {
 }
 
 
-def test_a_conversation_under_other_names(tmp_path: Path) -> None:
+def test_a_conversation_is_read_under_other_names(tmp_path: Path) -> None:
     turns = [{"from": who, "at": 1, "body": f"by {who}"} for who in ("system", "customer", "agent", "visitor", "agent")]
     path = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "from": "x", "thread": turns}).encode())
     [row] = rows_of(path, columns=THREAD)
@@ -203,9 +203,9 @@ def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_name
     write(tmp_path / "a.jsonl.gz", gzip.compress(LINES))
     (tmp_path / "empty.json").mkdir()
     assert rows_of(tmp_path) == rows_of(tmp_path / "**" / "*.jsonl*") == [*ROWS, {"prompt": "last"}]
-    left = LeftOut()
-    list(read_source(DataSource(path=str(tmp_path)), skipped=left))
-    assert left.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
+    left_out = LeftOut()
+    list(read_source(DataSource(path=str(tmp_path)), skipped=left_out))
+    assert left_out.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
         "nothing is passed over in silence"
     )
 
@@ -221,27 +221,27 @@ def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
 
 
 def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
-    path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
+    path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
     source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
-    assert [row["question"] for _, row in read_source(source, skipped=left) if not isinstance(row, DataError)] == [
+    assert [row["question"] for _, row in read_source(source, skipped=left_out) if not isinstance(row, DataError)] == [
         "q3",
         "q5",
     ]
-    assert left.counts == {"not in the filter": len(ROWS) - 2}
+    assert left_out.counts == {"not in the filter": len(ROWS) - 2}
     assert f"keeps none of the {len(ROWS)} rows" in refused(path, filter='prompt == "x"').message
     assert refused(path, filter="prompt ==").place == str(path)
     assert refused(path, filter="nothing == 1").place == f"{path}:1"
 
 
 def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
-    path, left = write(tmp_path / "a.jsonl", LINES), LeftOut()
+    path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
 
     def chosen(count: int, seed: int) -> list[int]:
-        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, skipped=left)
+        rows = read_source(DataSource(path=str(path), rows=count), seed=seed, skipped=left_out)
         return [ROWS.index(dict(row)) for _, row in rows if not isinstance(row, DataError)]
 
     ten = chosen(10, 1)
-    assert left.counts == {"not chosen by `rows`": len(ROWS) - 10}
+    assert left_out.counts == {"not chosen by `rows`": len(ROWS) - 10}
     assert len(ten) == 10 and ten == sorted(ten) == chosen(10, 1)
     assert set(ten) < set(chosen(20, 1))
     assert ten != chosen(10, 2)
@@ -249,7 +249,7 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [{"streaming": True}, {"split": "train"}, {"config": "x"}, {"revision": "main"}])
-def test_what_only_a_hub_dataset_has_is_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
+def test_options_of_hub_datasets_are_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
     assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
 
 
@@ -265,19 +265,52 @@ TWICE = "the key `question` is there more than once"
     [
         ("a.jsonl", b"[1]", ":1", "the row is a list", None),
         ("a.jsonl", b"null", ":1", "the row is empty", None),
-        *[(f"a.{kind}", WIDE.encode(encoding), "", f"is {encoding}, and not UTF-8 text", f"convert it: `iconv -f {encoding} -t UTF-8 ")
-          for kind in ("jsonl", "json", "csv", "txt") for encoding in ("UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")],
+        *[
+            (
+                f"a.{kind}",
+                WIDE.encode(encoding),
+                "",
+                f"is {encoding}, and not UTF-8 text",
+                f"convert it: `iconv -f {encoding} -t UTF-8 ",
+            )
+            for kind in ("jsonl", "json", "csv", "txt")
+            for encoding in ("UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
+        ],
         ("README", b"text", "", "a file whose name has no ending", "plain text is `.txt`"),
         ("ls.1.gz", b"text", "", "files ending in `.1`", "plain text is `.txt`"),
-        ("a.csv", OPEN_QUOTE.format(row='"a,b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
-        ("a.csv", OPEN_QUOTE.format(row='a,"b').encode(), ":4", "a quote is opened in the row that begins here, and never closed", None),
+        (
+            "a.csv",
+            OPEN_QUOTE.format(row='"a,b').encode(),
+            ":4",
+            "a quote is opened in the row that begins here, and never closed",
+            None,
+        ),
+        (
+            "a.csv",
+            OPEN_QUOTE.format(row='a,"b').encode(),
+            ":4",
+            "a quote is opened in the row that begins here, and never closed",
+            None,
+        ),
         ("a.json", b'{"a": 1}\n{"question": "a", "question": "c"}\n', ":2", TWICE, '"question": "c"'),
         ("a.json", b'{"a": 1}\n{"m": [{"question": "a", "question": "c"}]}\n', ":2", TWICE, '"question": "c"'),
         ("a.json", b'[{"a": 1},\n{"question": "a", "question": "c"}]', "", TWICE, '"question": "c"'),
-        ("a.csv", b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n", ":3", "the row is the header again", "DATA_BAD_ROWS=drop"),
-        ("a.csv", b"question,answer\n1,2\nquestion,answer\n3,4\n", ":3", "the row is the header again", "DATA_BAD_ROWS=drop"),
+        (
+            "a.csv",
+            b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n",
+            ":3",
+            "the row is the header again",
+            "DATA_BAD_ROWS=drop",
+        ),
+        (
+            "a.csv",
+            b"question,answer\n1,2\nquestion,answer\n3,4\n",
+            ":3",
+            "the row is the header again",
+            "DATA_BAD_ROWS=drop",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_not_what_it_should_be_is_one_error(
     name: str, content: bytes, place: str, message: str, hint: str | None, tmp_path: Path
 ) -> None:
@@ -317,7 +350,7 @@ def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "mark"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t"), ("a.csv.gz", ";")]
 )
-def test_the_header_tells_what_separates_columns(name: str, mark: str, tmp_path: Path) -> None:
+def test_the_header_decides_the_separator_of_columns(name: str, mark: str, tmp_path: Path) -> None:
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
     path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
     assert rows_of(path) == [{"question": "1,5", "answer": f"b{mark}c"}]

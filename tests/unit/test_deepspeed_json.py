@@ -44,7 +44,7 @@ def refusal(tmp_path: Path, text: str) -> str:
     return caught.value.render()
 
 
-def test_comments_trailing_commas_and_key_lines(tmp_path: Path) -> None:
+def test_comments_and_trailing_commas_are_read_with_the_lines_of_keys(tmp_path: Path) -> None:
     text = (
         '{\n\t// a comment with "quotes" and {braces}\n\t"wandb": "http://not-a-comment", /* b\n'
         '  c */ "zero_optimization": {"stage": 1,},\n}\n'
@@ -59,11 +59,11 @@ def test_comments_trailing_commas_and_key_lines(tmp_path: Path) -> None:
     ("text", "place"),
     [("{\n  // x\n  'a': 1\n}", ":3:3"), ('{"a": 1', ":1:8"), ("", ":1:1"), ("[1]", ":1"), ('{"a": 1,\n"a": 2}', ":2")],
 )
-def test_what_is_not_json_is_named_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+def test_invalid_json_is_reported_with_its_place(tmp_path: Path, text: str, place: str) -> None:
     assert f"ds.json{place}: " in refusal(tmp_path, text)
 
 
-def test_every_key_that_is_not_taken_is_refused_by_name_and_line(tmp_path: Path) -> None:
+def test_every_unsupported_key_is_refused_by_name_and_line(tmp_path: Path) -> None:
     for key in (*REMOVED, *NOT_OURS):
         content = {"zero_optimization": {"stage": 2}, key: {"enabled": True}}
         assert re.search(rf"ds.json:\d+: `{key}` is ", refusal(tmp_path, json.dumps(content, indent=1)))
@@ -92,8 +92,8 @@ AUTOMATIC = """{
   "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0},
   "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
   "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
-  "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9,
-    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": "auto"}
+  "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "sub_group_size": 1e9, "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": "auto"}
 }"""
 
 
@@ -116,13 +116,13 @@ def test_auto_is_filled_from_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", [None, True, False, "auto"])
-def test_under_zero_3_weights_are_gathered_at_a_save_whatever_the_file_says(tmp_path: Path, typed: object) -> None:
+def test_zero_3_gathers_weights_at_a_save_despite_the_file(tmp_path: Path, typed: object) -> None:
     """Otherwise accelerate refuses the first save, after the steps before it."""
     zero: dict[str, Any] = {"stage": 3} if typed is None else {"stage": 3, GATHERED: typed}
     user = read_user_json(write(tmp_path / "ds.json", json.dumps({"zero_optimization": zero}, indent=1)))
     settings, notices = resolve(user, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
     assert settings["zero_optimization"][GATHERED] is True
-    assert [one.partition("ds.json")[2] for one in notices] == (
+    assert [notice.partition("ds.json")[2] for notice in notices] == (
         [f":4: `{GATHERED}` is `false`, but the run uses `true`, or DeepSpeed could not save the model"]
         if typed is False
         else []
@@ -195,12 +195,12 @@ are found at once.
 
 
 @pytest.mark.slow
-def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
+def test_settings_that_deepspeeds_models_refuse_are_named_with_key_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     text, path = REFUSED, tmp_path / "ds.json"
-    found: dict[int, str] = {}
+    errors: dict[int, str] = {}
     for _ in BY_MODELS:
         user = read_user_json(write(path, text))
         settings = resolve(user, make_plan(), CONFIG, hidden_size=64)[0]
@@ -208,19 +208,19 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
             ask_deepspeed(user, settings)
             break
         except UserError as error:
-            said = re.findall(r"ds\.json:(\d+): (.*)", error.render())
-        found |= {int(line): words for line, words in said}
+            reported = re.findall(r"ds\.json:(\d+): (.*)", error.render())
+        errors |= {int(line): words for line, words in reported}
         lines = text.splitlines()
-        for line, _words in said:
+        for line, _words in reported:
             lines[int(line) - 1] = RIGHT[int(line)]
         text = "\n".join(lines)
-    assert found.keys() == BY_MODELS.keys()
-    assert all(found[line].startswith(words) for line, words in BY_MODELS.items()), found
+    assert errors.keys() == BY_MODELS.keys()
+    assert all(errors[line].startswith(words) for line, words in BY_MODELS.items()), errors
     assert list((tmp_path / "cache" / "deepspeed").iterdir()), "what was accepted is not asked again"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('"wandb": {"enabled": true}', "`wandb.enabled` is `true`: `train.report_to: wandb` records the run"),
         ('"prescale_gradients": true', "`prescale_gradients` is `true`: the loss is already scaled"),
@@ -236,9 +236,11 @@ def test_what_deepspeeds_own_models_refuse_is_named_with_key_and_line(
         ('"gradient_cliping": 1.0', "unknown DeepSpeed key `gradient_cliping`"),
     ],
 )
-def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+def test_settings_that_fail_in_deepspeeds_engine_are_refused_with_their_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     zero = "" if "zero_opt" in text else ', "zero_optimization": {"stage": 2}'
-    assert re.search(rf"ds\.json:2: .*{re.escape(said)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
+    assert re.search(rf"ds\.json:2: .*{re.escape(message)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
     allowed = (
         '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false},'
         ' "gradient_predivide_factor": 1.0}'
@@ -246,7 +248,7 @@ def test_what_would_end_in_deepspeeds_engine_is_refused_with_its_line(tmp_path: 
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
 
 
-def test_a_file_that_contradicts_itself_is_told_of_its_own_keys(tmp_path: Path) -> None:
+def test_contradictory_batch_sizes_of_a_deepspeed_json_are_refused_by_key(tmp_path: Path) -> None:
     text = (
         '{"zero_optimization": {"stage": 2},\n"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps":'
         ' 8,\n"train_batch_size": 10}'

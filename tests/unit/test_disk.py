@@ -1,4 +1,4 @@
-"""How much room a launch asks for, what a run does when its disk is full, and files that a crash has torn."""
+"""The space that a launch requires, a run on a full disk, and files torn by a crash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_launch(tmp_path: Path) -
     assert on_page("no-space-left", refused.value.message)
 
 
-def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_its_place(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "mine")
     with pytest.raises(HardwareError, match="no space is left on the disk") as refused, explain_disk_errors(run):
         Path("/dev/full").write_bytes(b"x")
@@ -50,14 +50,14 @@ def test_a_disk_that_takes_no_more_is_told_with_its_place(tmp_path: Path) -> Non
         (ValueError("shapes differ"), None, "shapes differ"),
     ],
 )
-def test_a_failed_write_is_told_from_a_mistake(error: Exception, number: int | None, words: str) -> None:
+def test_only_failed_writes_are_disk_problems(error: Exception, number: int | None, words: str) -> None:
     assert errno_of(error) == number
     assert words in disk_problem(error)
 
 
 @pytest.fixture
 def limited() -> Iterator[None]:
-    """Files of this process end at 64 KiB, by the system's own limit: writes come back short, then with an error."""
+    """Limit files of this process to 64 KiB by the system: writes are short first, then fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
@@ -79,7 +79,7 @@ def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, limited: None) ->
     assert path.read_text() == first + "3\n"
 
 
-def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:
+def test_a_refused_resume_restores_what_it_changed(tmp_path: Path) -> None:
     path = tmp_path / "prepared.json"
     path.write_text("old")
     for change in (lambda: path.write_text("new"), path.unlink):
@@ -93,7 +93,7 @@ def test_what_a_refused_resume_changed_is_given_back(tmp_path: Path) -> None:
     assert path.stat().st_ino == inode, "what nobody changed is not written again"
 
 
-# Files beside the training: torn ones are read as far as they go, and a full disk that takes none of them ends no run.
+# Files next to the training: torn ones are read as far as they go, and a full disk that refuses them ends no run.
 
 
 TORN = '{"event": "failed", "reason": "Größe'.encode()[:-2]
@@ -110,21 +110,19 @@ def test_a_run_with_torn_files_is_listed_and_found_again(tmp_path: Path) -> None
     run.metrics.write_bytes(rows + b'{"step": "x"}\n{"kind": "train", "step": 3, "what": "\xc3')
     assert [event["event"] for event in read_events(run)] == ["started"]
     assert has_started(run)
-    found = summary_of(run)
-    assert (found.state, found.step, found.loss) == ("killed", 2, 1.5)
+    summary = summary_of(run)
+    assert (summary.state, summary.step, summary.loss) == ("killed", 2, 1.5)
     assert [row["step"] for row in rows_until(run.metrics, 1)] == [1]
 
 
-def test_a_full_disk_gives_one_warning_until_there_is_room_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_gives_one_warning_until_space_is_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full, room = Path("/dev/full"), tmp_path / "a.jsonl"
     for path, warned in ((full, True), (full, False), (room, False), (full, True)):
         with side_file(path, "the answers"):
             path.write_text("x") if path == full else append_json_line(path, {"step": 1})
-        said = capsys.readouterr().err
+        error = capsys.readouterr().err
         assert (
             "warning: /dev/full: the answers could not be written: no space is left on the disk; training continues"
-            in said
+            in error
         ) is warned
     assert read_json_lines(room) == [{"step": 1}]

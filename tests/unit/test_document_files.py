@@ -1,4 +1,4 @@
-"""Documents become clean text, or say why not."""
+"""Documents become clean text or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ def read_document(path: Path) -> Document | str:
 
 
 def read(path: Path) -> Document:
-    found = read_document(path)
-    assert isinstance(found, Document), found
-    return found
+    document = read_document(path)
+    assert isinstance(document, Document), document
+    return document
 
 
 def test_plain_text_keeps_indentation_and_loses_what_is_invisible(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_bytes("\ufeff# Title\r\n\r\n\r\n\r\n    code()  \r\ne\u0301\u00a0x\u200by\x07\x00z\ttab\f\n\n".encode())
-    found = read(path)
-    assert found.text == "# Title\n\n    code()\né xyz\ttab"
+    document = read(path)
+    assert document.text == "# Title\n\n    code()\né xyz\ttab"
     assert clean("\u0928\u094d\u200d\u0928") == "\u0928\u094d\u200d\u0928"  # a joiner that Devanagari needs
 
 
 def test_html_gives_its_content_and_title_without_navigation(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     path.write_text(PAGE, encoding="utf-8")
-    found = read(path)
-    assert found.title == "Valves & more" and "A valve stops water" in found.text and "ball valve" in found.text
-    assert all(word not in found.text for word in ("Home", "Products", "All rights", "var x"))
+    document = read(path)
+    assert (
+        document.title == "Valves & more" and "A valve stops water" in document.text and "ball valve" in document.text
+    )
+    assert all(word not in document.text for word in ("Home", "Products", "All rights", "var x"))
 
 
 def test_docx_gives_paragraphs_and_tables_in_order(tmp_path: Path) -> None:
-    found = read(write_docx(tmp_path / "a.docx"))
-    assert found.title == "Pump handbook"
-    assert found.text == "Pumps\n\nA pump moves water.\n\nboth | r0c2\nr1c0 | r1c1 | r1c2\n\nAfter the table."
+    document = read(write_docx(tmp_path / "a.docx"))
+    assert document.title == "Pump handbook"
+    assert document.text == "Pumps\n\nA pump moves water.\n\nboth | r0c2\nr1c0 | r1c1 | r1c2\n\nAfter the table."
 
 
 def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
@@ -49,20 +51,20 @@ def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
         ["The docu-", "ment of the well-known", "maker is"],
         ["complete. A well-", "known one. Franco-", "Prussian."],
     ]
-    found = read(write_pdf(tmp_path / "a.pdf", pages))
+    document = read(write_pdf(tmp_path / "a.pdf", pages))
     assert (
-        found.text == "The document of the well-known\nmaker is\ncomplete. A well-known one. Franco-Prussian."
-        and not found.note
+        document.text == "The document of the well-known\nmaker is\ncomplete. A well-known one. Franco-Prussian."
+        and not document.note
     )
 
 
-def test_headers_footers_and_page_numbers_go() -> None:
+def test_headers_footers_and_page_numbers_are_removed() -> None:
     pages = [f"Manual 7\nText of page {word}.\nPage {number} of 4" for number, word in enumerate("abcd", 1)]
     assert join_pages(pages) == "Text of page a.\n\nText of page b.\n\nText of page c.\n\nText of page d."
     assert join_pages(pages[:2]).startswith("Manual 7")  # two pages are too few to tell
 
 
-def test_what_is_scanned_or_empty_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_scanned_and_empty_documents_are_skipped_with_the_reason(tmp_path: Path) -> None:
     scanned = read_document(write_pdf(tmp_path / "scan.pdf", [[], []], picture=True))
     assert scanned == SCANNED
     partly = read(write_pdf(tmp_path / "partly.pdf", [["Words."], []], picture=True))

@@ -1,5 +1,5 @@
-"""The container's entry point: every scheduler's variables become our own command line, signals go on, 75 becomes
-175.
+"""The container's entry point: every scheduler's variables become our own command line, signals are passed on, 75
+becomes 175.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ JOB = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "demo-0.demo"}
 
 
 def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the scheduler's variables add to a command."""
-    found = complete_command(words, environ)
-    assert tuple(found[: len(words)]) == words
-    return dict(word.partition("=")[::2] for word in found[len(words) :])
+    """Return what the scheduler's variables add to a command."""
+    completed = complete_command(words, environ)
+    assert tuple(completed[: len(words)]) == words
+    return dict(word.partition("=")[::2] for word in completed[len(words) :])
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def added(words: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
         ),
     ],
 )
-def test_each_scheduler_becomes_our_own_words(
+def test_each_schedulers_variables_become_options(
     environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}
 
 
-def test_what_is_no_training_stays_as_it_is() -> None:
+def test_commands_that_do_not_train_are_unchanged() -> None:
     assert complete_command(["plan", "CONFIG=x"], PYTORCHJOB) == ["plan", "CONFIG=x"]
     assert added(("resume", "RUN=demo"), PYTORCHJOB).get("LAUNCH_AUTO_RESUME") is None
     assert added(("train", "CONFIG=x"), {}) == {"ACCELERATE_CONFIG": "none"}, (
-        "without RUN_NAME there is nothing to go on with"
+        "without RUN_NAME there is nothing to continue"
     )
 
 
@@ -87,7 +87,7 @@ def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
     assert "MASTER_ADDR" not in added((*TWO, "MASTER_ADDR=127.0.0.1"), environ), "what was typed stays"
 
 
-def test_what_does_not_agree_is_refused() -> None:
+def test_an_option_that_contradicts_the_operator_is_refused() -> None:
     with pytest.raises(UserError, match="`NODE_RANK` is 0, but the operator says 1"):
         complete_command((*TWO, "NODE_RANK=0"), PYTORCHJOB)
 
@@ -126,7 +126,7 @@ def test_a_signal_reaches_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
         (
@@ -136,10 +136,10 @@ def test_a_signal_reaches_the_program() -> None:
         ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
     ],
 )
-def test_what_a_pod_is_told_in_other_words_is_refused(environ: dict[str, str], said: str) -> None:
+def test_contradictory_variables_of_a_pod_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         complete_command(WORDS, environ)
-    assert f"environment: {said}" in caught.value.render()
+    assert f"environment: {message}" in caught.value.render()
 
 
 def test_a_limit_of_restarts_is_a_number() -> None:

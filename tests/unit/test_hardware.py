@@ -13,7 +13,7 @@ from tests.conftest import on_machine
 from tests.nvml_double import RTX3090, Machine
 
 
-def test_names_from_the_catalogue() -> None:
+def test_cards_are_parsed_from_the_names_of_the_catalogue() -> None:
     card = parse_hardware("H200").devices[0]
     assert card.peak_flops == 989e12 and card.bf16 and card.fp8
     for text, names in {
@@ -44,7 +44,7 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
     "text",
     ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+"],
 )
-def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
+def test_unknown_hardware_is_refused_with_the_known_names(text: str) -> None:
     with pytest.raises(HardwareError) as error:
         parse_hardware(text)
     assert error.value.exit_code == 3
@@ -63,9 +63,9 @@ def test_nonsense_is_refused_with_what_is_known(text: str) -> None:
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
     ],
 )
-def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
-    found = find_card(driver)
-    assert (found[0] if found else None) == expected
+def test_cards_are_known_by_the_names_of_drivers(driver: str, expected: str | None) -> None:
+    card = find_card(driver)
+    assert (card[0] if card else None) == expected
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_names_that_drivers_give(driver: str, expected: str | None) -> None:
         ("0,-1,2", [0]),
     ],
 )
-def test_cuda_visible_devices(tmp_path: Path, variable: str, shown: list[int]) -> None:
+def test_cuda_visible_devices_selects_the_detected_cards(tmp_path: Path, variable: str, shown: list[int]) -> None:
     with on_machine(Machine(cards=(RTX3090,) * 3).environment(tmp_path) | {"CUDA_VISIBLE_DEVICES": variable}):
         hardware = detect()
     assert [device.number for device in hardware.devices] == (shown or [None])

@@ -58,18 +58,18 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
         ),
     ],
 )
-def test_the_last_answer_of_a_training_row_stands_aside(
+def test_the_last_answer_of_a_training_row_becomes_the_reference(
     tmp_path: Path, row: dict[str, Any], contents: list[str], reference: str | None
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row | {"tools": [{"type": "function"}]}) + "\n")
-    (found,) = read_questions(path)
-    assert ([turn["content"] for turn in found.messages], found.reference) == (contents, reference)
-    assert found.tools == [{"type": "function"}] and not any("train" in turn for turn in found.messages)
+    (question,) = read_questions(path)
+    assert ([turn["content"] for turn in question.messages], question.reference) == (contents, reference)
+    assert question.tools == [{"type": "function"}] and not any("train" in turn for turn in question.messages)
 
 
 @pytest.mark.parametrize("empty", ["", " \n", None, []])
-def test_an_empty_last_answer_is_one_that_is_asked_for(tmp_path: Path, empty: Any) -> None:
+def test_an_empty_last_answer_is_requested(tmp_path: Path, empty: Any) -> None:
     turn = {"role": "assistant", "content": empty}
     rows = [
         {"messages": [*ASKED, turn]},
@@ -81,11 +81,11 @@ def test_an_empty_last_answer_is_one_that_is_asked_for(tmp_path: Path, empty: An
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_questions(path)
+    questions = read_questions(path)
     assert [
-        (question.messages[-1]["role"], question.messages[-1]["content"], question.reference) for question in found
+        (question.messages[-1]["role"], question.messages[-1]["content"], question.reference) for question in questions
     ] == [("user", "2+2?", None)] * len(rows)
-    assert [len(question.messages) for question in found] == [1, 3, 1, 1, 1, 1]
+    assert [len(question.messages) for question in questions] == [1, 3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00bad"])

@@ -18,23 +18,25 @@ CLAIMS = ("KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs")
 
 
 def container(template: Any) -> Any:
-    [one] = template["spec"]["containers"]
-    return one
+    [container] = template["spec"]["containers"]
+    return container
 
 
 def environment(template: Any) -> dict[str, Any]:
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container(template)["env"]}
+    return {
+        variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container(template)["env"]
+    }
 
 
-def noted(words: tuple[str, ...], *said: str) -> bool:
-    """Whether one of the notes holds all of `said`."""
-    return any(all(text in note for text in said) for note in rendered(*words).notes)
+def noted(words: tuple[str, ...], *parts: str) -> bool:
+    """Return whether a note contains all `parts`."""
+    return any(all(text in note for text in parts) for note in rendered(*words).notes)
 
 
 def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> None:
     spec = of_kind(documents("NUM_NODES=3"), "PyTorchJob")["spec"]
     replicas = spec["pytorchReplicaSpecs"]
-    assert [(role, one["replicas"], one["restartPolicy"]) for role, one in replicas.items()] == [
+    assert [(role, replica["replicas"], replica["restartPolicy"]) for role, replica in replicas.items()] == [
         ("Master", 1, "ExitCode"),
         ("Worker", 2, "ExitCode"),
     ]
@@ -50,9 +52,9 @@ def test_a_pytorchjob_has_a_master_and_workers_and_one_node_a_master_alone() -> 
     assert set(alone) == {"Master"} and container(alone["Master"]["template"])["args"][0] == "train"
 
 
-def test_a_trainjob_has_a_runtime_of_its_own() -> None:
-    found = documents("KUBERNETES_KIND=trainjob")
-    runtime, job = of_kind(found, "TrainingRuntime"), of_kind(found, "TrainJob")
+def test_a_trainjob_has_a_separate_runtime() -> None:
+    manifests = documents("KUBERNETES_KIND=trainjob")
+    runtime, job = of_kind(manifests, "TrainingRuntime"), of_kind(manifests, "TrainJob")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert job["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 1}
     failure = runtime["spec"]["template"]["spec"]["failurePolicy"]
@@ -61,19 +63,19 @@ def test_a_trainjob_has_a_runtime_of_its_own() -> None:
 
 
 def test_a_job_finds_its_first_pod_by_a_service() -> None:
-    found = documents("KUBERNETES_KIND=job")
-    service, job = of_kind(found, "Service"), of_kind(found, "Job")
+    manifests = documents("KUBERNETES_KIND=job")
+    service, job = of_kind(manifests, "Service"), of_kind(manifests, "Job")
     template = job["spec"]["template"]
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     assert environment(template)["MASTER_ADDR"] == "l40s-pair-0.l40s-pair"
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["completions"] == job["spec"]["parallelism"] == 2
     assert job["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [1, 2, 3, 4, 5]
-    assert [one["kind"] for one in documents("KUBERNETES_KIND=job", "NUM_NODES=1")] == ["ConfigMap", "Job"]
+    assert [document["kind"] for document in documents("KUBERNETES_KIND=job", "NUM_NODES=1")] == ["ConfigMap", "Job"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
+def test_every_pod_gets_only_what_it_needs(kind: str) -> None:
     toleration = {"key": "spot", "value": "true", "effect": "NoExecute", "tolerationSeconds": 60}
     result = rendered(
         f"KUBERNETES_KIND={kind}",
@@ -85,11 +87,11 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
         "KUBERNETES_QUEUE=team-a",
         "KUBERNETES_ENV={NCCL_DEBUG: INFO}",
     )
-    found = documents_of(result.files)
-    for template in pods(found):
-        spec, one, env = template["spec"], container(template), environment(template)
-        assert one["command"] == ["python", "-m", "sft_play.schedulers.entry"]
-        assert one["args"] == [
+    manifests = documents_of(result.files)
+    for template in pods(manifests):
+        spec, pod, env = template["spec"], container(template), environment(template)
+        assert pod["command"] == ["python", "-m", "sft_play.schedulers.entry"]
+        assert pod["args"] == [
             "train-distributed",
             "CONFIG=/config/config.json",
             "RUN_NAME=l40s-pair",
@@ -98,12 +100,12 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
             "MASTER_PORT=23456",
             "LAUNCH_JOIN_SECONDS=600",
         ]
-        assert one["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
+        assert pod["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
         assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
         assert env["MASTER_KEY"]["secretKeyRef"]["optional"]
-        wanted = {"RUNS_DIR": "/runs", "AIM_REPO": "/tracking", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
-        assert wanted.items() <= env.items(), "a variable of one's own wins over ours"
-        mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+        expected = {"RUNS_DIR": "/runs", "AIM_REPO": "/tracking", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+        assert expected.items() <= env.items(), "a variable of one's own wins over ours"
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["volumeMounts"]}
         assert mounts == {
             "/config": "config",
             "/dev/shm": "shm",
@@ -113,14 +115,14 @@ def test_every_pod_gets_what_it_needs_and_no_more(kind: str) -> None:
         }
         assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}} in spec["volumes"]
         assert {"name": "tracking", "persistentVolumeClaim": {"claimName": "aim"}} in spec["volumes"]
-        assert one["ports"][0]["containerPort"] == 23456 and spec["terminationGracePeriodSeconds"] >= 120
+        assert pod["ports"][0]["containerPort"] == 23456 and spec["terminationGracePeriodSeconds"] >= 120
         assert spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
         assert spec["tolerations"] == [toleration] and spec["imagePullSecrets"] == [{"name": "registry"}]
-    job = of_kind(found, {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "Job"}[kind])
+    job = of_kind(manifests, {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "Job"}[kind])
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
 
 
-def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_path: Path) -> None:
+def test_the_configuration_in_the_map_is_the_resolved_one_and_is_read_back(tmp_path: Path) -> None:
     result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}")
     path = tmp_path / "config.json"
     path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
@@ -132,7 +134,7 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_goes_round(tmp_pat
     assert again.typed("train.global_batch_size") and not again.typed("train.batch_size")
 
 
-def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
+def test_a_deepspeed_json_is_rendered_verbatim() -> None:
     result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml")
     assert (
         of_kind(documents_of(result.files), "ConfigMap")["data"]["deepspeed.json"]
@@ -146,7 +148,7 @@ def test_a_deepspeed_json_comes_along_letter_for_letter() -> None:
     ]
 
 
-def test_what_the_plan_keeps_in_memory_must_fit_the_pod() -> None:
+def test_planned_host_memory_must_fit_the_pod() -> None:
     offloaded = ("DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "TUNING_MODE=full")
     words = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=2xL40S", "NUM_NODES=1", *offloaded)
     assert noted((*words, "KUBERNETES_MEMORY=20Gi"), "a pod's memory", "kubernetes.memory is 20Gi, /dev/shm included")
@@ -155,20 +157,22 @@ def test_what_the_plan_keeps_in_memory_must_fit_the_pod() -> None:
 
 def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
     files = rendered(*CLAIMS, "KUBERNETES_TRACKING_CLAIM=aim").files
-    claims = [(one["metadata"]["name"], one["spec"]["accessModes"]) for one in yaml.safe_load_all(files["claims.yaml"])]
+    claims = [
+        (claim["metadata"]["name"], claim["spec"]["accessModes"]) for claim in yaml.safe_load_all(files["claims.yaml"])
+    ]
     assert claims == [("models", ["ReadWriteMany"]), ("runs", ["ReadWriteMany"]), ("aim", ["ReadWriteMany"])]
     assert "PersistentVolumeClaim" not in files["pytorchjob.yaml"]
     assert noted((*CLAIMS, "KUBERNETES_ACCESS_MODE=ReadWriteOnce"), "must be on one node")
 
 
 def test_one_claim_may_hold_models_and_runs() -> None:
-    found = documents(*CLAIMS, "NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models")
-    assert of_kind(found, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
-    [template] = pods(found)
+    manifests = documents(*CLAIMS, "NUM_NODES=1", "KUBERNETES_RUNS_CLAIM=models")
+    assert of_kind(manifests, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
+    [template] = pods(manifests)
     assert {mount.get("subPath") for mount in container(template)["volumeMounts"]} == {None, "models", "runs"}
 
 
-def test_infiniband_when_asked() -> None:
+def test_infiniband_is_rendered_only_on_request() -> None:
     words = (
         "KUBERNETES_INFINIBAND=true",
         "KUBERNETES_HCA=mlx5",
@@ -181,9 +185,9 @@ def test_infiniband_when_asked() -> None:
     assert container(template)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
-def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
+def test_a_pytorchjobs_master_may_use_another_kind_of_node() -> None:
     master, worker = pods(documents(UNLIKE, "KUBERNETES_NODE_SELECTOR={zone: x}"))
-    assert [one["spec"]["nodeSelector"] for one in (master, worker)] == [
+    assert [pod["spec"]["nodeSelector"] for pod in (master, worker)] == [
         {"zone": "x", "gpu": "a"},
         {"zone": "x", "gpu": "b"},
     ]
@@ -192,7 +196,7 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ("KUBERNETES_CREATE_CLAIMS=true",),
@@ -211,10 +215,10 @@ def test_a_pytorchjobs_master_may_stand_on_another_kind_of_node() -> None:
         (("KUBERNETES_RUNS_CLAIM=null",), "`kubernetes.runs_claim` is null, and pods keep nothing without a claim"),
     ],
 )
-def test_what_a_cluster_would_refuse_is_refused_here(words: tuple[str, ...], said: str) -> None:
+def test_manifests_that_a_cluster_would_refuse_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as caught:
         rendered(*words)
-    assert said in caught.value.render()
+    assert message in caught.value.render()
 
 
 @pytest.mark.parametrize("kind", KINDS)

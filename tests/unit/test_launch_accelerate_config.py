@@ -44,7 +44,7 @@ def refusal(folder: Path, extra: str, kind: str) -> str:
     return caught.value.render()
 
 
-def test_deepspeed_by_stage(tmp_path: Path) -> None:
+def test_a_deepspeed_stage_becomes_settings(tmp_path: Path) -> None:
     extra = (
         "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 4\n"
         "  offload_optimizer_device: cpu\n"
@@ -64,7 +64,7 @@ def test_deepspeed_by_stage(tmp_path: Path) -> None:
     }
 
 
-def test_deepspeed_by_file(tmp_path: Path) -> None:
+def test_a_deepspeed_file_is_read_and_excludes_other_keys(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}} // mine')
     extra = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n  zero3_init_flag: false\n"
     choices = read(tmp_path, extra, "DEEPSPEED")
@@ -80,7 +80,7 @@ FSDP = (
 )
 
 
-def test_fsdp2(tmp_path: Path) -> None:
+def test_an_fsdp2_file_is_read(tmp_path: Path) -> None:
     choices = read(tmp_path, FSDP, "FSDP")
     assert choices.strategy == "fsdp2"
     assert choices.fsdp == {"fsdp_reshard_after_forward": False}
@@ -115,37 +115,57 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "said"),
+    ("line", "kind", "message"),
     [
         ("deepspeed_config: ds.json", "DEEPSPEED", "`deepspeed_config` is `ds.json`; expected a mapping"),
         ("deepspeed_config: [1]", "MULTI_GPU", "`deepspeed_config` is `[1]`; expected a mapping"),
         ("fsdp_config: full_shard auto_wrap", "FSDP", "`fsdp_config` is `full_shard auto_wrap`; expected a mapping"),
-        ("deepspeed_config: {deepspeed_config_file: gone.json}", "DEEPSPEED", "`deepspeed_config_file` is `gone.json`, and there is no such file"),
+        (
+            "deepspeed_config: {deepspeed_config_file: gone.json}",
+            "DEEPSPEED",
+            "`deepspeed_config_file` is `gone.json`, and there is no such file",
+        ),
         ("deepspeed_config: {zero_stage: two}", "DEEPSPEED", "`zero_optimization.stage` is `two`"),
         ("main_process_ip: [10.0.0.1]", "MULTI_GPU", "`main_process_ip` is `[10.0.0.1]`; expected text"),
-        ("main_process_port: 70000", "MULTI_GPU", "`main_process_port` is `70000`; expected an integer >= 0 and <= 65535"),
+        (
+            "main_process_port: 70000",
+            "MULTI_GPU",
+            "`main_process_port` is `70000`; expected an integer >= 0 and <= 65535",
+        ),
         ("main_process_port: '29500'", "MULTI_GPU", "`main_process_port` is `29500`; expected an integer"),
         ("num_machines: 0", "MULTI_GPU", "`num_machines` is `0`; expected an integer >= 1"),
         ("num_processes: 0", "MULTI_GPU", "`num_processes` is `0`; expected an integer >= 1"),
         ("num_processes: true", "MULTI_GPU", "`num_processes` is `true`; expected an integer >= 1"),
         ("machine_rank: -1", "MULTI_GPU", "`machine_rank` is `-1`; expected an integer >= 0"),
         ("use_cpu: 'yes'", "MULTI_GPU", "`use_cpu` is `yes`"),
-        ("fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: [A]}", "FSDP", "cls_to_wrap` is `[A]`; expected text"),
-        ("fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD}", "FSDP", "is `FULL_SHARD`; expected `true`, `false` or null"),
+        (
+            "fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: [A]}",
+            "FSDP",
+            "cls_to_wrap` is `[A]`; expected text",
+        ),
+        (
+            "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: FULL_SHARD}",
+            "FSDP",
+            "is `FULL_SHARD`; expected `true`, `false` or null",
+        ),
         ("1: 2\ncolour: blue", "MULTI_GPU", "keys that are not understood: `1`, `colour`"),
     ],
-)  # fmt: skip
-def test_values_of_another_kind_are_refused_with_their_line(tmp_path: Path, line: str, kind: str, said: str) -> None:
-    kept = [one for one in BASE.format(kind=kind).splitlines() if one.partition(":")[0] != line.partition(":")[0]]
+)
+def test_values_of_another_kind_are_refused_with_their_line(tmp_path: Path, line: str, kind: str, message: str) -> None:
+    lines = [
+        base_line
+        for base_line in BASE.format(kind=kind).splitlines()
+        if base_line.partition(":")[0] != line.partition(":")[0]
+    ]
     path = tmp_path / "acc.yaml"
-    path.write_text("\n".join([*kept, line]) + "\n")
+    path.write_text("\n".join([*lines, line]) + "\n")
     with pytest.raises(UserError) as caught:
         read_accelerate_config(path)
-    place = f"{path}:{len(kept) + 1}: "
-    assert said in caught.value.render() and (place in caught.value.render() or "not understood" in said), (
+    place = f"{path}:{len(lines) + 1}: "
+    assert message in caught.value.render() and (place in caught.value.render() or "not understood" in message), (
         caught.value.render()
     )
-    assert caught.value.render().count(said) == 1
+    assert caught.value.render().count(message) == 1
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ STRAY = {
 }
 
 
-def test_stray_variables_are_taken_out() -> None:
+def test_stray_variables_are_removed() -> None:
     environment = worker_environment(make_plan(strategy="ddp"), Node(interface="lo"), STRAY, cpu_threads=8)
     assert environment.variables.keys() & STRAY.keys() == {"HF_TOKEN", "NCCL_DEBUG", "HOME", "AIM_REPO"}
     assert environment.variables["HF_TOKEN"] == "secret-token"
@@ -80,7 +80,7 @@ def test_stray_variables_are_taken_out() -> None:
     assert "AIM_REPO=aim://x  (yours)" in shown
 
 
-def test_consumer_cards_get_no_peer_to_peer_and_the_user_wins() -> None:
+def test_consumer_cards_get_no_peer_to_peer_unless_the_user_sets_it() -> None:
     rank = replace(make_plan().ranks[0], device="cuda:0", device_name="NVIDIA GeForce RTX 5090")
     plan = make_plan(device="cuda", strategy="ddp", ranks=(rank, rank))
     assert worker_environment(plan, Node(), {}, cpu_threads=2).variables["NCCL_P2P_DISABLE"] == "1"
@@ -105,7 +105,7 @@ def test_each_environment_builds_the_extensions_of_deepspeed_for_itself(monkeypa
     assert folder({"TORCH_EXTENSIONS_DIR": "/mine"}) == "/mine"
 
 
-def test_a_lock_that_a_killed_build_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lock = extensions_folder() / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
@@ -119,7 +119,7 @@ def test_a_lock_that_a_killed_build_left_is_removed(tmp_path: Path, monkeypatch:
 def test_a_disk_without_locks_refuses_no_run(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Lustre without `-o flock` answers, or NFS whose lock server is away."""
+    """Lustre without `-o flock`, or NFS without its lock server, answers so."""
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -129,8 +129,8 @@ def test_a_disk_without_locks_refuses_no_run(
     run.path.mkdir(parents=True)
     assert holders(run) == []
     with lock_run(run):
-        said = capsys.readouterr().err
-        assert f"warning: {run.path}: this disk has no file locks (No locks available)" in said and "-o flock" in said
-        (found,) = holders(run)
-        assert found.process is not None and found.process.pid == os.getpid(), "`make stop` finds it all the same"
+        error = capsys.readouterr().err
+        assert f"warning: {run.path}: this disk has no file locks (No locks available)" in error and "-o flock" in error
+        (holder,) = holders(run)
+        assert holder.process is not None and holder.process.pid == os.getpid(), "`make stop` finds it all the same"
     assert holders(run) == []

@@ -1,5 +1,5 @@
-"""Supervision with real processes: which rank failed first, which code comes back, what is watched, and that nothing is
-left behind.
+"""Supervision with real processes: which rank failed first, which code is returned, what is watched, and that nothing
+remains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_with(tmp_path: Path, records: dict[int, dict[str, Any]]) -> RunFolder:
 
 
 def summary(codes: dict[int, int]) -> str:
-    """Returns torchrun's summary, as it stands in launcher.log."""
+    """Return torchrun's summary as in launcher.log."""
     return "".join(
         f"[{i}]:\n  time      : 2026\n  host      : x\n  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid:"
         " 7)\n"
@@ -58,7 +58,7 @@ def test_the_earliest_permanent_error_is_named_and_no_rank_that_torchrun_ended(t
     assert "rank1.log" in outcome.message
 
 
-def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> None:
+def test_failed_starts_of_workers_show_the_agents_last_lines(tmp_path: Path) -> None:
     outcome = outcome_of(
         run_with(tmp_path, {}), range(1), agent_code=1, agent_log="ModuleNotFoundError: No module named 'accelerate'"
     )
@@ -66,7 +66,7 @@ def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26508: Connection reset by peer.",
         (
@@ -76,8 +76,8 @@ def test_workers_that_never_began_show_the_agents_last_words(tmp_path: Path) -> 
         "RuntimeError: [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST)",
     ],
 )
-def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, said: str) -> None:
-    kind, _, text = said.partition(": ")
+def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Path, message: str) -> None:
+    kind, _, text = message.partition(": ")
     problem = RuntimeError(text) if kind == "RuntimeError" else getattr(distributed, kind)(text)
     what = verdict(problem, RunFolder(tmp_path), Activity())
     assert what["code"] == 75
@@ -93,7 +93,7 @@ def test_a_peer_on_another_node_that_has_gone_is_worth_another_try(tmp_path: Pat
     )
 
 
-def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_gone_reports_it_and_leaves_no_stub(tmp_path: Path) -> None:
     run = run_with(tmp_path, {})
     run.path.rename(tmp_path / "elsewhere")
     leave_record(run, 0, record(3, 1.0, "error: the run's folder is gone"))
@@ -107,7 +107,7 @@ def test_a_run_whose_folder_is_gone_says_so_and_no_stub_is_left(tmp_path: Path) 
     assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
 
 
-# What is watched beside a run, and its end.
+# What is watched next to a run, and its end.
 
 
 BEGIN = """
@@ -127,14 +127,16 @@ pool.submit(int)
 
 
 @pytest.mark.parametrize(
-    ("thread", "found"),
+    ("thread", "expected"),
     [
         ("threading.Thread(target=work, args=('sent', 0.5)).start()", {"sent", "exit-functions"}),
         ("pool.submit(work, 'sent', 0.5)", {"sent", "exit-functions"}),
         ("threading.Thread(target=work, args=('late', 600)).start()", {"exit-functions"}),
     ],
 )
-def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, thread: str, found: set[str]) -> None:
+def test_threads_get_some_seconds_and_exit_functions_their_turn(
+    tmp_path: Path, thread: str, expected: set[str]
+) -> None:
     child = subprocess.Popen([sys.executable, "-c", f"{BEGIN}{thread}\nend(0)", str(tmp_path)], cwd=ROOT)
     try:
         until(lambda: (tmp_path / "ready").exists() or child.poll() is not None, seconds=240)
@@ -142,10 +144,10 @@ def test_threads_get_some_seconds_and_exit_functions_their_turn(tmp_path: Path, 
     finally:
         child.kill()
         child.wait(timeout=240)
-    assert {path.name for path in tmp_path.iterdir()} - {"ready"} == found
+    assert {path.name for path in tmp_path.iterdir()} - {"ready"} == expected
 
 
-def test_a_card_is_sampled_and_what_fails_is_asked_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cards_are_sampled_and_failing_queries_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Nvml(SimpleNamespace):
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(f"no {name}")
@@ -175,7 +177,7 @@ LOST = Outcome(
 )
 
 
-def test_so_many_in_a_row_without_a_newer_checkpoint() -> None:
+def test_restarts_without_a_newer_checkpoint_are_limited() -> None:
     state = Restarts(limit=2, step=0)
     first, second = Path("step-000004"), Path("step-000008")
     pauses = [state.following(LOST, newest).pause for newest in (None, None, None, first, first, first, second)]
@@ -201,10 +203,10 @@ WORKS = WAITS.replace("torch/distributed/distributed_c10d.py", "datasets/table.p
 
 
 def blamed(*beats: Beat, stacks: tuple[str, ...] = ()) -> tuple[list[int], str]:
-    """Returns the ranks that are blamed, and what is said."""
-    found = {beat.rank: standing(beat, 99.0, stacks[beat.rank] if stacks else "") for beat in beats}
-    loss = hang(found, RunFolder(Path("runs/demo")))
-    return culprits(found), "\n".join([loss.text, *loss.lines])
+    """Return the blamed ranks and the message."""
+    standings = {beat.rank: standing(beat, 99.0, stacks[beat.rank] if stacks else "") for beat in beats}
+    loss = hang(standings, RunFolder(Path("runs/demo")))
+    return culprits(standings), "\n".join([loss.text, *loss.lines])
 
 
 def test_the_rank_that_is_behind_is_blamed() -> None:
@@ -212,30 +214,30 @@ def test_the_rank_that_is_behind_is_blamed() -> None:
     assert blamed(beat(0, "training", 4, 2), beat(1, "training", 4, 1))[0] == [1]
 
 
-def test_at_one_place_the_rank_that_waits_for_nobody_is_blamed() -> None:
+def test_of_ranks_at_one_place_the_working_one_is_blamed() -> None:
     at = beat(0, "saving", 4), beat(1, "saving", 4)
     assert blamed(*at, stacks=(WAITS, WAITS))[0] == []
-    named, said = blamed(*at, stacks=(WORKS, WAITS))
-    assert named == [0] and said.startswith("rank 0 (here) made no step for 99 s\n")
-    assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in said
+    named, reason = blamed(*at, stacks=(WORKS, WAITS))
+    assert named == [0] and reason.startswith("rank 0 (here) made no step for 99 s\n")
+    assert "rank 0 (here): saving after step 4, at read (datasets/table.py)" in reason
     assert (
         "rank 1 (here): saving after step 4 waiting for other ranks, at all_reduce (distributed/distributed_c10d.py)"
-        in said
+        in reason
     )
 
 
 def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
-    """Under NCCL no rank stands in torch.distributed: the operations run on the GPU, and every rank waits for a number
-    from it.
+    """Under NCCL no rank's stack shows torch.distributed: operations run on the GPU, and every rank waits for its
+    result.
     """
 
     def begun(*counts: int | None) -> tuple[list[int], str]:
         beats = [replace(beat(rank, "updating", 4), collectives=count) for rank, count in enumerate(counts)]
         return blamed(*beats, stacks=(WAITS_FOR_GPU,) * 3)
 
-    named, said = begun(41, 40, 41)
+    named, reason = begun(41, 40, 41)
     assert named == [1]
-    assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in said
+    assert "waiting for the rows of the next, 40 collective operations begun, at item (torch/_tensor.py)" in reason
     assert begun(41, 41, 41)[0] == []
     assert begun(41, None, 41)[0] == [], "one that did not tell is not compared"
 

@@ -1,4 +1,4 @@
-"""Ranks that NCCL's watchdog ends because another has gone: a program that speaks and dies as they do, under the real
+"""Ranks that NCCL's watchdog ends after a peer's loss: a program that prints and dies like them, under the real
 torchrun.
 """
 
@@ -21,15 +21,19 @@ from tests.unit.test_launch_supervise import record, run_with, summary
 PREFIX = (
     "[rank{rank}]:[E1122 14:00:00.{rank}00000 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
 )
-REMOTE = """Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error
+REMOTE = """Process group watchdog thread terminated with exception: NCCL error: \
+remote process exited or there was a network error
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
 socketProgress: Connection closed by remote peer node2<59116>
-Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2363 (most recent call first):
+Exception raised from checkForNCCLErrorsInternal at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2363 \
+(most recent call first):
 terminate called after throwing an instance of 'c10::DistBackendError'
 """
-TIMEOUT = """Process group watchdog thread terminated with exception: [Rank 0] Watchdog caught collective operation timeout: \
-WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.
+TIMEOUT = """Process group watchdog thread terminated with exception: \
+[Rank 0] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, Timeout(ms)=1800000) \
+ran for 1800011 milliseconds before timing out.
 """
 FAULT = """Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
@@ -74,14 +78,14 @@ os.abort()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("death", "code", "said"),
+    ("death", "code", "message"),
     [
         ("killed", 75, "was killed by SIGKILL"),
         pytest.param("record", 4, "error: row 7 is damaged", marks=pytest.mark.long),
     ],
 )
-def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(
-    death: str, code: int, said: str, tmp_path: Path
+def test_of_four_ranks_the_first_lost_is_named_and_not_those_that_abort(
+    death: str, code: int, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "run").mkdir()
@@ -102,7 +106,7 @@ def test_of_four_ranks_the_first_is_named_and_not_those_that_abort(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == code, process.stdout + process.stderr
-    assert said in process.stdout
+    assert message in process.stdout
     assert "rank 1 (" in process.stdout and "rank 0" not in process.stdout
     root_cause = (tmp_path / "run" / "logs" / "launcher.log").read_text().partition("Root Cause")[2]
     assert "exitcode  : -9" in root_cause or "exitcode  : 4" in root_cause, "torchrun itself has seen it"
@@ -116,7 +120,7 @@ def logged(tmp_path: Path, records: dict[int, dict[str, Any]], words: dict[int, 
 
 
 @pytest.mark.parametrize("text", [REMOTE, TIMEOUT])
-def test_a_survivor_alone_has_lost_its_peer(text: str, tmp_path: Path) -> None:
+def test_a_lone_surviving_rank_has_lost_its_peer(text: str, tmp_path: Path) -> None:
     """The machine of the rank that was lost is another one, and torchrun has asked this machine's other rank to
     leave.
     """
@@ -140,7 +144,7 @@ def test_a_rank_whose_own_gpu_failed_is_the_cause(tmp_path: Path) -> None:
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n" + STACKS,
     ],
 )
-def test_a_process_that_cpp_ended_for_want_of_memory(words: str, tmp_path: Path) -> None:
+def test_a_process_that_cpp_ended_out_of_memory_is_recognised(words: str, tmp_path: Path) -> None:
     """bitsandbytes leaves with code 1 and without an exception."""
     run = run_with(tmp_path, {})
     run.rank_log(0).write_text(words)

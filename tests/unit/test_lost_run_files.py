@@ -1,4 +1,4 @@
-"""A run whose small files are lost or damaged never begins anew over its checkpoints: what is missing is named."""
+"""A run whose small files are lost or damaged never restarts over its checkpoints: the missing files are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def typed(folder: Path) -> LaunchOptions:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run of one process that has saved a checkpoint."""
+    """Make a run of one process with a checkpoint."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path))
     run = RunFolder(tmp_path / "demo")
     run.path.mkdir()
@@ -49,13 +49,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("left", ["checkpoints", "metrics", "model"])
-def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, left: str) -> None:
-    if left != "checkpoints":
+@pytest.mark.parametrize("remaining", ["checkpoints", "metrics", "model"])
+def test_a_run_without_its_events_is_never_restarted(run: RunFolder, remaining: str) -> None:
+    if remaining != "checkpoints":
         run.checkpoints.rename(run.path / "moved")
-    if left == "metrics":
+    if remaining == "metrics":
         append_json_line(run.metrics, {"kind": "train", "step": 1})
-    if left == "model":
+    if remaining == "model":
         run.model.mkdir()
     run.events.unlink()
     folder = run.path.parent
@@ -66,7 +66,9 @@ def test_a_run_without_its_events_is_never_begun_anew(run: RunFolder, left: str)
     with pytest.raises(CheckpointError, match=r"its `events.jsonl` is missing or damaged") as refused:
         as_resume(Call(command="train", options={"RUN_NAME": "demo"}), typed(folder), config(folder), run)
     assert refused.value.place == str(run.events)
-    assert (f"take RUN={run.typed} CHECKPOINT=step-000030" in (refused.value.hint or "")) == (left == "checkpoints")
+    assert (f"take RUN={run.typed} CHECKPOINT=step-000030" in (refused.value.hint or "")) == (
+        remaining == "checkpoints"
+    )
 
 
 def test_a_lost_configuration_is_named(run: RunFolder) -> None:

@@ -27,12 +27,12 @@ LOST = Outcome(
 )
 
 
-def agree(said: Sequence[Facts]) -> list[UserError]:
+def agree(facts: Sequence[Facts]) -> list[UserError]:
     return []
 
 
-def everything(said: Sequence[Facts]) -> Facts:
-    return {"all": said}
+def everything(facts: Sequence[Facts]) -> Facts:
+    return {"all": facts}
 
 
 class Nodes:
@@ -73,18 +73,18 @@ class Nodes:
         return self.ended
 
     def run(self, act: Act) -> dict[str, Any]:
-        """Starts all machines, and returns what each returned or raised."""
+        """Start all machines, and return what each returned or raised."""
         for rank in range(self.count):
             self.start(rank, act)
         return self.end()
 
 
 def meet(ours: Machines) -> list[str]:
-    return [one["who"] for one in ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)["all"]]
+    return [machine["who"] for machine in ours.meet(lambda _: {"who": ours._mine["host"]}, agree, everything)["all"]]
 
 
 def vanish(ours: Machines) -> str:
-    """Leaves as a process that was killed: without a word, and its beats end."""
+    """Leave like a killed process: silently, and without further heartbeats."""
     assert ours._store is not None
     ours._store.close()
     ours._store = None  # with node 0's goes what it serves
@@ -116,9 +116,9 @@ def test_absent_machines_are_named_on_every_one() -> None:
     assert on_page("hangs-after-initialized", ended["a"].render())
 
 
-def test_all_that_differs_is_one_error_on_all() -> None:
-    def judge(said: Sequence[Facts]) -> list[UserError]:
-        return [UserError(f"{len(said)} are here, and differ"), HardwareError("so do their versions")]
+def test_all_differences_are_one_error_on_all_machines() -> None:
+    def judge(facts: Sequence[Facts]) -> list[UserError]:
+        return [UserError(f"{len(facts)} are here, and differ"), HardwareError("so do their versions")]
 
     a, b = Nodes(count=2).run(lambda ours: ours.meet(lambda _: {}, judge, everything)).values()
     assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
@@ -184,7 +184,7 @@ def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
 
 
 def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a stranger takes connections and says nothing."""
+    """This includes a stranger that accepts connections and never answers."""
     nodes = Nodes(count=2, patience=0.2)
 
     def ended() -> str:
@@ -193,7 +193,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(error, RetryableError)
         return error.render()
 
-    assert "127.0.0.1:" in (said := ended()) and on_page("connect-call-failed", said) and "NODE_RANK=0" in said
+    assert "127.0.0.1:" in (error := ended()) and on_page("connect-call-failed", error) and "NODE_RANK=0" in error
     with socket.create_server(("127.0.0.1", nodes.port)):
         assert "not a launcher of SFT-Play" in ended()
     monkeypatch.setattr(store, "RESOLVE_SECONDS", 0.1)
@@ -202,7 +202,7 @@ def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         Machines(node, host="b", run="lan", patience=0.2, silent_seconds=5).open()
 
 
-def test_who_has_the_port() -> None:
+def test_a_port_in_use_is_an_error_that_names_it() -> None:
     nodes = Nodes(count=2)
     with socket.create_server(("", nodes.port)):
         nodes.start(0, meet)
@@ -229,13 +229,13 @@ def test_a_machine_that_is_lost_between_the_steps_ends_all(vanishes: bool) -> No
             assert isinstance(ended[host], RetryableError) and "before the workers started" in ended[host].message
         else:
             assert type(ended[host]) is DataError
-            said = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
-            assert ended[host].render() == said
+            error = "error: node 1 (b) could not continue: rows.jsonl: the file is empty\n\nhint: fill it"
+            assert ended[host].render() == error
 
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_machine_that_vanishes_from_a_training_is_named(gone: int) -> None:
-    """Its beats end, and node 0 says so; of node 0 the store is gone."""
+    """Its heartbeats end, and node 0 reports it; the store of a lost node 0 is gone."""
     nodes = Nodes(silent=3.0)
 
     def act(ours: Machines) -> Any:
@@ -265,7 +265,7 @@ def test_the_first_cause_is_settled_for_all_and_the_next_attempt_follows() -> No
     assert list(Nodes().run(act).values()) == [expected] * 3
 
 
-def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
+def test_ranks_are_frozen_only_if_all_machines_report_it() -> None:
     alone = threading.Event()
 
     def act(ours: Machines) -> Any:
@@ -277,9 +277,9 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
                 time.sleep(0.1)
             alone.set()
         assert alone.wait(240)
-        while (found := ours.share_standings(mine)) is None and not ours.ended_elsewhere():
+        while (standings := ours.share_standings(mine)) is None and not ours.ended_elsewhere():
             time.sleep(0.05)
-        return ours.settle(replace(LOST, doing=found or {})).doing
+        return ours.settle(replace(LOST, doing=standings or {})).doing
 
     assert (
         list(Nodes(count=2).run(act).values())
@@ -287,8 +287,8 @@ def test_ranks_stand_still_when_they_do_on_every_machine() -> None:
     )
 
 
-def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt() -> None:
-    """Its launcher was started anew before the loss of the old one was noticed."""
+def test_a_late_machine_waits_for_the_next_attempt() -> None:
+    """Its launcher was restarted before the loss of the old one was noticed."""
     nodes, trains, waits = Nodes(), threading.Event(), threading.Event()
 
     def train(ours: Machines) -> Any:
@@ -314,7 +314,7 @@ def test_a_machine_that_comes_while_the_others_train_waits_for_the_next_attempt(
 
 
 def test_a_machine_whose_link_was_cut_joins_the_restart() -> None:
-    """It comes with facts before its next beat is judged, and node 0 takes them for a sign of life."""
+    """It sends facts before its next heartbeat is due, and node 0 counts them as a sign of life."""
     nodes = Nodes(silent=3.0)
     lost = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Mixing: every prefix near the weights, no row twice before all were seen, and what an epoch is when a source runs
+"""Mixing: every prefix is near the weights, no row repeats before all were seen, and an epoch ends when a source runs
 dry.
 """
 
@@ -21,12 +21,12 @@ def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: An
         SourceFacts(name=f"s{i}", rows=rows[i], tokens=tokens[i], label_tokens=tokens[i] // 2, weight=weight)
         for i, weight in enumerate(weights)
     ]
-    found = mixture_of(DataConfig(**data), parts)
-    assert found is not None
-    return found
+    result = mixture_of(DataConfig(**data), parts)
+    assert result is not None
+    return result
 
 
-def test_what_an_epoch_is() -> None:
+def test_an_epoch_ends_when_a_source_runs_dry() -> None:
     # 3:1 in tokens. A has 10,000, B 10,000: until A was seen once, B gives a third of itself; until B was, A comes 3
     # times.
     assert mixture([100, 50], [10_000, 10_000], [3, 1], exhausted="stop").epoch_rows == (100, 17)
@@ -63,7 +63,7 @@ def test_each_source_gives_all_its_rows_before_any_again() -> None:
 # What is printed of sources that are not trained.
 
 
-def test_a_source_of_weight_0_is_said_not_to_be_trained() -> None:
+def test_a_source_of_weight_0_is_reported_as_untrained() -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     tallies = [SourceTally(rows_read=count, kept=count, format="text") for count in (1, 2)]
     manifest = split_manifest(

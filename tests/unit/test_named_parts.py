@@ -19,7 +19,7 @@ from sft_play.stamps import find
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run with checkpoints of the steps 20 and 30, which `last` means."""
+    """Make a run with checkpoints of steps 20 and 30, the latter as `last`."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path))
     run = RunFolder(tmp_path / "demo")
     for step in (20, 30):

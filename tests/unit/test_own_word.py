@@ -1,5 +1,5 @@
-"""Keys that become a command, a path to write or an address to call: only this user's own words and files give them, a
-run's folder never.
+"""Keys that become a command, a path to write or an address come only from this user's words and files, never from a
+run.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ STRANGERS: dict[str, Any] = {
     "kubernetes.token_secret": "mine",
 }
 READ_ONLY = {
-    "data.chat_template", "data.group_by", "data.new_tokens", "data.sources", "data.style.system_prefix", "data.style.system_suffix",
-    "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path", "data.val_path", "data.validation", "eval.metrics",
-    "launch.network", "model.adapter", "model.name", "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
-    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args", "train.optim_target_modules", "train.project", "train.run_name",
-    "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save", "tuning.lora.rank_pattern",
-    "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint", "slurm.gpu_type", "slurm.memory", "slurm.partition",
-    "slurm.qos", "slurm.time",
+    "data.chat_template", "data.group_by", "data.new_tokens", "data.sources", "data.style.system_prefix",
+    "data.style.system_suffix", "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path",
+    "data.val_path", "data.validation", "eval.metrics", "launch.network", "model.adapter", "model.name",
+    "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
+    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args", "train.optim_target_modules",
+    "train.project", "train.run_name", "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save",
+    "tuning.lora.rank_pattern", "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint",
+    "slurm.gpu_type", "slurm.memory", "slurm.partition", "slurm.qos", "slurm.time",
 }  # fmt: skip
-"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern of its
-own. Whoever adds a key decides in which of the two lists it is.
+"""Further keys that hold free text: a file or a hub's repository that is read, a name, or a text with a pattern.
+Whoever adds a key decides in which of the two lists it is.
 """
 
 
@@ -61,25 +62,25 @@ def test_every_key_with_free_text_is_in_one_list_or_the_other() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run whose configuration is a stranger's."""
+    """Make a run with a stranger's configuration."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
-    found = RunFolder(tmp_path / "runs" / "theirs")
-    found.path.mkdir(parents=True)
-    found.events.write_text("")
+    folder = RunFolder(tmp_path / "runs" / "theirs")
+    folder.path.mkdir(parents=True)
+    folder.events.write_text("")
     save_config(
-        load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), found.config
+        load_config(None, [], environ={"SFT_MODEL_NAME": "x/y", "SFT_DATA_TRAIN_PATH": "rows.jsonl"}), folder.config
     )
-    saved = json.loads(found.config.read_text())
+    saved = json.loads(folder.config.read_text())
     written: dict[str, Any] = {"launch": {}, "slurm": {}, "kubernetes": {}, "train": {}}
     for key, value in STRANGERS.items():
         section, _, name = key.partition(".")
         inside = saved["config"][section]
         (inside["extra"] if key in extra_keys() else inside)[name] = written[section][name] = value
-    found.config.write_text(json.dumps(saved))
-    (found.path / "theirs.yaml").write_text(
+    folder.config.write_text(json.dumps(saved))
+    (folder.path / "theirs.yaml").write_text(
         json.dumps({"model": {"name": "x/y", "trust_remote_code": True, "revision": "a" * 40}, **written})
     )
-    return found
+    return folder
 
 
 def value_of(loaded: LoadedConfig, key: str) -> Any:
@@ -105,12 +106,12 @@ def test_a_runs_folder_gives_no_command_path_or_address(
     own.write_text(f"extends: {run.path / 'theirs.yaml'}\n")
     words = WAYS[way](run, own)
     loaded = parse_call(words, COMMANDS, environ={}).load_config()
-    said, plain = capsys.readouterr().err, Config(model=ModelConfig())
+    error, plain = capsys.readouterr().err, Config(model=ModelConfig())
     for key in STRANGERS:
         section, _, name = key.partition(".")
         default = None if key in extra_keys() else getattr(getattr(plain, section), name)
         assert value_of(loaded, key) == default, key
-        assert f"`{key}` is not taken from a run's folder: type {variable_name(key)}=..." in said
+        assert f"`{key}` is not taken from a run's folder: type {variable_name(key)}=..." in error
     assert own_words(loaded) == [] and "model.trust_remote_code" in loaded.of_run
     typed = [*words, "LAUNCH_NOTIFY=$MY_NOTIFY", "KUBERNETES_IMAGE=mine:1", "TRAIN_REPORT_TO=mlflow"]
     again = parse_call(typed, COMMANDS, environ={}).load_config()
@@ -118,7 +119,7 @@ def test_a_runs_folder_gives_no_command_path_or_address(
     assert own_words(again) == ["LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=mlflow"]
 
 
-def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder, tmp_path: Path) -> None:
+def test_a_users_file_may_set_them(run: RunFolder, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text((run.path / "theirs.yaml").read_text().replace("STRANGERS", "MY"))
     loaded = parse_call(["plan", f"CONFIG={own}"], COMMANDS, environ={}).load_config()
@@ -144,7 +145,7 @@ def test_a_file_of_ones_own_gives_them_and_the_workers_have_them(run: RunFolder,
         "https://host/a1b2c3d4e5f6a7b8c9d0e1",
     ],
 )
-def test_a_notification_goes_to_a_variable_of_its_own_and_no_secret_is_kept(target: str) -> None:
+def test_a_notification_has_a_separate_variable_and_no_secret_is_kept(target: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_call(["plan", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}"], COMMANDS, environ={}).load_config()
     assert "export MY_NOTIFY" in str(refused.value.hint)
@@ -163,15 +164,15 @@ def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: P
         "checkpoint": {"x": 1},
     }
     run.deepspeed.write_text(json.dumps(theirs))
-    for found in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
+    for user in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
         for section, name in (
             ("csv_monitor", "output_path"),
             ("tensorboard", "output_path"),
             ("flops_profiler", "output_file"),
         ):
-            assert Path(found.settings[section][name]).is_relative_to(run.path.absolute()), section
-        assert all(found.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
-        assert not found.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(found.notices) == 7
+            assert Path(user.settings[section][name]).is_relative_to(run.path.absolute()), section
+        assert all(user.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
+        assert not user.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(user.notices) == 7
     own = tmp_path / "own.json"
     own.write_text(json.dumps(theirs))
     assert load_user_json(own).settings["csv_monitor"]["output_path"] == "/home/me", "a file of one's own is obeyed"

@@ -39,9 +39,7 @@ def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> Non
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
-    """(lengths, global batch, slots of unequal ranks) as the plan makes them: enough slots for the most packs there can
-    be.
-    """
+    """Draw (lengths, global batch, slots of unequal ranks) as planned: enough slots for the largest number of packs."""
     lengths, batch = draw(lengths_within), draw(st.integers(1, 24))
     micros = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     bound = most_packs(min(batch, len(lengths)), sum(sorted(lengths)[-batch:]), LIMIT)
@@ -52,16 +50,16 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
 @given(worlds(), st.integers(0, 3))
 def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
     lengths, batch, slots = world
-    made = [
+    samplers = [
         GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT)
         for rank in range(len(slots))
     ]
-    for sampler in made:
+    for sampler in samplers:
         sampler.set_epoch(epoch)
-    order, accumulation = made[0].order(), slots[0][1]
-    shares = [list(sampler) for sampler in made]
-    assert {len(share) for share in shares} == {len(made[0])} == {made[0].steps * accumulation}
-    for step in range(made[0].steps):
+    order, accumulation = samplers[0].order(), slots[0][1]
+    shares = [list(sampler) for sampler in samplers]
+    assert {len(share) for share in shares} == {len(samplers[0])} == {samplers[0].steps * accumulation}
+    for step in range(samplers[0].steps):
         turns = list(zip(*(share[step * accumulation : (step + 1) * accumulation] for share in shares), strict=True))
         rows = Counter(row for turn in turns for micro in turn for row in micro)
         assert rows == Counter(order[step * batch : (step + 1) * batch])
@@ -89,9 +87,9 @@ SHAPE = ModelShape(
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Callable[..., Plan]:
-    """Plans a run over rows of these lengths."""
+    """Plan a run over rows of these lengths."""
 
-    def made(lengths: list[int], family: str = "llama", **changes: Any) -> Plan:
+    def plan_with(lengths: list[int], family: str = "llama", **changes: Any) -> Plan:
         (tmp_path / "lengths.i32").write_bytes(array("i", lengths).tobytes())
         (tmp_path / "labels.i32").write_bytes(array("i", [length // 2 for length in lengths]).tobytes())
         data = prepared_rows(
@@ -103,9 +101,11 @@ def planned(tmp_path: Path) -> Callable[..., Plan]:
             tokens=sum(lengths),
             label_tokens=sum(lengths) // 2,
         )
-        return plan_of(max_seq_len=512, data=data, more={"shape": replace(SHAPE, model_type=family)}, **changes)
+        return plan_of(
+            max_seq_len=512, data=data, request_fields={"shape": replace(SHAPE, model_type=family)}, **changes
+        )
 
-    return made
+    return plan_with
 
 
 def reasons(plan: Plan) -> str:
@@ -130,7 +130,7 @@ def test_auto_packs_where_it_saves_micro_steps(planned: Callable[..., Plan]) -> 
     assert plan.ranks[0].peak_bytes > off.ranks[0].peak_bytes  # a pack is 512 tokens, a row 100
 
 
-def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Callable[..., Plan]) -> None:
+def test_auto_packs_neither_single_micro_steps_nor_for_small_savings(planned: Callable[..., Plan]) -> None:
     whole = planned([100, 60] * 200, batch_size=32)
     assert whole.pack_tokens == 0 and "packing" not in reasons(whole)
     long_rows = planned([400, 500] * 200, batch_size=1)
@@ -139,16 +139,16 @@ def test_auto_leaves_what_is_one_micro_step_and_what_saves_little(planned: Calla
     assert bloom.pack_tokens == 0 and "packing off: `bloom` is not among the families" in reasons(bloom)
 
 
-def test_on_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
+def test_typed_packing_is_obeyed_or_refused(planned: Callable[..., Plan]) -> None:
     plan = planned([400, 500] * 200, packing="on")
     assert plan.pack_tokens == 512 and "as configured" in reasons(plan)
     with pytest.raises(UserError, match=r"`train\.packing` is `on`, but `bloom`"):
         planned([100], family="bloom", packing="on")
-    given = planned([100, 60] * 200, packing="on", grad_accum=3)
-    assert given.ranks[0].accumulation == 3 and given.ranks[0].micro_batch == 4  # 12 packs at most / 3
+    obeyed = planned([100, 60] * 200, packing="on", grad_accum=3)
+    assert obeyed.ranks[0].accumulation == 3 and obeyed.ranks[0].micro_batch == 4  # 12 packs at most / 3
 
 
-def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan]) -> None:
+def test_a_pack_that_does_not_fit_is_unpacked(planned: Callable[..., Plan]) -> None:
     plan = planned([100, 60] * 200, batch_size=1)
     outcome = Outcome(
         code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out", doing={"phase": "training"}
@@ -156,8 +156,8 @@ def test_one_pack_that_does_not_fit_is_taken_apart(planned: Callable[..., Plan])
     config = Config(model=ModelConfig(name="m", max_seq_len=512))
     request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.unpack and not request.force_checkpointing
-    kept = replace(config, train=TrainConfig(packing="on"))
-    request = remedy(kept, SHAPE, plan, LaunchRequest(), outcome, 0)
+    packed = replace(config, train=TrainConfig(packing="on"))
+    request = remedy(packed, SHAPE, plan, LaunchRequest(), outcome, 0)
     assert isinstance(request, LaunchRequest) and request.force_checkpointing and not request.unpack
     after = planned([100, 60] * 200, unpack=True, batch_size=1)
     assert "packing on -> off" in announcement(config, plan, after, outcome, None, 1)

@@ -11,16 +11,16 @@ from sft_play.errors import UserError
 from sft_play.plan.batch import Cost, Slots, choose_batch, equal_shares, share_out, spans, step_seconds
 
 
-def test_one_explicit_value_is_kept_and_the_other_computed() -> None:
+def test_one_explicit_value_is_used_and_the_other_computed() -> None:
     for world in (1, 2, 3, 8):
-        kept = choose_batch(TrainConfig(batch_size=4), (100,) * world, 64)
-        assert set(kept.micro_batches) == {4} and kept.global_batch == 32
+        explicit = choose_batch(TrainConfig(batch_size=4), (100,) * world, 64)
+        assert set(explicit.micro_batches) == {4} and explicit.global_batch == 32
         other = choose_batch(TrainConfig(grad_accum=2), (100,) * world, 4)
         assert other.accumulation == 2 and other.global_batch == 32
         assert sum(other.micro_batches) * 2 >= 32  # beyond what gains speed, since it was asked for
 
 
-def test_more_rows_at_once_than_the_default_raise_the_global_batch_aloud() -> None:
+def test_a_batch_above_the_default_raises_the_global_batch_with_a_notice() -> None:
     batch = choose_batch(TrainConfig(batch_size=32), (64,) * 4, 64)
     assert (batch.micro_batches, batch.accumulation, batch.global_batch) == ((32,) * 4, 1, 128)
     assert (
@@ -55,18 +55,20 @@ def test_contradictions_show_the_arithmetic() -> None:
 sizes = st.lists(st.integers(1, 200), min_size=1, max_size=16).map(tuple)
 
 
-@given(fitting=sizes, wanted=st.integers(1, 2048), most=st.integers(1, 64))
-def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], wanted: int, most: int) -> None:
-    batch = choose_batch(TrainConfig(global_batch_size=wanted), fitting, most)
+@given(fitting=sizes, global_batch_size=st.integers(1, 2048), most=st.integers(1, 64))
+def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], global_batch_size: int, most: int) -> None:
+    batch = choose_batch(TrainConfig(global_batch_size=global_batch_size), fitting, most)
     slots = sum(batch.micro_batches) * batch.accumulation
-    assert batch.global_batch == wanted <= slots
+    assert batch.global_batch == global_batch_size <= slots
     assert len(batch.micro_batches) == len(fitting)
     assert all(1 <= micro <= min(room, most) for micro, room in zip(batch.micro_batches, fitting, strict=True))
     # No micro-step more than the room needs.
-    assert batch.accumulation <= -(-wanted // sum(min(most, room) for room in fitting)) or len(set(fitting)) > 1
+    assert (
+        batch.accumulation <= -(-global_batch_size // sum(min(most, room) for room in fitting)) or len(set(fitting)) > 1
+    )
     # Every rank's share fits its own slots, however the sampler rounds.
     total = sum(batch.micro_batches)
-    assert all(-(-wanted * micro // (total * batch.accumulation)) <= micro for micro in batch.micro_batches)
+    assert all(-(-global_batch_size * micro // (total * batch.accumulation)) <= micro for micro in batch.micro_batches)
 
 
 costs = st.builds(
@@ -84,7 +86,7 @@ def within(shares: tuple[Slots, ...], ranks: list[Cost], rows: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(rows=st.integers(1, 200), ranks=st.lists(costs, min_size=1, max_size=6), same=st.booleans())
-def test_all_rows_within_memory_and_never_slower_than_equal(rows: int, ranks: list[Cost], same: bool) -> None:
+def test_shares_fit_memory_and_are_never_slower_than_equal_ones(rows: int, ranks: list[Cost], same: bool) -> None:
     shares, equal = share_out(rows, ranks, same_steps=same), equal_shares(rows, ranks, same_steps=same)
     within(shares, ranks, rows)
     within(equal, ranks, rows)

@@ -1,4 +1,4 @@
-"""The plan as a function: choices with reasons, refusals with a way round, and what holds for every world."""
+"""The plan as a function: choices with reasons, refusals with a way out, and what holds for every world."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHAPE = shape_of(ModelConfig(name=SMALL))
 
 
 def test_cpu_processes_share_threads_and_memory() -> None:
-    one, plan = plan_of(), plan_of(command_strategy="auto", num_gpus=3)
-    assert (one.device, one.world_size, one.strategy, one.backend) == ("cpu", 1, "single", "none")
-    assert sum(one.ranks[0].memory_bytes.values()) == one.ranks[0].capacity_bytes  # `free` is one of them
+    single, plan = plan_of(), plan_of(command_strategy="auto", num_gpus=3)
+    assert (single.device, single.world_size, single.strategy, single.backend) == ("cpu", 1, "single", "none")
+    assert sum(single.ranks[0].memory_bytes.values()) == single.ranks[0].capacity_bytes  # `free` is one of them
     assert (plan.world_size, plan.strategy, plan.backend) == (3, "ddp", "gloo")
     assert all(rank.capacity_bytes == int(24 * GIB * 0.85 / 3) for rank in plan.ranks)
     assert plan_of(command_strategy="auto").world_size == 2  # without NUM_GPUS
@@ -70,9 +70,9 @@ def test_inputs_of_layers_are_moved_where_the_machine_has_the_memory_for_them() 
     assert "gradient checkpointing on: `train.activation_offload` needs it" in plan.reasons.values()
     assert "16.0 GiB for 1 process" in plan.reasons["offloaded"]
     assert plan.ranks[0].peak_bytes < plan_of("H200", **case | {"activation_offload": "off"}).ranks[0].peak_bytes
-    said = message(HardwareError, with_ram("H200", 12), **case)
-    assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in said
-    assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in said
+    error = message(HardwareError, with_ram("H200", 12), **case)
+    assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in error
+    assert "TRAIN_BATCH_SIZE=4, or TRAIN_ACTIVATION_OFFLOAD=off" in error
     assert "hint: TRAIN_ACTIVATION_OFFLOAD=off" in message(HardwareError, with_ram("H200", 1), **case)
     assert "moves nothing here" in plan_of(activation_offload="on").notices[0]
     assert "TRAIN_ACTIVATION_OFFLOAD=on" in message(HardwareError, "24GB", **case | {"activation_offload": "off"})
@@ -117,20 +117,20 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
     even = plan_of("H100", **case, data=same_length)  # rows of one length need no padding, and no mask
     assert even.layout == "unmasked" and "0% of padding costs less than a mask" in even.reasons["layout"]
     for family, layout in {"mamba2": "unmasked", "zamba2": "padded"}.items():
-        plan = plan_of(batch_size=4, data=ragged, more={"shape": replace(SHAPE, model_type=family)})
+        plan = plan_of(batch_size=4, data=ragged, request_fields={"shape": replace(SHAPE, model_type=family)})
         assert plan.layout == layout and f"`{family}` is not among the families" in plan.reasons["layout"]
 
 
-def test_attention() -> None:
+def test_attention_follows_the_hardware_and_the_family() -> None:
     assert plan_of(attn_implementation="eager").attn_implementation == "eager"
     assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
     assert "attention varlen: row by row, without a mask" in plan_of().reasons.values()
     assert "T4 has 7.5" in message(HardwareError, "T4", attn_implementation="varlen")
     family = {"shape": replace(SHAPE, model_type="gemma2")}
-    plan = plan_of(more=family)
+    plan = plan_of(request_fields=family)
     assert (plan.attn_implementation, plan.layout) == ("eager", "unmasked")
     assert "attention eager: transformers has no sdpa kernel for `gemma2`" in plan.reasons.values()
-    assert "no such kernel for `gemma2`" in message(UserError, more=family, attn_implementation="sdpa")
+    assert "no such kernel for `gemma2`" in message(UserError, request_fields=family, attn_implementation="sdpa")
 
 
 def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
@@ -153,7 +153,7 @@ def test_a_typed_accumulation_decides_how_many_rows_must_fit() -> None:
     ("command", "configured", "right"),
     [("zero", "fsdp2", "make train-fsdp"), ("single", "zero1", "make train-deepspeed")],
 )
-def test_command_and_configuration_contradict(command: Any, configured: Any, right: str) -> None:
+def test_command_and_configuration_may_not_contradict_each_other(command: Any, configured: Any, right: str) -> None:
     text = message(
         UserError, command_strategy=command, num_gpus=None if command == "single" else 2, strategy=configured
     )
@@ -163,14 +163,14 @@ def test_command_and_configuration_contradict(command: Any, configured: Any, rig
 # What does not fit, and what is not there.
 
 
-def test_more_gpus_than_there_are() -> None:
+def test_more_gpus_than_available_are_refused() -> None:
     text = message(HardwareError, "2xH100", name=LLAMA, command_strategy="auto", num_gpus=3)
     assert "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2" in text
     assert "`make train` runs one process" in message(UserError, num_gpus=2)
     assert "`NUM_GPUS` is 65" in message(HardwareError, command_strategy="auto", num_gpus=65)
 
 
-def test_before_the_data_are_known_only_what_no_data_can_change_is_refused() -> None:
+def test_early_refusals_do_not_depend_on_the_data() -> None:
     tight: dict[str, Any] = {"name": LLAMA, "max_seq_len": 8192, "batch_size": 4}
     message(HardwareError, "24GB", **tight)
     early = plan_of("24GB", **tight, early=True)
@@ -196,9 +196,9 @@ def test_more_micro_steps_than_rows_are_refused() -> None:
     assert "a step has 32 rows: 999968 micro-steps would be empty" in text and "TRAIN_GRAD_ACCUM=32 at most" in text
 
 
-def test_a_balancing_loss_that_is_asked_for_is_said_to_be_off() -> None:
+def test_a_requested_balancing_loss_is_reported_as_off() -> None:
     from sft_play.plan.architecture import asks_for_router_loss
 
     assert asks_for_router_loss({"text_config": {"output_router_logits": True}}) and not asks_for_router_loss({})
-    plan = plan_of(more={"shape": replace(SHAPE, router_loss=True)})
+    plan = plan_of(request_fields={"shape": replace(SHAPE, router_loss=True)})
     assert "balancing loss" in plan.notices[0] and not plan_of().notices

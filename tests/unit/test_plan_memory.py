@@ -49,7 +49,7 @@ def setup_of(**changes: Any) -> Setup:
 
 
 def allocated(parts: dict[str, int]) -> float:
-    """GiB that torch would count: everything but what no tensor holds."""
+    """Return the GiB that torch would count, without memory outside tensors."""
     return sum(size for name, size in parts.items() if name not in ("context", "workspace", "fragmentation")) / GIB
 
 
@@ -67,8 +67,8 @@ def test_unsloth_holds_adapters_in_fp32_the_logits_of_all_positions_and_inputs_o
 
 def test_inputs_of_layers_are_on_the_gpu_or_the_host() -> None:
     recomputes = {"gradient_checkpointing": True, "row_tokens": 2000}
-    kept, moved = (parts_of(LLAMA3, rows=2, **recomputes, activation_offload=on) for on in (False, True))
-    assert kept["activations"] - moved["activations"] == 32 * 2 * 2000 * 4096 * 2
+    resident, moved = (parts_of(LLAMA3, rows=2, **recomputes, activation_offload=on) for on in (False, True))
+    assert resident["activations"] - moved["activations"] == 32 * 2 * 2000 * 4096 * 2
     config, setup = Config(model=ModelConfig(name=LLAMA3)), setup_of(**recomputes, activation_offload=True)
     shape = shape_of(config.model)
     assert host_bytes(config, shape, setup, 2) == 32 * 32 * MIB
@@ -80,7 +80,7 @@ def test_inputs_of_layers_are_on_the_gpu_or_the_host() -> None:
 @pytest.mark.parametrize(
     ("name", "nf4", "bf16"), [(LLAMA2, 3.600, 12.551), (LLAMA3, 5.311, 14.958)], ids=["L2-7B", "L3-8B"]
 )
-def test_weights_of_the_base(name: str, nf4: float, bf16: float) -> None:
+def test_weights_of_the_base_take_the_traced_memory(name: str, nf4: float, bf16: float) -> None:
     four = parts_of(name, "qlora")
     assert (four["frozen"] + four["quant_state"]) / GIB == pytest.approx(nf4, rel=0.002)
     assert parts_of(name)["frozen"] / GIB == pytest.approx(bf16, rel=0.002)
@@ -102,7 +102,7 @@ def test_peaks_agree_with_the_traced_ones(
     assert allocated(parts) == pytest.approx(traced, rel=0.05)
 
 
-def test_what_each_strategy_shards() -> None:
+def test_memory_is_sharded_as_each_strategy_does() -> None:
     def parts(strategy: str) -> dict[str, int]:
         return parts_of(LLAMA3, "full", strategy=strategy, world_size=4, optim="adamw_torch")
 

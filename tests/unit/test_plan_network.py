@@ -51,7 +51,7 @@ def test_the_plan_has_a_table_of_them() -> None:
 
 
 @pytest.mark.parametrize(("command", "launch"), [("fsdp2", {"local_steps": 8}), ("zero", {"compression": "bf16"})])
-def test_choices_are_for_replicas(command: Any, launch: dict[str, Any]) -> None:
+def test_network_choices_are_refused_without_replicas(command: Any, launch: dict[str, Any]) -> None:
     text = message(UserError, "2xRTX4090", **launch, command_strategy=command)
     assert " has its own way to exchange" in text and "make train-distributed" in text
 
@@ -67,7 +67,7 @@ def test_the_networks_speed_can_be_configured() -> None:
 
 
 @pytest.mark.parametrize("text", ["fast", "0Gbit"])
-def test_a_network_that_is_none_is_refused_where_it_stands(text: str, tmp_path: Path) -> None:
+def test_an_invalid_network_is_refused_with_its_place(text: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         f"model: {{name: {QWEN}}}\ndata: {{train_path: examples/01_quickstart}}\nlaunch:\n  network: {text}\n"
@@ -127,7 +127,7 @@ def sliced(hardware: str, size: int, *, moving: bool = False, **launch: Any) -> 
         gradient_checkpointing=True,
         command_strategy="auto",
         sequence_parallel=size,
-        more={"shape": shape},
+        request_fields={"shape": shape},
         **launch,
     )
 
@@ -152,7 +152,7 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "size", "changes", "said"),
+    ("hardware", "size", "changes", "message"),
     [
         ("8xH100", 3, {}, "does not divide 8 processes"),
         ("8xH100", 8, {}, "28 attention heads cannot be divided evenly"),
@@ -160,8 +160,10 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
         ("1xH100@1Gbit", 2, {"num_nodes": 2}, "joins ranks of several machines over a network of 118 MB/s"),
     ],
 )
-def test_what_cannot_be_cut_is_named(hardware: str, size: int, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
+def test_models_that_cannot_be_divided_are_refused_by_name(
+    hardware: str, size: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         sliced(hardware, size, **changes)
     assert caught.value.hint
 
@@ -174,7 +176,7 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert sum(counts(plan)) == 24 == plan.global_batch_size
     first, second, third = counts(plan)
     assert first > second >= third > 0
-    assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has micro-steps of its own
+    assert len({rank.accumulation for rank in plan.ranks}) > 1  # under DDP each has its micro-steps
     assert all(0 < rank.micro_batch <= rank.most_rows and rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
     why = plan.reasons["shares"]
     assert f"shares by speed and memory: {first}, {second}, {third} of 24 rows a step instead of 8, 8, 8" in why
@@ -184,7 +186,7 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     assert not plan.notices
 
 
-def test_a_slow_network_is_told_when_one_machine_alone_is_faster() -> None:
+def test_a_slow_network_is_reported_if_one_machine_alone_is_faster() -> None:
     case: dict[str, Any] = {"strategy": "ddp", "gradient_checkpointing": True, "optim": "sgd"}
     plan = planned("RTX4090+RTX3090+RTX3090@100Mbit", SMALL, "full", max_seq_len=512, global_batch_size=24, **case)
-    assert any(one.startswith("FASTER on rank 0 (RTX4090) alone: ") for one in plan.notices)
+    assert any(notice.startswith("FASTER on rank 0 (RTX4090) alone: ") for notice in plan.notices)

@@ -1,4 +1,4 @@
-"""What is want of memory and what is not, and what is done about it: decided without processes."""
+"""Which errors are out of memory, and how a run recovers: decided without processes."""
 
 from __future__ import annotations
 
@@ -34,22 +34,45 @@ NCCL = (
     ("short", "error"),
     [
         (True, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
-        (True, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB")),
-        (True, RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate")),
+        (
+            True,
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB"
+            ),
+        ),
+        (
+            True,
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                "to allocate"
+            ),
+        ),
         (True, RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")),
         (True, RuntimeError(NCCL)),
-        (True, RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug')),
+        (
+            True,
+            RuntimeError(
+                'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please '
+                "report a bug"
+            ),
+        ),
         (False, RuntimeError("CUDA error: an illegal memory access was encountered")),
         (False, RuntimeError("mat1 and mat2 shapes cannot be multiplied")),
         (False, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         (False, ValueError("CUDA out of memory")),
-        (False, RuntimeError("NCCL error: unhandled system error\nLast error:\nsocketStartConnect: Connect to 10.0.0.1 failed : Connection refused")),
+        (
+            False,
+            RuntimeError(
+                "NCCL error: unhandled system error\nLast error:\n"
+                "socketStartConnect: Connect to 10.0.0.1 failed : Connection refused"
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_what_is_want_of_memory(short: bool, error: Exception) -> None:
+)
+def test_errors_that_mean_out_of_memory_are_recognised(short: bool, error: Exception) -> None:
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = error
-    assert [ran_out_of_memory(one) for one in (error, wrapped)] == [short, short]
+    assert [ran_out_of_memory(problem) for problem in (error, wrapped)] == [short, short]
 
 
 # ---- What is tried next
@@ -79,7 +102,9 @@ LOST_MEMORY = Outcome(
         (config(), replace(LOST_MEMORY, doing={"phase": "loading"}), 0, "the model alone does not fit"),
     ],
 )
-def test_when_it_does_not_go_on_by_itself(settings: Config, outcome: Outcome, retries: int, words: str) -> None:
+def test_without_a_safe_remedy_the_choices_are_named(
+    settings: Config, outcome: Outcome, retries: int, words: str
+) -> None:
     plan = planned(settings, "2x80GB", REQUEST)
     refusal = recovery.remedy(settings, shape_of(settings.model), plan, REQUEST, outcome, retries)
     assert isinstance(refusal, str) and words in refusal
@@ -105,7 +130,7 @@ attempt.wait_until_free(before, [1])
 
 
 def becomes(folder: Path, machine: Machine) -> None:
-    """Changes the machine at once: the other process may be looking."""
+    """Change the machine atomically, since the other process may be reading it."""
     machine.write(folder / "next")
     (folder / "next" / "machine.json").replace(folder / "machine.json")
 
@@ -131,11 +156,11 @@ def test_a_restart_waits_for_the_memory_of_its_own_cards(scale: str, freed: bool
         )  # the first is not the run's
         process.stdin.write("\n")
         process.stdin.flush()
-        said = [process.stderr.readline() for _ in range(2)][1]
-        assert "21.5 GiB on cuda:1" in said and "cuda:0" not in said
+        notice = [process.stderr.readline() for _ in range(2)][1]
+        assert "21.5 GiB on cuda:1" in notice and "cuda:0" not in notice
         if freed:
-            assert said.startswith("waiting for the memory of ended processes to be freed")
+            assert notice.startswith("waiting for the memory of ended processes to be freed")
             becomes(tmp_path, replace(pair, cards=(replace(first, free=1.0), second)))
         _, rest = process.communicate(timeout=240)
     assert process.returncode == 0
-    assert ("still held after 0 s" in said + rest) is not freed
+    assert ("still held after 0 s" in notice + rest) is not freed

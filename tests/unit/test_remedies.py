@@ -24,7 +24,7 @@ def planned(preset: str, hardware: str, typed: list[str], launch: LaunchRequest)
 
 
 def outcome(*case: Any) -> tuple[bool, int]:
-    """Returns whether it fits, and the bytes that it needs."""
+    """Return whether it fits, and the bytes that it needs."""
     try:
         return True, max(rank.peak_bytes for rank in planned(*case).ranks)
     except DoesNotFitError as error:

@@ -1,4 +1,4 @@
-"""Which model a name means, and what is said where there is none: folders, and a hub that answers from this machine."""
+"""Which model a name means, and the errors if there is none: folders, and a hub on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hub import COMMIT, FilesHandler, HubHandler, serve
 
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path) -> Path:
-    """A copy that a test may break."""
+    """Return a copy of a model that a test may break."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
@@ -54,12 +54,27 @@ SHARDS = json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b
         ("config.json", {}, "the model has no `config.json`", "a model folder holds"),
         ("model.safetensors", {}, "the model has no weights", "it needs `model.safetensors`"),
         ("tokenizer*", {}, "the model has no tokenizer", "it needs `tokenizer.json`"),
-        ("", {"model.safetensors.index.json": SHARDS}, "1 of 2 weight files are missing: `model-00002-of-00002.safetensors`", ""),
+        (
+            "",
+            {"model.safetensors.index.json": SHARDS},
+            "1 of 2 weight files are missing: `model-00002-of-00002.safetensors`",
+            "",
+        ),
         # transformers would load the adapter too, and not report the weights that are missing.
-        ("", {"adapter_config.json": "{}"}, "this model folder holds an adapter too", "merge the adapter into the model first"),
-        ("config.json", {"adapter_config.json": "{}"}, "this is an adapter, not a model", "set `model.name` to the base model"),
+        (
+            "",
+            {"adapter_config.json": "{}"},
+            "this model folder holds an adapter too",
+            "merge the adapter into the model first",
+        ),
+        (
+            "config.json",
+            {"adapter_config.json": "{}"},
+            "this is an adapter, not a model",
+            "set `model.name` to the base model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_folder_that_is_no_complete_model_is_named_with_what_it_lacks(
     missing: str, written: dict[str, str], message: str, hint: str, model: Path
 ) -> None:
@@ -122,9 +137,7 @@ print(found.path)
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """Resolves `someone/small` in a process of its own: the hub's library reads its address once, when it is
-    imported.
-    """
+    """Resolve `someone/small` in a separate process: the hub's library reads its address once, at its import."""
 
     def run(hub: str, *, revision: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         extra = {
@@ -165,20 +178,20 @@ def test_a_gated_model_names_the_licence_page_and_the_token(status: int, token: 
     with serve(RefusingHandler, status=status, code="GatedRepo", tokens=shown) as hub:
         done = ask(hub, HF_TOKEN=token or "")
     assert done.returncode == 4 and "error: someone/small: the model is gated" in done.stderr
-    said = "the token that is set has no access to it"
-    assert said in done.stderr if token else on_page("401-403-or-a-gated-model", done.stderr)
+    message = "the token that is set has no access to it"
+    assert message in done.stderr if token else on_page("401-403-or-a-gated-model", done.stderr)
     assert "https://huggingface.co/someone/small" in done.stderr and "HF_TOKEN" in done.stderr
     assert shown[-1] == (f"Bearer {token}" if token else None)
 
 
 @pytest.mark.parametrize(
-    ("code", "revision", "said"),
+    ("code", "revision", "message"),
     [
         ("RepoNotFound", "", "the hub has no such model, or it is private"),
         ("RevisionNotFound", "v9", "the model has no revision `v9`"),
     ],
 )
-def test_a_name_or_revision_that_the_hub_does_not_have(code: str, revision: str, said: str, ask: Ask) -> None:
+def test_a_name_or_revision_that_the_hub_does_not_have(code: str, revision: str, message: str, ask: Ask) -> None:
     with serve(RefusingHandler, status=404, code=code, tokens=[]) as hub:
         done = ask(hub, revision=revision)
-    assert done.returncode == 4 and f"error: someone/small: {said}" in done.stderr
+    assert done.returncode == 4 and f"error: someone/small: {message}" in done.stderr

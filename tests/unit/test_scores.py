@@ -1,4 +1,4 @@
-"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals hold what they say, and batches are shared out
+"""ROUGE is rouge_score's own, BLEU and chrF sacrebleu's, intervals cover what they promise, and batches are divided
 without loss.
 """
 
@@ -57,11 +57,11 @@ def test_scores_of_labels_are_those_of_their_confusion_matrix() -> None:
     assert scored.intervals["macro_f1"].mean == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
     assert scored.intervals["macro_f1"].low < scored.intervals["macro_f1"].mean < scored.intervals["macro_f1"].high
     assert [row.get("macro_f1") for row in scored.each] == [None] * 24
-    found = confusion(list(zip(references, answers, strict=True)))
-    assert found is not None and list(found) == ["Billing", "bug", "how to"]
-    assert found["bug"]["answered"] == {"bug": 8, "(no label)": 4} and found["Billing"]["recall"] == 0.5
-    assert (found["bug"]["precision"], found["bug"]["recall"]) == pytest.approx((2 / 3, 2 / 3))
-    text = "\n".join(label_lines(found))
+    scores = confusion(list(zip(references, answers, strict=True)))
+    assert scores is not None and list(scores) == ["Billing", "bug", "how to"]
+    assert scores["bug"]["answered"] == {"bug": 8, "(no label)": 4} and scores["Billing"]["recall"] == 0.5
+    assert (scores["bug"]["precision"], scores["bug"]["recall"]) == pytest.approx((2 / 3, 2 / 3))
+    text = "\n".join(label_lines(scores))
     assert "bug 8, (no label) 4" in text and "0.667" in text
     texts = [f"a text {number}" for number in range(101)]
     assert confusion([(text, text) for text in texts]) is None
@@ -91,7 +91,7 @@ def test_bleu_and_chrf_are_sacrebleus_own(name: str) -> None:
     interval = scored.intervals[name]
     own = scorer.corpus_score(answers, [references], n_bootstrap=1000)
     assert interval.mean == pytest.approx(own.score, abs=1e-12)
-    # sacrebleu draws with a generator of its own, and gives half the width of its interval.
+    # sacrebleu draws with its generator, and gives half the width of its interval.
     assert (interval.high - interval.low) / 2 == pytest.approx(own._ci, rel=0.15)
     for row, answer, reference in zip(scored.each, answers, references, strict=True):
         assert row[name] == pytest.approx(sentences.sentence_score(answer, [reference]).score, abs=1e-12)
@@ -128,7 +128,7 @@ def test_a_metric_that_only_a_runs_configuration_names_is_not_run(
 
 @pytest.fixture
 def consent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a command notes where the user names metrics in a YAML of theirs."""
+    """Return what a command records if users name metrics in their YAML."""
     monkeypatch.setenv("SFT_PLAY_CONSENT", "metrics")
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
 
@@ -152,11 +152,11 @@ def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> 
 @pytest.mark.usefixtures("consent")
 def test_the_metric_of_the_documentation_scores(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    script = page.partition("A metric of your own")[2].partition("```python\n")[2].partition("```")[0]
+    script = page.partition("`evaluate:my/word_share`, that folder")[2].partition("```python\n")[2].partition("```")[0]
     (tmp_path / "word_share").mkdir()
     (tmp_path / "word_share" / "word_share.py").write_text(script)
-    found = score_answers([f"evaluate:{tmp_path / 'word_share'}"], ["one two", "three"], ["two", "three"])
-    assert found.intervals["word_share"].mean == 0.75
+    scores = score_answers([f"evaluate:{tmp_path / 'word_share'}"], ["one two", "three"], ["two", "three"])
+    assert scores.intervals["word_share"].mean == 0.75
 
 
 @pytest.mark.usefixtures("consent")
@@ -176,7 +176,7 @@ def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_pa
 
 
 @pytest.mark.usefixtures("consent")
-def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_answers_without_words_are_skipped_and_counted(tmp_path: Path) -> None:
     words = library_metric(
         tmp_path,
         "per_word",
@@ -193,16 +193,17 @@ def test_answers_without_words_are_left_out_and_counted(tmp_path: Path) -> None:
     )
     assert scored.intervals["nan"].mean == 6.0 and [row.get("nan") for row in scored.each] == [3.0, None, 9.0]
     assert set(scored.intervals) == {"per_word", "nan", "f1"} and scored.intervals["f1"].n == 3
-    for said in ("`per_word` covers 2 of 3 answers: it cannot score the other 1", "`never` is skipped: the metric"):
-        assert any(said in warning for warning in scored.warnings)
+    for notice in ("`per_word` covers 2 of 3 answers: it cannot score the other 1", "`never` is skipped: the metric"):
+        assert any(notice in warning for warning in scored.warnings)
 
 
 def test_a_steady_gain_is_certain_and_better_only_where_more_is_better() -> None:
     first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
-    found, rising = (
-        paired_difference(first, [score + 0.05 for score in first], more_is_better=known) for known in (True, False)
+    difference, rising = (
+        paired_difference(first, [score + 0.05 for score in first], more_is_better=more_is_better)
+        for more_is_better in (True, False)
     )
-    assert (found.n, found.better, found.worse, found.verdict) == (20, 20, 0, "better")
+    assert (difference.n, difference.better, difference.worse, difference.verdict) == (20, 20, 0, "better")
     assert rising.verdict == "higher", (
         "of a library's metric, such as an error rate, only the user knows what is better"
     )
@@ -213,7 +214,7 @@ def test_the_interval_is_of_resampled_means() -> None:
     gaps = np.array(second) - np.array(first)
     draws = np.random.default_rng(0)
     means = [gaps[draws.integers(0, 4, size=4)].mean() for _ in range(1000)]
-    found = paired_difference(first, second)
-    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
-    assert found.verdict == "too few to compare", "n = 4"
+    difference = paired_difference(first, second)
+    assert (difference.low, difference.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
+    assert difference.verdict == "too few to compare", "n = 4"
     assert paired_difference(first * 5, second * 5).verdict == "undecided"

@@ -30,23 +30,38 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["TUNING_MODE=full", *SHAPE[1:2], *SHAPE[3:]], "`model.init` is `random`, but `model.hidden_size`, `model.layers` are missing"),
-        (["TUNING_MODE=full", *SHAPE, "MODEL_HIDDEN_SIZE=66"], "`model.hidden_size` 66 cannot be divided by `model.attention_heads` 4"),
+        (
+            ["TUNING_MODE=full", *SHAPE[1:2], *SHAPE[3:]],
+            "`model.init` is `random`, but `model.hidden_size`, `model.layers` are missing",
+        ),
+        (
+            ["TUNING_MODE=full", *SHAPE, "MODEL_HIDDEN_SIZE=66"],
+            "`model.hidden_size` 66 cannot be divided by `model.attention_heads` 4",
+        ),
         (SHAPE, "`tuning.mode` is `lora`: adapters over random weights learn little\n\nhint: set `tuning.mode: full`"),
-        (["TUNING_MODE=full", *SHAPE, "MODEL_VOCAB_SIZE=100"], "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens"),
+        (
+            ["TUNING_MODE=full", *SHAPE, "MODEL_VOCAB_SIZE=100"],
+            "`model.vocab_size` is 100, but a byte-level tokenizer has at least 260 tokens",
+        ),
         (["TUNING_MODE=full", *SHAPE, "MODEL_NAME=a/b"], "`model.attention_heads`, `model.layers` are both"),
-        (["TUNING_MODE=full", *SHAPE, "TUNING_TASK=cpt", "DATA_SOURCES=[{path: a.jsonl, format: messages}]"], "hint: set `tuning.task: mixed`"),
-        (["TUNING_MODE=full", *SHAPE, "DATA_SOURCES=[{path: a.jsonl}, {path: b, format: text}]"], "is `text`, but `tuning.task: sft` learns answers"),
+        (
+            ["TUNING_MODE=full", *SHAPE, "TUNING_TASK=cpt", "DATA_SOURCES=[{path: a.jsonl, format: messages}]"],
+            "hint: set `tuning.task: mixed`",
+        ),
+        (
+            ["TUNING_MODE=full", *SHAPE, "DATA_SOURCES=[{path: a.jsonl}, {path: b, format: text}]"],
+            "is `text`, but `tuning.task: sft` learns answers",
+        ),
     ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_refused_with_a_hint(words: list[str], said: str) -> None:
-    given = dict(word.split("=", 1) for word in ["MODEL_INIT=random", *words])
-    overrides = [Override(key=variables()[name], text=text, origin=name) for name, text in given.items()]
+)
+def test_conflicting_options_are_refused_with_a_hint(words: list[str], message: str) -> None:
+    settings = dict(word.split("=", 1) for word in ["MODEL_INIT=random", *words])
+    overrides = [Override(key=variables()[name], text=text, origin=name) for name, text in settings.items()]
     with pytest.raises(UserError) as error:
         load_config(None, overrides, {})
-    assert said in error.value.render()
+    assert message in error.value.render()
 
 
 def scratch(**model: object) -> Config:
@@ -66,7 +81,7 @@ def scratch(**model: object) -> Config:
     )
 
 
-def test_weights_are_made_once_and_by_the_seed(
+def test_weights_are_created_once_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -105,37 +120,42 @@ def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"`model\.vocab_size` is 600, but the tokenizer has 1024 tokens") as error:
         resolve(scratch(tokenizer=str(tmp_path / "tokenizer")))
     assert "MODEL_VOCAB_SIZE=1024 or more" in (error.value.hint or "")
-    found = resolve(scratch(tokenizer=str(tmp_path / "tokenizer"), vocab_size=1100))
-    assert read_json(Path(found.path) / "config.json")["vocab_size"] == 1100 and len(load_tokenizer(found.path)) == 1024
+    resolved = resolve(scratch(tokenizer=str(tmp_path / "tokenizer"), vocab_size=1100))
+    assert (
+        read_json(Path(resolved.path) / "config.json")["vocab_size"] == 1100
+        and len(load_tokenizer(resolved.path)) == 1024
+    )
     with pytest.raises(DataError, match="no such model folder"):
         resolve(scratch(tokenizer="./nowhere"))
 
 
-def test_the_shape_of_another_model_with_random_weights(tiny: Path) -> None:
+def test_a_model_from_scratch_may_copy_another_models_shape(tiny: Path) -> None:
     from safetensors.torch import load_file
 
     config = scratch(name=str(tiny), vocab_size=None, hidden_size=None, attention_heads=None, layers=None)
-    found = resolve(config)
-    own, made = read_json(tiny / "config.json"), read_json(Path(found.path) / "config.json")
+    resolved = resolve(config)
+    own, written = read_json(tiny / "config.json"), read_json(Path(resolved.path) / "config.json")
     assert all(
-        own[key] == made[key] for key in ("hidden_size", "vocab_size", "num_key_value_heads", "intermediate_size")
+        own[key] == written[key] for key in ("hidden_size", "vocab_size", "num_key_value_heads", "intermediate_size")
     )
-    old, new = load_file(tiny / "model.safetensors"), load_file(Path(found.path) / "model.safetensors")
+    old, new = load_file(tiny / "model.safetensors"), load_file(Path(resolved.path) / "model.safetensors")
     assert old.keys() == new.keys() and not old["model.embed_tokens.weight"].equal(new["model.embed_tokens.weight"])
-    assert shape_of(config.model).layers == 2 and found.name == f"{tiny} (random weights)"
+    assert shape_of(config.model).layers == 2 and resolved.name == f"{tiny} (random weights)"
 
 
-def test_another_tokenizer_is_taken_only_where_its_tokens_are_the_models(tmp_path: Path) -> None:
+def test_another_tokenizer_needs_the_models_tokens(tmp_path: Path) -> None:
     model = build_tiny_llama(tmp_path / "model", vocab=1024)
     same, larger = tmp_path / "same", tmp_path / "larger"
     build_tokenizer(same)
     settings = json.loads((same / "tokenizer_config.json").read_text())
     (same / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
     build_tokenizer(larger, vocab=1500)
-    before, found = (
+    before, resolved = (
         resolve(Config(model=ModelConfig(name=str(model), tokenizer=tokenizer))) for tokenizer in (None, str(same))
     )
-    assert found.fingerprint == before.fingerprint and found.tokenizer_fingerprint != before.tokenizer_fingerprint
-    assert load_tokenizer(found.path).model_max_length == 77 and (Path(found.path) / "model.safetensors").is_file()
+    assert resolved.fingerprint == before.fingerprint and resolved.tokenizer_fingerprint != before.tokenizer_fingerprint
+    assert (
+        load_tokenizer(resolved.path).model_max_length == 77 and (Path(resolved.path) / "model.safetensors").is_file()
+    )
     with pytest.raises(DataError, match="476 of the tokenizer's 1500 tokens have no row in the embedding"):
         resolve(Config(model=ModelConfig(name=str(model), tokenizer=str(larger))))

@@ -1,8 +1,6 @@
-"""`make slurm`: what is asked for, that a shell reads nothing of the user's values, and what the script does with each
-exit code.
+"""`make slurm`: its options, the quoting of the user's values, and the script's reaction to each exit code.
 
-The last is tried by running it in bash with small stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py`
-has the real ones.
+Bash runs the script with stand-ins for `srun` and `scontrol`; `tests/multinode/test_slurm.py` has the real ones.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ TOKEN = "hf_" + "abcdefghij" * 3
 
 
 def batch_job(folder: Path = Path("/work/place"), **changes: Any) -> BatchJob:
-    """Returns two nodes of four GPUs."""
+    """Return the job of two nodes of four GPUs."""
     values: dict[str, Any] = {
         "run_name": "demo",
         "nodes": 2,
@@ -50,7 +48,7 @@ def batch_job(folder: Path = Path("/work/place"), **changes: Any) -> BatchJob:
     return BatchJob(**(values | changes))
 
 
-def test_what_is_asked_of_the_scheduler() -> None:
+def test_every_option_reaches_the_scheduler() -> None:
     slurm = SlurmConfig(
         partition="gpu",
         account="lab-7",
@@ -65,14 +63,30 @@ def test_what_is_asked_of_the_scheduler() -> None:
         options=["--exclusive", "--mail-type=END", "--comment=two words"],
     )
     assert options(batch_job(slurm=slurm)) == [
-        "--job-name=demo", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=h100:4", "--cpus-per-task=24", "--mem=200G", "--time=2-12",
-        "--partition=gpu", "--account=lab-7", "--qos=high", "--constraint=ib&nvme", "--array=0-3%1", "--signal=B:USR1@90", "--requeue",
-        "--open-mode=append", "--output=/work/place/logs/slurm-%A_%a.out", "--exclusive", "--mail-type=END", '--comment="two words"',
+        "--job-name=demo",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=h100:4",
+        "--cpus-per-task=24",
+        "--mem=200G",
+        "--time=2-12",
+        "--partition=gpu",
+        "--account=lab-7",
+        "--qos=high",
+        "--constraint=ib&nvme",
+        "--array=0-3%1",
+        "--signal=B:USR1@90",
+        "--requeue",
+        "--open-mode=append",
+        "--output=/work/place/logs/slurm-%A_%a.out",
+        "--exclusive",
+        "--mail-type=END",
+        '--comment="two words"',
         "--export=NIL",
-    ]  # fmt: skip
+    ]
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_has_no_findings() -> None:
     need("shellcheck")
     slurm = SlurmConfig(array="3", setup=["if true; then", "  :", "fi"])
     script = render(batch_job(slurm=slurm, tasks={3: ("demo-03", ["MODEL_NAME=a b"])}))
@@ -141,8 +155,8 @@ class Bench:
         requeued: bool = False,
         **variables: str,
     ) -> str:
-        """Runs a script whose nodes end with `codes`; returns what it said, which ended with `code`, after it was
-        queued again or not.
+        """Run a script whose nodes end with `codes`; assert its exit code and whether it was requeued; return its
+        output.
         """
         for node, its_code in enumerate(codes):
             (self.folder / f"code-{node}").write_text(str(its_code))
@@ -177,7 +191,7 @@ class Bench:
         return done.stdout
 
     def asked(self) -> str:
-        """What scontrol was asked, a line each."""
+        """Return scontrol's calls, one per line."""
         path = self.folder / "scontrol"
         return path.read_text() if path.exists() else ""
 
@@ -239,21 +253,21 @@ def test_a_shell_interprets_nothing_of_the_users_values_and_each_task_of_a_sweep
 
 
 def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -> None:
-    """One task has the array's own number as its job id, and that alone names all tasks. Variables of keys come from
-    setup lines only.
+    """A task's job id can be the array's number, which alone would name all tasks; variables of keys come only from
+    setup lines.
     """
     job = batch_job(bench.folder, slurm=SlurmConfig(array="0-3", setup=["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID"]))
     task = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3", "SFT_TRAIN_EPOCHS": "7"}
-    said = bench.run((143, 143), 143, job, requeued=True, **task)
+    output = bench.run((143, 143), 143, job, requeued=True, **task)
     asked = bench.asked()
     assert "requeue 1234567_3\n" in asked and "show job 1234567_3 --oneliner\n" in asked and "1234567\n" not in asked
-    assert "slurm job 1234567_3: turn 0" in said and (bench.logs / "slurm-1234567_3.node1.out").exists()
+    assert "slurm job 1234567_3: turn 0" in output and (bench.logs / "slurm-1234567_3.node1.out").exists()
     assert bench.environment(1)["SFT_TRAIN_SEED"] == "3" and "SFT_TRAIN_EPOCHS" not in bench.environment(1)
     assert "RUN_NAME=demo-3" in bench.words(1)
 
 
 @pytest.mark.parametrize(
-    ("codes", "code", "requeued", "changed", "said"),
+    ("codes", "code", "requeued", "changed", "message"),
     [
         ((143, 143), 143, True, {}, ""),
         ((0, 75), 75, True, {}, ""),
@@ -264,12 +278,12 @@ def test_one_task_of_an_array_is_a_run_and_is_queued_again_alone(bench: Bench) -
     ],
 )
 def test_only_a_lost_peer_and_a_clean_stop_are_queued_again(
-    bench: Bench, codes: tuple[int, int], code: int, requeued: bool, changed: dict[str, str], said: str
+    bench: Bench, codes: tuple[int, int], code: int, requeued: bool, changed: dict[str, str], message: str
 ) -> None:
-    """Nor is a job that somebody has ended."""
+    """A job that was cancelled is not requeued either."""
     for name, text in changed.items():
         (bench.folder / name).write_text(text)
-    assert said in bench.run(codes, code, requeued=requeued)
+    assert message in bench.run(codes, code, requeued=requeued)
 
 
 OF_ANOTHER_JOB = {
@@ -294,27 +308,27 @@ OF_THIS_JOB = {
 
 def test_options_for_srun_come_from_the_job_alone(bench: Bench) -> None:
     """sbatch hands every `SLURM_` variable of its shell on to a job, and srun takes most of them for options."""
-    kept = dict.fromkeys((*OF_ANOTHER_JOB, *OF_THIS_JOB))
+    variables = dict.fromkeys((*OF_ANOTHER_JOB, *OF_THIS_JOB))
 
     def seen(**options: Any) -> dict[str, str]:
         bench.run((0, 0), 0, batch_job(bench.folder, slurm=SlurmConfig(**options)), **OF_ANOTHER_JOB, **OF_THIS_JOB)
-        return {name: text for name, text in bench.environment(0).items() if name in kept}
+        return {name: text for name, text in bench.environment(0).items() if name in variables}
 
     assert seen(memory="500") == OF_THIS_JOB
     assert seen(memory="500", options=["--hint=nomultithread"]) == {**OF_THIS_JOB, "SLURM_HINT": "nomultithread"}
     assert seen() == {name: text for name, text in OF_THIS_JOB.items() if name != "SLURM_MEM_PER_NODE"}
 
 
-def test_there_is_a_last_turn(bench: Bench) -> None:
+def test_requeues_end_at_their_limit(bench: Bench) -> None:
     job = batch_job(bench.folder, slurm=SlurmConfig(max_requeues=2))
     assert "slurm.max_requeues" in bench.run((143, 143), 143, job, SLURM_RESTART_COUNT="2")
 
 
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None:
     setup = ["module() { return 7; }", "module load cuda/99", "export B=1"]
-    said = bench.run((0, 0), 3, batch_job(bench.folder, slurm=SlurmConfig(setup=setup)))
+    output = bench.run((0, 0), 3, batch_job(bench.folder, slurm=SlurmConfig(setup=setup)))
     number = (bench.folder / "job.sbatch").read_text().splitlines().index(setup[1]) + 1
-    assert "slurm.setup failed with code" in said and f"in line {number} of this script: {setup[1]}" in said, said
+    assert "slurm.setup failed with code" in output and f"in line {number} of this script: {setup[1]}" in output, output
     assert not (bench.folder / "words-0").exists()
 
 
@@ -322,7 +336,7 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None
 
 
 def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
-    """Writes a small configuration with this line of `slurm`."""
+    """Write a small configuration with this line of `slurm`."""
     path = folder / "demo.yaml"
     path.write_text(
         "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\n"
@@ -341,7 +355,7 @@ def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
         (f"setup: ['export HF_TOKEN={TOKEN}']", "access token"),
     ],
 )
-def test_what_sbatch_would_not_take_is_refused_with_its_place(tmp_path: Path, line: str, words: str) -> None:
+def test_invalid_sbatch_options_are_refused_with_their_place(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(config_file(tmp_path, line), environ={})
     text = caught.value.render()
@@ -363,7 +377,7 @@ def test_a_resumed_run_may_have_another_time() -> None:
 
 
 def command(program: Program, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> Done:
-    """Types `make slurm` for four H100 a node and a run `demo`, where `words` name no others."""
+    """Type `make slurm` for four H100 a node and a run `demo`, unless `words` name others."""
     typed = {
         "CONFIG": str(config_file(folder)),
         "HARDWARE": "4xH100",
@@ -396,7 +410,7 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
 
 
-def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
+def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
     script = tmp_path / "jobs" / "first.sbatch"
     done = command(in_process, tmp_path, f"OUT={script}", "SLURM_ARRAY=0-3")
     assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
@@ -408,7 +422,7 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["OUT={folder}/mine.sh"], 2, "was not written by `make slurm`"),
         (["SUBMIT=1"], 3, "there is no `sbatch` here"),
@@ -417,15 +431,15 @@ def test_text_says_what_was_written_and_how_to_submit_it(in_process: Program, tm
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
 )
-def test_bad_input_is_one_error_and_loses_nothing(
-    in_process: Program, tmp_path: Path, words: list[str], code: int, said: str
+def test_bad_input_is_one_error_and_changes_no_file(
+    in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     foreign, text = tmp_path / "mine.sh", "#!/bin/bash\necho mine\n"
     foreign.write_text(text)
     (tmp_path / "bash").symlink_to(str(shutil.which("bash")))
     done = command(in_process, tmp_path, *(word.format(folder=tmp_path) for word in words), env={"PATH": str(tmp_path)})
     assert done.code == code, done.err
-    assert said in done.out + done.err and done.err.count("error: ") == 1
+    assert message in done.out + done.err and done.err.count("error: ") == 1
     assert foreign.read_text() == text
     assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
 
@@ -437,7 +451,7 @@ def test_bad_input_is_one_error_and_loses_nothing(
         ("SLURM_TIME=9-0", "Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME="),
     ],
 )
-def test_what_sbatch_refuses_is_the_users_error(
+def test_refusals_of_sbatch_are_user_errors(
     in_process: Program, tmp_path: Path, word: str, refusal: str, hint: str
 ) -> None:
     program = tmp_path / "sbatch"
@@ -478,19 +492,19 @@ def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program,
     assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
 
 
-def test_scripts_made_in_one_second_are_of_different_runs(
+def test_scripts_of_the_same_second_have_different_runs(
     in_process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda _: "20261121-051500")
     typed = [f"CONFIG={config_file(tmp_path)}", "HARDWARE=4xH100"]
     runs = [in_process("slurm", *typed, f"TRAIN_SEED={seed}", "JSON=1").json for seed in range(3)]
-    assert [one["run"] for one in runs] == [f"demo-20261121-051500{end}" for end in ("", ".2", ".3")]
-    assert [read_config(Path(one["config"])).config.train.seed for one in runs] == [0, 1, 2]
+    assert [facts["run"] for facts in runs] == [f"demo-20261121-051500{end}" for end in ("", ".2", ".3")]
+    assert [read_config(Path(facts["config"])).config.train.seed for facts in runs] == [0, 1, 2]
     refused = in_process("slurm", *typed, f"OUT={tmp_path}/demo.yaml")
     assert refused.code == 2 and len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_a_run_that_has_started_goes_on_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
+def test_a_started_run_continues_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "demo")
     run.path.mkdir(parents=True)
     record_event(

@@ -1,6 +1,4 @@
-"""What made a checkpoint is compared field by field before it is used; the table in the docs is the table in the
-code.
-"""
+"""A checkpoint's stamp is compared field by field before use; the table in the docs is that of the code."""
 
 from __future__ import annotations
 
@@ -35,16 +33,16 @@ def stamp(backend: Any = "bnb", **plan: Any) -> Stamp:
 
 def test_a_stamp_holds_what_a_reproduction_needs() -> None:
     ranks = tuple(rank_plan(rank, device_name="a card", micro_batch=4, accumulation=2) for rank in range(2))
-    made = stamp(ranks=ranks, optim="adamw_torch_fused", loss_chunk=7)
-    assert made.optimizer == "adamw_torch", "fused kernels keep the same states"
-    assert made.template == "e" * 64
-    assert made.data_files == {"train:rows.jsonl": "c" * 64}
+    written = stamp(ranks=ranks, optim="adamw_torch_fused", loss_chunk=7)
+    assert written.optimizer == "adamw_torch", "fused kernels keep the same states"
+    assert written.template == "e" * 64
+    assert written.data_files == {"train:rows.jsonl": "c" * 64}
     assert (
-        made.plan["batches"] == ["2 x 4 x 2"]
-        and made.plan["loss_chunk"] == 7
-        and made.plan["optim"] == "adamw_torch_fused"
+        written.plan["batches"] == ["2 x 4 x 2"]
+        and written.plan["loss_chunk"] == 7
+        and written.plan["optim"] == "adamw_torch_fused"
     )
-    assert made.code is not None and re.fullmatch("[0-9a-f]{64}", made.code)
+    assert written.code is not None and re.fullmatch("[0-9a-f]{64}", written.code)
 
 
 def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:
@@ -52,8 +50,10 @@ def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:
     new = replace(old, train_data="f" * 64, data_files={**old.data_files, "train:nobody/small": "hub:" + "2" * 40})
     with pytest.raises(CheckpointError) as error:
         refuse(compare(old, new, "resume"), "the run")
-    said = f"`nobody/small` was read from the hub at the commit `{'1' * 40}`: set the `revision` of that source to it"
-    assert said in str(error.value) and "x.jsonl" not in str(error.value)
+    message = (
+        f"`nobody/small` was read from the hub at the commit `{'1' * 40}`: set the `revision` of that source to it"
+    )
+    assert message in str(error.value) and "x.jsonl" not in str(error.value)
     assert not compare(old, replace(new, train_data=old.train_data), "resume"), (
         "the same rows at another commit are the same"
     )
@@ -118,7 +118,7 @@ def test_bnb_and_unsloth_never_read_each_others_checkpoints() -> None:
 
 
 def changed(field: str) -> tuple[Stamp, Stamp]:
-    """Returns two stamps that differ in one field only."""
+    """Return two stamps that differ in one field only."""
     old = stamp()
     value = getattr(old, field)
     if isinstance(value, dict):
@@ -132,15 +132,15 @@ def changed(field: str) -> tuple[Stamp, Stamp]:
 
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("field", sorted(RULES))
-def test_the_table_is_what_happens(field: str, purpose: Any) -> None:
-    found = compare(*changed(field), purpose)
+def test_every_rule_of_the_table_holds(field: str, purpose: Any) -> None:
+    differences = compare(*changed(field), purpose)
     verdict = getattr(RULES[field], purpose)
-    assert [(d.field, d.verdict) for d in found] == ([] if verdict == "allow" else [(field, verdict)])
+    assert [(d.field, d.verdict) for d in differences] == ([] if verdict == "allow" else [(field, verdict)])
     if verdict == "refuse":
         with pytest.raises(CheckpointError, match=f"`{field}`"):
-            refuse(found, "it")
+            refuse(differences, "it")
     else:
-        assert [f"`{field}`" in note for note in refuse(found, "it")] == [True] * len(found)
+        assert [f"`{field}`" in note for note in refuse(differences, "it")] == [True] * len(differences)
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code() -> None:

@@ -1,4 +1,4 @@
-"""What a run that stops says, and what the same command or a resume then amounts to."""
+"""The messages of a run that stops, and what the same command or a resume then does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 from tests.plans import simple_plan
 
 
-def test_nohup_is_obeyed() -> None:
+def test_nohup_is_respected() -> None:
     before = signal.getsignal(signal.SIGHUP)
     try:
         for action, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
@@ -76,14 +76,12 @@ def loaded(folder: Path, train: str, typed: tuple[Override, ...] = ()) -> Loaded
         ("epochs: 4", 12, True),
     ],
 )
-def test_a_complete_run_goes_on_only_where_more_steps_are_asked_for(
-    tmp_path: Path, train: str, asked: int, longer: bool
-) -> None:
+def test_a_complete_run_continues_only_with_more_steps(tmp_path: Path, train: str, asked: int, longer: bool) -> None:
     config, plan = loaded(tmp_path, train).config, simple_plan(steps=10, steps_per_epoch=3)
     assert (steps_asked(config, plan), is_longer(config, plan)) == (asked, longer)
 
 
-def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
+def test_fewer_steps_than_already_made_are_refused(tmp_path: Path) -> None:
     config, plan = loaded(tmp_path, "max_steps: 3").config, simple_plan(steps=10, steps_per_epoch=3)
     refuse_fewer_steps(config, plan, tmp_path / "step-000003")
     with pytest.raises(UserError, match="the configuration asks for 3 steps in all, but `step-000008` has made 8"):

@@ -47,9 +47,7 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
         ("2x4xRTX3090@1Gbit", {"mode": "qlora", "max_seq_len": 512, "num_nodes": 2}, "pipeline"),
     ],
 )
-def test_what_shards_do_not_hold_or_a_network_does_not_carry_is_shared_by_rule(
-    hardware: str, case: dict[str, Any], way: str
-) -> None:
+def test_ranks_share_by_rule_without_shards_or_a_fast_network(hardware: str, case: dict[str, Any], way: str) -> None:
     """Lines before layers, which need NVLink; else a pipeline."""
     plan = plan_of(hardware, name=LLAMA_70B, command_strategy="auto", **case)
     assert plan.reasons["strategy"].startswith(f"strategy ddp: {way}, since a complete replica on each needs ")
@@ -60,7 +58,7 @@ def test_what_shards_do_not_hold_or_a_network_does_not_carry_is_shared_by_rule(
     )
 
 
-def test_the_machines_memory_where_it_is_known_to_be_large_enough() -> None:
+def test_offloading_needs_enough_known_memory_of_the_machine() -> None:
     plan = plan_of(with_ram("2x24GB", 512), **FULL_8B)
     assert plan.offload_optimizer and plan.offload_parameters
     assert "shards do not fit either" in (why := plan.reasons["strategy"]) and "of 512.0 GiB; slow" in why
@@ -82,7 +80,7 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
         "command_strategy": "auto",
     }
     plan = plan_of("RTX4090+RTX3060+RTX3070@1Gbit", **case)
-    (warning,) = (one for one in plan.notices if one.startswith("FASTER"))
+    (warning,) = (notice for notice in plan.notices if notice.startswith("FASTER"))
     alone = plan_of("RTX4090", **{**case, "strategy": "auto", "command_strategy": "single"})
     assert plan.stages and f"on rank 0 (RTX4090) alone: {figure(alone.seconds_per_step or 0)} s a step" in warning
     assert "FASTER" in show_plan(plan, why=False), "a warning is shown whatever WHY is"
@@ -93,15 +91,17 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_machines_with_different_gpus_agree_or_refuse(mode: str) -> None:
-    found, case = (
+    expected, case = (
         set(),
         {"name": "HuggingFaceTB/SmolLM3-3B", "mode": mode, "max_seq_len": 1024, "command_strategy": "auto"},
     )
     for rank, size in enumerate(("80GB", "12GB", "8GB")):
         with suppress(HardwareError):
             plan = plan_of(size, **case, num_nodes=3, node_rank=rank)
-            found.add((plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate))
-    assert len(found) <= 1 and all(strategy == "ddp" for strategy, *_ in found)
+            expected.add(
+                (plan.strategy, plan.optim, plan.offload_optimizer, plan.global_batch_size, plan.learning_rate)
+            )
+    assert len(expected) <= 1 and all(strategy == "ddp" for strategy, *_ in expected)
 
 
 def gpus(*free: float) -> Hardware:
@@ -125,7 +125,7 @@ def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
 @pytest.mark.parametrize(
     ("rule", "rows", "expected"), [("none", 64, 1e-4), ("sqrt", 128, 2e-4), ("linear", 8, 2.5e-5), ("sqrt", 32, 1e-4)]
 )
-def test_learning_rate_scaling(rule: Any, rows: int, expected: float) -> None:
+def test_the_learning_rate_is_scaled_by_the_global_batch(rule: Any, rows: int, expected: float) -> None:
     plan = plan_of(learning_rate=1e-4, global_batch_size=rows, learning_rate_scaling=rule)
     assert plan.learning_rate == pytest.approx(expected)
     if rows == 128:
@@ -173,7 +173,7 @@ def test_full_tuning_in_shards_needs_the_machines_memory_to_load() -> None:
         (LLAMA, "full", 8192, 1024),  # h/4: each chunk adds a gradient of the head's size
     ],
 )
-def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: int, chunk: int) -> None:
+def test_chunks_take_768_mib_if_memory_allows(name: str, mode: Any, length: int, chunk: int) -> None:
     plan = plan_of(
         "8xH200",
         name=name,
@@ -187,7 +187,7 @@ def test_chunks_take_768_mib_where_there_is_room(name: str, mode: Any, length: i
     assert all(rank.memory_bytes["logits"] < 5 * 2**30 for rank in plan.ranks)
 
 
-def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> None:
+def test_chunks_shrink_to_256_mib_if_memory_is_short_or_ran_out() -> None:
     case: dict[str, Any] = {
         "name": LLAMA,
         "mode": "qlora",
@@ -201,7 +201,7 @@ def test_chunks_shrink_to_256_mib_where_there_is_no_room_or_memory_ran_out() -> 
     assert plan_of("cpu", max_seq_len=1024, batch_size=4).loss_chunk == 448
 
 
-def test_what_cannot_be_chunked_says_why() -> None:
+def test_models_that_cannot_be_chunked_have_a_reason() -> None:
     on_head = LoraSettings(target_modules=["q_proj", "lm_head"])
     case: dict[str, Any] = {"name": QWEN, "mode": "lora", "max_seq_len": 1024, "batch_size": 4, "lora": on_head}
     plan = plan_of("2xH200", command_strategy="zero", zero_stage=3, **case)

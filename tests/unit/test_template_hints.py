@@ -1,4 +1,4 @@
-"""What a chat template does not allow is answered with a hint, and a row or a template that follows it is accepted."""
+"""A refusal by a chat template has a hint, and a row or template that follows it is accepted."""
 
 from __future__ import annotations
 
@@ -53,16 +53,28 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "the end of a turn in an answer": Case("take it out of the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]),
+    "the end of a turn in an answer": Case(
+        "take it out of the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]
+    ),
     "no end of turn": Case("`data.chat_template`", NO_END, [USER, ANSWER]),
-    "an answer first": Case("put a question before it", NO_PROMPT, [ANSWER, USER, ANSWER], [USER, ANSWER, USER, ANSWER]),
-    "an answer first, not learnt": Case("`train: false`", NO_PROMPT, [ANSWER, USER, ANSWER], [{**ANSWER, "train": False}, USER, ANSWER]),
-    "a role that it does not know": Case("`data.chat_template`", NO_ROLE, [{"role": "system", "content": "s"}, USER, ANSWER]),
-    "a question to learn": Case("`train.loss_on: all`", None, [{**USER, "train": True}, ANSWER], [{**USER, "train": True}, ANSWER],
-                                then_loss_on="all"),
+    "an answer first": Case(
+        "put a question before it", NO_PROMPT, [ANSWER, USER, ANSWER], [USER, ANSWER, USER, ANSWER]
+    ),
+    "an answer first, not learnt": Case(
+        "`train: false`", NO_PROMPT, [ANSWER, USER, ANSWER], [{**ANSWER, "train": False}, USER, ANSWER]
+    ),
+    "a role that it does not know": Case(
+        "`data.chat_template`", NO_ROLE, [{"role": "system", "content": "s"}, USER, ANSWER]
+    ),
+    "a question to learn": Case(
+        "`train.loss_on: all`", None, [{**USER, "train": True}, ANSWER], [{**USER, "train": True}, ANSWER],
+        then_loss_on="all",
+    ),
     "tools that are not written": Case("`data.chat_template: qwen3`", LATE, [USER, CALL], tools=[TOOL]),
     "or no tools": Case("leave the key out", None, [USER, ANSWER], [USER, ANSWER], tools=[TOOL]),
-    "words next to calls": Case("leave the words out", CALLS, [USER, {**CALL, "content": "words"}], [USER, CALL], tools=[TOOL]),
+    "words next to calls": Case(
+        "leave the words out", CALLS, [USER, {**CALL, "content": "words"}], [USER, CALL], tools=[TOOL]
+    ),
 }  # fmt: skip
 
 
@@ -74,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_follows_a_hint_is_accepted(name: str, saved: Path) -> None:
+def test_rows_that_follow_a_hint_are_accepted(name: str, saved: Path) -> None:
     case = CASES[name]
     tokenizer = load_with(saved, "chatml") if case.template is None else load_with(saved, text=case.template)
     with pytest.raises(DataError) as caught:

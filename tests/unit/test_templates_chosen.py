@@ -1,4 +1,4 @@
-"""`data.chat_template`, `data.system`, `data.style`, `train: false`: what is chosen is what every program then uses."""
+"""`data.chat_template`, `data.system`, `data.style`, `train: false`: every program uses what was chosen."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(place, "llama3", special=["<|im_start|>", END], eos=END, template=CHAT_TEMPLATE)
 
 
-def learnt(tokenizer: Any, found: Sequence[Encoded]) -> list[str]:
-    return [run.removesuffix(END) for run in learnt_runs(tokenizer, found)]
+def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
+    return [run.removesuffix(END) for run in learnt_runs(tokenizer, rows)]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_an_unknown_template_and_an_empty_system_turn_are_refused(
 def test_an_end_that_the_folder_does_not_call_special_ends_turns(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    made = AutoTokenizer.from_pretrained(folder)
-    made.add_tokens(["<turn_end>"])
-    made.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
-    made.save_pretrained(tmp_path)
+    original = AutoTokenizer.from_pretrained(folder)
+    original.add_tokens(["<turn_end>"])
+    original.chat_template = CHAT_TEMPLATE.replace(END, "<turn_end>")
+    original.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert learnt_runs(tokenizer, rows_of(tokenizer, CHAT[:2])) == ["Four.<turn_end>"]
 
@@ -79,7 +79,7 @@ def test_a_syntax_error_names_the_line_and_shows_it(tmp_path: Path) -> None:
     assert caught.value.place == f"{path}:2" and caught.value.hint
 
 
-def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
+def test_a_chat_template_file_is_used_and_saved_as_text(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text(
         "{% for m in messages %}{{ m.role + ':\n' + m.content + eos_token }}{% endfor %}{{ 'assistant:\n' if"
@@ -97,7 +97,7 @@ def test_a_file_is_used_and_kept_as_text(folder: Path, tmp_path: Path) -> None:
 
 
 def test_system_and_style_are_the_same_in_training_and_inference(folder: Path, tmp_path: Path) -> None:
-    """Also from the folder that a run publishes, which needs no configuration."""
+    """This includes the folder that a run publishes, which needs no configuration."""
     tokenizer = load_with(folder, system="Be brief.", style=STYLE)
     (row,) = rows_of(tokenizer, CHAT)
     expected = (
@@ -115,7 +115,7 @@ def flagged(*flags: bool | None) -> list[Message]:
     return [turn if flag is None else {**turn, "train": flag} for turn, flag in zip(CHAT, flags, strict=True)]
 
 
-def test_turns_that_are_not_learnt(folder: Path) -> None:
+def test_turns_with_train_false_are_not_learnt(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert learnt(tokenizer, rows_of(tokenizer, flagged(None, False, None, None))) == ["Five."]
     (row,) = rows_of(tokenizer, flagged(None, None, None, False))
@@ -137,8 +137,8 @@ def test_turns_that_are_not_learnt(folder: Path) -> None:
     ],
 )
 def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message: str, folder: Path) -> None:
-    found = outcome_of(load_tokenizer(folder), messages=flagged(*flags), loss_on=loss_on)
-    assert found.error is not None and message in found.error.message and found.error.place == "rows.jsonl:3"
+    outcome = outcome_of(load_tokenizer(folder), messages=flagged(*flags), loss_on=loss_on)
+    assert outcome.error is not None and message in outcome.error.message and outcome.error.place == "rows.jsonl:3"
 
 
 @pytest.mark.parametrize("words", [f"Four.{END}", f"Fo{END}ur"])
@@ -147,7 +147,7 @@ def test_an_answer_that_ends_its_turn_itself_is_refused(words: str, folder: Path
         rows_of(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
 
 
-def test_a_conversation_that_begins_with_an_answer(folder: Path) -> None:
+def test_a_conversation_may_begin_with_an_answer(folder: Path) -> None:
     greeting: Message = {"role": "assistant", "content": "Hello!"}
     tokenizer = load_with(folder, text="{% if messages[0]['role'] == 'tool' %}{% endif %}" + CHAT_TEMPLATE)
     with pytest.raises(DataError, match="begins with an answer"):
@@ -159,7 +159,7 @@ EXACT = "mask cannot be exact"
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}", "no end-of-turn token"),
         ("{% for m in messages[-2:] %}{{ m['content'] + '<|im_end|>' }}{% endfor %}", EXACT),
@@ -180,8 +180,8 @@ EXACT = "mask cannot be exact"
         "refuses the roles",
     ],
 )
-def test_a_template_that_a_mask_cannot_be_exact_for_is_refused(template: str, said: str, folder: Path) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_template_that_a_mask_cannot_be_exact_for_is_refused(template: str, message: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=message):
         rows_of(load_with(folder, text=template), CHAT)
 
 

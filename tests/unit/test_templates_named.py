@@ -44,7 +44,8 @@ class Family(NamedTuple):
 FAMILIES = {
     "chatml": Family(
         "gpt2",
-        ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n\u2039Four.<|im_end|>\u203a\n"
+        ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+         "\u2039Four.<|im_end|>\u203a\n"
          "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039Five,\n\n  of course.<|im_end|>\u203a"],
         {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
@@ -55,33 +56,41 @@ FAMILIES = {
          "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Four.<|eot_id|>\u203a"
          "<|start_header_id|>user<|end_header_id|>\n\nAnd then?<|eot_id|>"
          "<|start_header_id|>assistant<|end_header_id|>\n\n\u2039Five,\n\n  of course.<|eot_id|>\u203a"],
-        {"special": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "bos": "<|begin_of_text|>", "eos": "<|end_of_text|>",
-        "adds_bos": True},
+        {"special": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+         "bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "adds_bos": True},
     ),
     "gemma": Family(
         "gemma",
-        ["<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n\u2039Four.<end_of_turn>\u203a\n"
-         "<start_of_turn>user\nAnd then?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n  of course.<end_of_turn>\u203a"],
+        ["<bos><start_of_turn>user\nBe brief.\n\n2+2?<end_of_turn>\n<start_of_turn>model\n"
+         "\u2039Four.<end_of_turn>\u203a\n"
+         "<start_of_turn>user\nAnd then?<end_of_turn>\n<start_of_turn>model\n\u2039Five,\n\n"
+         "  of course.<end_of_turn>\u203a"],
         {"special": ["<start_of_turn>", "<end_of_turn>"], "bos": "<bos>", "eos": "<eos>", "adds_bos": True},
     ),
     "mistral": Family(
         "llama2",
-        ["<s>[INST] Be brief.\n\n2+2?[/INST]\u2039 Four.</s>\u203a[INST] And then?[/INST]\u2039 Five,\n\n  of course.</s>\u203a"],
+        [
+            "<s>[INST] Be brief.\n\n2+2?[/INST]\u2039 Four.</s>\u203a[INST] And then?[/INST]\u2039 Five,\n\n"
+            "  of course.</s>\u203a"
+        ],
         {"special": ["[INST]", "[/INST]"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
     ),
     "qwen3": Family(
         "llama3",
         ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
          "<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
-         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
-         "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n  of course.<|im_end|>\u203a"],
+         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+         "Four.<|im_end|>\n"
+         "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFive,\n\n"
+         "  of course.<|im_end|>\u203a"],
         {"special": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
     ),
     "deepseek_r1": Family(
         "llama3",
         ["<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c><think>\n"
          "\u2039Hm.\n</think>\n\nFour.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a",
-         "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>Four.<\uff5cend\u2581of\u2581sentence\uff5c>"
+         "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>2+2?<\uff5cAssistant\uff5c>Four."
+         "<\uff5cend\u2581of\u2581sentence\uff5c>"
          "<\uff5cUser\uff5c>And then?<\uff5cAssistant\uff5c><think>\n"
          "\u2039Hm.\n</think>\n\nFive,\n\n  of course.<\uff5cend\u2581of\u2581sentence\uff5c>\u203a"],
         {"special": ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<think>", "</think>"], "adds_bos": True,
@@ -91,7 +100,10 @@ FAMILIES = {
         "llama2",
         ["<|system|>\nBe brief.<|end|>\n<|user|>\n2+2?<|end|>\n<|assistant|>\n\u2039Four.<|end|>\u203a\n"
          "<|user|>\nAnd then?<|end|>\n<|assistant|>\n\u2039Five,\n\n  of course.<|end|>\u203a"],
-        {"special": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "bos": "<s>", "eos": "<|endoftext|>", "rstrip": True},
+        {
+            "special": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "bos": "<s>", "eos": "<|endoftext|>",
+            "rstrip": True
+        },
     ),
     "zephyr": Family(
         "llama2",
@@ -107,7 +119,10 @@ FAMILIES = {
     ),
     "vicuna": Family(
         "llama2",
-        ["<s>Be brief. USER: 2+2? ASSISTANT:\u2039 Four.</s>\u203aUSER: And then? ASSISTANT:\u2039 Five,\n\n  of course.</s>\u203a"],
+        [
+            "<s>Be brief. USER: 2+2? ASSISTANT:\u2039 Four.</s>\u203aUSER: And then? ASSISTANT:\u2039 Five,\n\n"
+            "  of course.</s>\u203a"
+        ],
         {"bos": "<s>", "eos": "</s>", "adds_bos": True},
     ),
 }  # fmt: skip
@@ -122,7 +137,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_every_name_is_tried() -> None:
+def test_every_named_template_is_tested() -> None:
     assert sorted(FAMILIES) == template_names()
 
 
@@ -137,7 +152,7 @@ def test_the_mask_of_each_template_is_the_one_written_by_hand(name: str, tokeniz
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_last_and_all(name: str, tokenizers: dict[str, Any]) -> None:
+def test_loss_on_last_and_on_all_learns_what_they_name(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     (last,) = rows_of(tokenizer, CHAT, loss_on="last")
     assert last.labels == [IGNORED] * len(last.prompt_ids) + last.input_ids[len(last.prompt_ids) :]
@@ -168,14 +183,14 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
     for answer in answers:
         messages += [{"role": "user", "content": data.draw(TEXT)}, {"role": "assistant", "content": answer}]
     rows = rows_of(tokenizer, messages)
-    found = learnt_runs(tokenizer, rows)
-    assert len(found) == len(answers)
-    assert all(text.endswith(end) for text in found)
+    learnt_texts = learnt_runs(tokenizer, rows)
+    assert len(learnt_texts) == len(answers)
+    assert all(text.endswith(end) for text in learnt_texts)
     # White space around an answer is the template's and the decoder's matter, between its words it is not.
-    said = sorted(
-        text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in found
+    expected = sorted(
+        text.removesuffix(end).removeprefix("<think>\n").removeprefix("\n</think>\n\n").strip() for text in learnt_texts
     )
-    assert said == sorted(answer.strip() for answer in answers)
+    assert expected == sorted(answer.strip() for answer in answers)
     for row in rows:
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
         assert all(label in (IGNORED, token) for token, label in zip(row.input_ids, row.labels, strict=True))
@@ -202,7 +217,7 @@ def test_a_tokenizer_that_puts_bos_before_a_text_gets_one_in_any_template(tmp_pa
         assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.input_ids[0] == tokenizer.bos_token_id
 
 
-def test_alpacas_own_sentence_stands_before_a_conversation_without_system(tokenizers: dict[str, Any]) -> None:
+def test_alpacas_sentence_precedes_a_conversation_without_a_system_turn(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["alpaca"]
     row = rows_of(tokenizer, CHAT[1:3])[0]
     assert tokenizer.decode(row.input_ids) == f"{ALPACA}### Instruction:\n2+2?\n\n### Response:\nFour.</s>"
@@ -223,8 +238,8 @@ def test_a_distilled_r1_is_refused_with_its_own_template_and_trained_with_the_na
         rows_of(load_with(folder, text=R1), THOUGHT[1:3])
     assert "`data.chat_template: deepseek_r1`" in (caught.value.hint or "")
     tokenizer = load_with(folder, "deepseek_r1")
-    for said in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
-        (row,) = rows_of(tokenizer, [CHAT[1], said])
+    for answer in (THOUGHT[2], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFour."}):
+        (row,) = rows_of(tokenizer, [CHAT[1], answer])
         assert (
             row.prompt_ids
             == load_with(folder, text=R1).apply_chat_template([CHAT[1]], add_generation_prompt=True)["input_ids"]

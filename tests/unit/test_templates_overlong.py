@@ -1,6 +1,4 @@
-"""Rows that are too long: no answer is cut unless asked, a call never stands without its result, and what was lost is
-counted.
-"""
+"""Rows that are too long: no answer is cut unless requested, a call keeps its result, and what was lost is counted."""
 
 from __future__ import annotations
 
@@ -43,22 +41,25 @@ def exchange(number: int, words: int = 3) -> list[Message]:
 
 
 def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
-    """Returns each answer that is learnt, without its end, in order."""
+    """Return each answer that is learnt, without its end, in order."""
     return [text.removesuffix(END).removeprefix("<think>\n\n</think>\n\n") for text in learnt_runs(tokenizer, rows)]
 
 
 def test_truncate_drops_the_oldest_exchanges_and_keeps_the_system_turn(chatml: Any) -> None:
     messages = [SYSTEM, *exchange(1, words=30), *exchange(2), *exchange(3)]
-    found = outcome_of(chatml, overlong="truncate", limit=80, messages=messages)
-    assert found.lost == {"user turns", "assistant turns"} and learnt(chatml, found.rows) == ["answer 2", "answer 3"]
-    text = chatml.decode(found.rows[0].input_ids)
+    outcome = outcome_of(chatml, overlong="truncate", limit=80, messages=messages)
+    assert outcome.lost == {"user turns", "assistant turns"} and learnt(chatml, outcome.rows) == [
+        "answer 2",
+        "answer 3",
+    ]
+    text = chatml.decode(outcome.rows[0].input_ids)
     assert text.startswith(f"<|im_start|>system\nBe brief.{END}\n<|im_start|>user\nwhy why why 2?")
 
 
 def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
-    found = outcome_of(chatml, overlong="truncate", limit=64, messages=[SYSTEM, *exchange(1, words=300)])
-    (row,) = found.rows
-    assert found.lost == {"the beginning of a user turn"} and found.answers_cut == 0, (
+    outcome = outcome_of(chatml, overlong="truncate", limit=64, messages=[SYSTEM, *exchange(1, words=300)])
+    (row,) = outcome.rows
+    assert outcome.lost == {"the beginning of a user turn"} and outcome.answers_cut == 0, (
         "a shorter prompt is no answer without its end"
     )
     text = chatml.decode(row.input_ids)
@@ -71,14 +72,14 @@ def test_truncate_cuts_the_beginning_of_a_long_question(chatml: Any) -> None:
 def test_an_answer_that_never_fits_is_cut_only_where_that_is_asked_and_teaches_no_stop(chatml: Any) -> None:
     messages: list[Message] = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so " * 300}]
     for policy in ("truncate", "split"):
-        left = outcome_of(chatml, overlong=policy, limit=64, messages=messages)
-        assert (left.rows, left.dropped) == (
+        outcome_left = outcome_of(chatml, overlong=policy, limit=64, messages=messages)
+        assert (outcome_left.rows, outcome_left.dropped) == (
             (),
             "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len",
         )
-    found = outcome_of(chatml, overlong="truncate_answers", limit=64, messages=messages)
-    (row,) = found.rows
-    assert found.answers_cut == 1 and found.lost == {"the end of an answer"}
+    outcome = outcome_of(chatml, overlong="truncate_answers", limit=64, messages=messages)
+    (row,) = outcome.rows
+    assert outcome.answers_cut == 1 and outcome.lost == {"the end of an answer"}
     stop = chatml.convert_tokens_to_ids(END)
     assert len(row.input_ids) == 64 and stop not in [label for label in row.labels if label != IGNORED]
     assert chatml.decode(row.input_ids).startswith(f"<|im_start|>user\nwhy?{END}\n<|im_start|>assistant\nso so")
@@ -92,10 +93,10 @@ def test_split_learns_each_answer_exactly_once(name: str, data: st.DataObject, t
     sizes = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
     turns = [turn for number, words in enumerate(sizes) for turn in exchange(number, words)]
     start = [SYSTEM] if data.draw(st.booleans()) else []
-    found = outcome_of(tokenizer, overlong="split", limit=64, messages=[*start, *turns])
-    assert found.error is None
-    assert learnt(tokenizer, found.rows) == [f"answer {number}" for number in range(len(sizes))]
-    for row in found.rows:
+    outcome = outcome_of(tokenizer, overlong="split", limit=64, messages=[*start, *turns])
+    assert outcome.error is None
+    assert learnt(tokenizer, outcome.rows) == [f"answer {number}" for number in range(len(sizes))]
+    for row in outcome.rows:
         assert len(row.input_ids) <= 64
         assert row.input_ids[: len(row.prompt_ids)] == row.prompt_ids
         assert ("Be brief." in tokenizer.decode(row.input_ids)) == bool(start)
@@ -124,12 +125,12 @@ def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str)
     assert not outcome_of(qwen3, overlong=policy, limit=limit, messages=too_long, tools=[TOOL]).rows, (
         "the call alone would fit"
     )
-    found = outcome_of(qwen3, overlong=policy, limit=limit, messages=with_call(300, 1), tools=[TOOL])
+    outcome = outcome_of(qwen3, overlong=policy, limit=limit, messages=with_call(300, 1), tools=[TOOL])
     if policy == "drop":
-        assert (found.rows, found.dropped, found.lost) == ((), "longer than model.max_seq_len", frozenset())
+        assert (outcome.rows, outcome.dropped, outcome.lost) == ((), "longer than model.max_seq_len", frozenset())
     else:
-        assert found.lost == {"the beginning of a tool turn"} and len(found.rows) == 2
-        assert learnt(qwen3, found.rows[1:]) == ["So four. indeed"]
+        assert outcome.lost == {"the beginning of a tool turn"} and len(outcome.rows) == 2
+        assert learnt(qwen3, outcome.rows[1:]) == ["So four. indeed"]
     both = outcome_of(qwen3, overlong=policy, limit=limit, messages=[*too_long, *with_call(1, 1)], tools=[TOOL])
     assert len(both.rows) == (0 if policy == "drop" else 2)
 
@@ -140,15 +141,15 @@ def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
     assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])
     long_answer = [IGNORED] * 30 + ids[30:]
     assert outcome_of(chatml, overlong="truncate", limit=50, input_ids=ids, labels=long_answer).rows == ()
-    found = outcome_of(chatml, overlong="truncate_answers", limit=50, input_ids=ids, labels=long_answer)
-    assert found.answers_cut == 1 and found.rows[0].input_ids == ids[5:55]
+    outcome = outcome_of(chatml, overlong="truncate_answers", limit=50, input_ids=ids, labels=long_answer)
+    assert outcome.answers_cut == 1 and outcome.rows[0].input_ids == ids[5:55]
 
 
 def test_tokens_are_split_and_each_is_learnt_once(chatml: Any) -> None:
     ids = list(range(100))
-    found = outcome_of(chatml, overlong="split", limit=40, input_ids=ids)
-    assert [label for row in found.rows for label in row.labels[1:]] == ids[1:]
-    assert all(len(row.input_ids) <= 40 for row in found.rows)
+    outcome = outcome_of(chatml, overlong="split", limit=40, input_ids=ids)
+    assert [label for row in outcome.rows for label in row.labels[1:]] == ids[1:]
+    assert all(len(row.input_ids) <= 40 for row in outcome.rows)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +166,12 @@ def test_tokens_are_split_and_each_is_learnt_once(chatml: Any) -> None:
 def test_token_rows_keep_every_last_answer_that_fits(
     chatml: Any, parts: list[tuple[bool, int]], limit: int, prompt: int, learnt: int
 ) -> None:
-    labels = [label for kept, count in parts for label in ([60] if kept else [IGNORED]) * count]
-    found = outcome_of(chatml, limit=limit, overlong="truncate", input_ids=[60] * len(labels), labels=labels)
+    labels = [label for trained, count in parts for label in ([60] if trained else [IGNORED]) * count]
+    outcome = outcome_of(chatml, limit=limit, overlong="truncate", input_ids=[60] * len(labels), labels=labels)
     if not learnt:
-        assert found.dropped == ANSWER_TOO_LONG
+        assert outcome.dropped == ANSWER_TOO_LONG
         return
-    (row,) = found.rows
+    (row,) = outcome.rows
     between = sum(label == IGNORED for label in row.labels)
     assert len(row.input_ids) <= limit and (between, len(row.labels) - between) == (prompt, learnt)
-    assert row.labels[-1] == 60 and not found.answers_cut
+    assert row.labels[-1] == 60 and not outcome.answers_cut

@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts: written and learnt, or refused or counted; never left out without a word."""
+"""Calls of tools and thoughts: written and learnt, refused or counted; never silently omitted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from sft_play.model.tokenizer import template_names
 from tests.chat_tokenizers import by_hand, learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 
 SPECIAL = [
-    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
-    "[INST]", "[/INST]", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>",
+    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
+    "<end_of_turn>", "[INST]", "[/INST]", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<\uff5cUser\uff5c>",
+    "<\uff5cAssistant\uff5c>",
 ]  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "of": ["x", {"deep": True}]}}}
@@ -53,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own(saved: Path, turn: str) -> Any:
-    """Returns a tokenizer whose template writes the tools, then each message by `turn`."""
+    """Return a tokenizer whose template writes the tools, then each message by `turn`."""
     text = (
         "{{ (tools or []) | tojson }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         + turn
@@ -68,8 +69,8 @@ def test_qwen3_writes_tools_calls_and_results_as_the_published_template_does(sav
         f"{SYSTEM}{QUESTION}\u2039<think>\n\n</think>\n\n{CALLED}\u203a",
         f"{SYSTEM}{QUESTION}{CALLED}{RESULTS}<|im_start|>assistant\n\u2039<think>\n\n</think>\n\nFour.<|im_end|>\u203a",
     ]
-    found = rows_of(tokenizer, CHAT, [TOOL])
-    assert [(row.input_ids, row.labels) for row in found] == [by_hand(tokenizer, row) for row in expected]
+    rows = rows_of(tokenizer, CHAT, [TOOL])
+    assert [(row.input_ids, row.labels) for row in rows] == [by_hand(tokenizer, row) for row in expected]
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -87,7 +88,7 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
 
 
 @pytest.mark.parametrize(
-    ("turn", "said"),
+    ("turn", "message"),
     [
         ("{{ m['content'] }}", "does not write the calls of turn 3: the name `add`"),
         (
@@ -104,10 +105,10 @@ def test_a_named_template_writes_calls_or_refuses_them(name: str, loss_on: Any, 
         ),
     ],
 )
-def test_what_a_template_does_not_write_is_named(turn: str, said: str, saved: Path) -> None:
+def test_parts_that_a_template_drops_are_named(turn: str, message: str, saved: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(own(saved, turn), CHAT, [TOOL])
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint
 
 
@@ -150,16 +151,16 @@ ONE_ROW = (f"\u2039{FIRST}Four.<|im_end|>\n{SECOND}<think>\nThree and three.\n</
     [(APART, "assistant", TWO_ROWS, 0), (WITHIN, "assistant", TWO_ROWS, 0), (APART, "all", ONE_ROW, 1)],
     ids=["reasoning_content", "<think>", "one row of everything"],
 )
-def test_qwen3_learns_each_thought_in_a_row_of_its_own_and_counts_those_that_one_row_loses(
+def test_qwen3_learns_each_thought_in_a_separate_row_and_counts_lost_ones(
     saved: Path, messages: list[Message], loss_on: str, rows: tuple[str, ...], lost: int
 ) -> None:
     tokenizer = load_with(saved, "qwen3")
-    found = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
-    assert [(row.input_ids, row.labels) for row in found.rows] == [by_hand(tokenizer, row) for row in rows]
-    assert found.thoughts == lost
+    outcome = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
+    assert [(row.input_ids, row.labels) for row in outcome.rows] == [by_hand(tokenizer, row) for row in rows]
+    assert outcome.thoughts == lost
 
 
-def test_a_template_that_knows_no_thoughts_loses_what_stands_apart_and_keeps_what_stands_in_the_answer(
+def test_a_template_without_thoughts_drops_separate_ones_and_keeps_those_in_the_answer(
     saved: Path,
 ) -> None:
     tokenizer = load_with(saved, "chatml")

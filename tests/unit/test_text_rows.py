@@ -21,7 +21,7 @@ from tests.chat_tokenizers import load_with, save_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Any]:
-    """Two that split text alike, by whether they put BOS before it."""
+    """Return two tokenizers that split text alike, by whether they add BOS."""
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
         bos: load_with(save_tokenizer(folder / str(bos), "gpt2", bos="<s>", eos="</s>", adds_bos=bos))
@@ -62,8 +62,8 @@ def test_typed_policies_are_obeyed(tokenizers: Mapping[bool, Any]) -> None:
 
 
 def test_nothing_is_added_that_a_text_has_already(tokenizers: Mapping[bool, Any]) -> None:
-    (found,) = encode_texts(["<s>ab</s>"], tokenizers[True], limit=9)
-    assert tokenizers[True].decode(found.rows[0].input_ids) == "<s>ab</s>"
+    (row,) = encode_texts(["<s>ab</s>"], tokenizers[True], limit=9)
+    assert tokenizers[True].decode(row.rows[0].input_ids) == "<s>ab</s>"
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_price_is_a_number(text: str) -> None:
 # What was measured.
 
 
-def test_measured_energy_is_beside_its_bound(tmp_path: Path) -> None:
+def test_measured_energy_is_shown_next_to_its_bound(tmp_path: Path) -> None:
     write_json(RunFolder(tmp_path).training_metrics, {"energy_kwh": 0.75, "forecast": {"energy_kwh": 1.0}})
     assert beside_forecast(RunFolder(tmp_path)) == "  energy   0.75 kWh, forecast 1 kWh (-25%)\n"
     rows = [{"rank_power_watts": watts} for watts in ([100.0, 300.0], [None, 300.0], None, [200.0, 400.0])]
@@ -80,22 +80,22 @@ def run_of(plan: Plan, speed: float, name: str = "before", **changes: Any) -> Pa
 
 
 def test_a_complete_run_on_such_devices_teaches_the_forecast() -> None:
-    """Half of what arithmetic expected there is half of it here, whatever the rows and the batch."""
+    """A run at half the expected speed halves this forecast, whatever the rows and the batch."""
     guess = plan_of("2xRTX4090", mode="qlora")
     assert (guess.speed_basis or "").startswith("a guess: ") and "0.35 x 165 TFLOP/s (RTX4090)" in show_plan(guess)
     assert guess.work and guess.work.guess == guess.tokens_per_second
     run = run_of(guess, 0.5 * guess.work.guess)
-    taught = plan_of("2xRTX4090", mode="qlora", more={"runs": (run,)}, max_seq_len=256)
+    taught = plan_of("2xRTX4090", mode="qlora", request_fields={"runs": (run,)}, max_seq_len=256)
     assert taught.work and taught.tokens_per_second == pytest.approx(0.5 * taught.work.guess)
     assert taught.speed_basis == f"by run `before`: {run.steady_tokens_per_second:,.0f} tokens/s"
     for other in ({"mode": "lora"}, {"hardware": "2xRTX3090"}, {"name": SMALL}):
-        case = {"hardware": "2xRTX4090", "mode": "qlora", "more": {"runs": (run,)}} | other
+        case = {"hardware": "2xRTX4090", "mode": "qlora", "request_fields": {"runs": (run,)}} | other
         assert (plan_of(case.pop("hardware"), **case).speed_basis or "").startswith("a guess: "), other
     newest = run_of(guess, 900.0, name="newest"), run, run_of(guess, 700.0, name="one", world_size=1)
-    assert "`newest`" in (plan_of("2xRTX4090", mode="qlora", more={"runs": newest}).speed_basis or "")
+    assert "`newest`" in (plan_of("2xRTX4090", mode="qlora", request_fields={"runs": newest}).speed_basis or "")
 
 
-def test_what_no_data_sheet_tells_is_known_after_a_run() -> None:
+def test_speeds_that_no_data_sheet_has_are_learnt_from_runs() -> None:
     """Cards that the catalogue lacks, offloading, and a network of unknown speed for as many ranks."""
     for hardware, changes in (
         ("2x24GB", {}),
@@ -105,15 +105,15 @@ def test_what_no_data_sheet_tells_is_known_after_a_run() -> None:
         case: dict[str, Any] = {"strategy": "auto", **changes}
         plan = plan_of(hardware, **case)
         assert plan.tokens_per_second is plan.speed_basis is None, hardware
-        taught = plan_of(hardware, **case, more={"runs": (run_of(plan, 1234.0),)})
+        taught = plan_of(hardware, **case, request_fields={"runs": (run_of(plan, 1234.0),)})
         assert taught.tokens_per_second == pytest.approx(1234.0), hardware
     alone = run_of(plan_of("RTX4090"), 1234.0)
-    assert plan_of("RTX4090", num_nodes=2, more={"runs": (alone,)}).tokens_per_second is None
+    assert plan_of("RTX4090", num_nodes=2, request_fields={"runs": (alone,)}).tokens_per_second is None
 
 
-def test_nothing_is_decided_by_a_forecast() -> None:
+def test_no_choice_depends_on_the_forecast() -> None:
     plan = plan_of("RTX4090+RTX3090", mode="qlora")
-    taught = plan_of("RTX4090+RTX3090", mode="qlora", more={"runs": (run_of(plan, 1.0),)})
+    taught = plan_of("RTX4090+RTX3090", mode="qlora", request_fields={"runs": (run_of(plan, 1.0),)})
     assert taught.tokens_per_second != plan.tokens_per_second and taught.ranks == plan.ranks
     assert setup_of(taught) == setup_of(plan)
 

@@ -1,4 +1,4 @@
-"""Tries without a newer checkpoint are counted where a scheduler knows no limit, and the last one ends for good."""
+"""Tries without a newer checkpoint are counted for schedulers without a limit; the last one ends for good."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ LOST = 75
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """The run of `WORDS`, whose folder is not there yet."""
+    """Return the run of `WORDS`, whose folder does not exist yet."""
     monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
     return RunFolder(tmp_path / "runs" / "demo")
 
 
-def one(limit: int = 2) -> Tries:
+def tries_of(limit: int = 2) -> Tries:
     tries = begin_try(list(WORDS), {LIMIT: str(limit)})
     assert tries is not None
     return tries
 
 
 def lost(event: str = "started") -> int:
-    """One try whose workers were started, and which ended by `LOST`; returns what the container ends with."""
-    tries = one()
+    """Make a try whose workers started and ended with `LOST`; return the container's exit code."""
+    tries = tries_of()
     tries.run.path.mkdir(parents=True, exist_ok=True)
     record_event(tries.run, event)
     return tries.end(LOST)
 
 
-def test_so_many_restarts_and_then_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restarts_end_with_a_permanent_code(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert [lost() for _ in range(3)] == [LOST, LOST, 3]
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in said
-        and "the count starts over" in said
+        "3 tries in a row made no checkpoint, and `kubernetes.max_restarts` is 2" in error
+        and "the count starts over" in error
     )
     assert lost() == LOST, "who submits again has looked at it"
 
 
-def test_a_newer_checkpoint_begins_the_count_anew(run: RunFolder) -> None:
+def test_a_newer_checkpoint_resets_the_count(run: RunFolder) -> None:
     assert [lost(), lost()] == [LOST, LOST]
     run.checkpoint(10).mkdir(parents=True)
     assert [lost("resumed") for _ in range(3)] == [LOST, LOST, 3]
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_a_stop_that_was_asked_for_is_no_failure(run: RunFolder, code: int) -> None:
+def test_a_requested_stop_is_no_failure(run: RunFolder, code: int) -> None:
     assert lost() == LOST
-    assert [one().end(code) for _ in range(5)] == [code] * 5
+    assert [tries_of().end(code) for _ in range(5)] == [code] * 5
     assert [lost(), lost()] == [LOST, 3]
 
 
-def test_waiting_for_pods_that_are_not_scheduled_is_no_try(run: RunFolder) -> None:
+def test_waiting_for_unscheduled_pods_does_not_count_as_a_try(run: RunFolder) -> None:
     """The Master waits and leaves, and again; when the Workers come at last, the run has all its tries."""
-    assert [one().end(LOST) for _ in range(5)] == [LOST] * 5
+    assert [tries_of().end(LOST) for _ in range(5)] == [LOST] * 5
     assert not run.path.exists(), "a run that never began has no folder"
     assert lost() == LOST
-    assert [one().end(LOST) for _ in range(5)] == [LOST] * 5, "nor in a run that has begun"
+    assert [tries_of().end(LOST) for _ in range(5)] == [LOST] * 5, "nor in a run that has begun"
     assert [lost(), lost()] == [LOST, 3]
 
 
@@ -84,6 +84,6 @@ def test_pods_that_the_kernel_kills_count_too(
     run.checkpoint(40).mkdir(parents=True)
     assert main(words) == 175
     for _ in range(2):
-        one(limit=1)  # and never ends
+        tries_of(limit=1)  # and never ends
     assert [main(words), main(words)] == [3, 175]
     assert "2 tries in a row made no newer checkpoint than that of step 40" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Weights of rows and turns, from what files say to each learnt token."""
+"""Weights of rows and turns, from files to each learnt token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL = ["<|im_start|>", END]
 
 @pytest.fixture(scope="module", params=["llama3", "llama2"])
 def chatml(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One tokenizer whose pieces are those of the whole text, and one that marks the beginning of a text."""
+    """Return a tokenizer whose pieces are those of the complete text, or one that marks its beginning."""
     return load_with(save_tokenizer(tmp_path_factory.mktemp("t"), request.param, special=SPECIAL, eos=END), "chatml")
 
 
@@ -31,7 +31,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def chat(*weights: float | None) -> list[Message]:
-    """Returns exchanges as they are read from a file whose answers have weights."""
+    """Return exchanges as read from a file with weighted answers."""
     turns = []
     for number, weight in enumerate(weights):
         turns.append({"role": "user", "content": f"why {number}?"})
@@ -40,16 +40,18 @@ def chat(*weights: float | None) -> list[Message]:
 
 
 def runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[tuple[str, float]]:
-    """Returns each run of learnt tokens of one weight: its text, without the end of a turn, and that weight."""
-    found = []
+    """Return each run of learnt tokens of one weight: its text, without the end of a turn, and that weight."""
+    runs_of_weights = []
     for row in rows:
         weights = row.weights or [1.0] * len(row.labels)
         assert len(weights) == len(row.labels) == len(row.input_ids)
         marked = zip(row.labels, weights, strict=True)
         for (learnt, weight), tokens in groupby(marked, lambda pair: (pair[0] != IGNORED, pair[1])):
             if learnt:
-                found.append((tokenizer.decode([token for token, _ in tokens]).removesuffix(END).strip(), weight))
-    return found
+                runs_of_weights.append(
+                    (tokenizer.decode([token for token, _ in tokens]).removesuffix(END).strip(), weight)
+                )
+    return runs_of_weights
 
 
 def test_each_answer_has_its_weight(chatml: Any) -> None:
@@ -61,7 +63,7 @@ def test_each_answer_has_its_weight(chatml: Any) -> None:
     assert runs(chatml, rows_of(chatml, chat(0.3, 0.5), loss_on="last")) == [("so 1", 0.5)]
 
 
-def test_an_answer_that_has_a_row_of_its_own_keeps_its_weight(qwen3: Any) -> None:
+def test_an_answer_in_a_separate_row_keeps_its_weight(qwen3: Any) -> None:
     messages = [
         {**turn, "reasoning_content": "Hm."} if turn["role"] == "assistant" else turn for turn in chat(0.3, 0.6)
     ]
@@ -69,12 +71,12 @@ def test_an_answer_that_has_a_row_of_its_own_keeps_its_weight(qwen3: Any) -> Non
     assert len(rows) == 2 and [weight for _, weight in runs(qwen3, rows)] == [0.3, 0.6]
 
 
-def test_where_everything_is_learnt_a_turn_weighs_in_its_words(chatml: Any) -> None:
+def test_if_everything_is_learnt_every_turn_has_its_weight(chatml: Any) -> None:
     messages = chat(0.3, None)
     messages[2]["train"] = 0.25
-    found = runs(chatml, rows_of(chatml, messages, loss_on="all"))
-    assert ("so 0", 0.3) in found and [text for text, weight in found if weight == 0.25] == ["why 1?"]
-    assert {weight for _, weight in found} == {0.3, 0.25, 1.0} and found[-1][0].endswith("so 1")
+    weighed = runs(chatml, rows_of(chatml, messages, loss_on="all"))
+    assert ("so 0", 0.3) in weighed and [text for text, weight in weighed if weight == 0.25] == ["why 1?"]
+    assert {weight for _, weight in weighed} == {0.3, 0.25, 1.0} and weighed[-1][0].endswith("so 1")
 
 
 def test_only_answers_are_weighed_unless_everything_is_learnt(chatml: Any) -> None:
@@ -87,9 +89,9 @@ def test_only_answers_are_weighed_unless_everything_is_learnt(chatml: Any) -> No
 @pytest.mark.parametrize("policy", ["truncate", "split", "truncate_answers"])
 def test_weights_stay_with_their_answers_when_rows_are_cut(policy: str, chatml: Any) -> None:
     messages = [*chat(0.3), {"role": "user", "content": "why " * 60}, *chat(0.6, 0.8)[1:]]
-    found = runs(chatml, outcome_of(chatml, messages=messages, overlong=policy, limit=64, weight=0.5).rows)
+    weighed = runs(chatml, outcome_of(chatml, messages=messages, overlong=policy, limit=64, weight=0.5).rows)
     expected = [("so 0", 0.15), ("so 0", 0.3), ("so 1", 0.4)]
-    assert found == (expected if policy == "split" else expected[-len(found) :]) and found
+    assert weighed == (expected if policy == "split" else expected[-len(weighed) :]) and weighed
 
 
 def test_rows_of_text_and_tokens_have_weights_too(chatml: Any) -> None:
@@ -110,6 +112,6 @@ def test_rows_of_text_and_tokens_have_weights_too(chatml: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [{"messages": chat(None)}, {"input_ids": [5, 6, 7]}])
-def test_a_row_of_weight_0_is_left_out_with_this_reason(content: dict[str, Any], chatml: Any) -> None:
+def test_a_row_of_weight_0_is_skipped_with_this_reason(content: dict[str, Any], chatml: Any) -> None:
     outcome = outcome_of(chatml, weight=0.0, **content)
     assert (outcome.rows, outcome.dropped, outcome.error) == ((), WEIGHTLESS, None)

@@ -144,7 +144,7 @@ def nvmlSystemGetCudaDriverVersion():
     return _machine()["cuda"]
 
 
-def nvmlDeviceGetTopologyCommonAncestor(one, other):
+def nvmlDeviceGetTopologyCommonAncestor(first, other):
     return 40
 
 
@@ -165,5 +165,5 @@ def nvmlDeviceGetNvLinkRemotePciInfo(handle, link):
 def nvmlDeviceGetComputeRunningProcesses(handle):
     if _card(handle)["unified"]:
         raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
-    held = _card(handle)["held_by"]
-    return [Row(pid=os.getpid() if pid is None else pid, usedGpuMemory=3 * 2**30) for pid in held]
+    holders = _card(handle)["held_by"]
+    return [Row(pid=os.getpid() if pid is None else pid, usedGpuMemory=3 * 2**30) for pid in holders]

@@ -10,7 +10,7 @@ _kernel = os.uname()
 
 
 def kernel(description):
-    """Returns what `os.uname` says on the machine of this file; without one, on this machine."""
+    """Return what `os.uname` says on the machine of this file; without one, on this machine."""
     machine = (
         json.loads(Path(description).read_text(encoding="utf-8")) if description else {"system": None, "release": None}
     )
