@@ -24,6 +24,8 @@ from tests.browser import browser
 from tests.conftest import ROOT, Program
 from tests.waiting import until
 
+INSIDE = "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <= innerWidth)"
+"""Whether every cell can be seen without scrolling to the side."""
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
 
@@ -92,6 +94,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
             shown.open(page.as_uri(), width=width)
             shown.wait("document.querySelectorAll('canvas').length >= 4")
             assert shown.value("document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+            assert shown.value(INSIDE), f"a table is cut at {width} pixels"
             assert shown.value("document.title") == "first – SFT-Play", "what a run wrote is text, never HTML"
         words = shown.value("document.body.innerText")
         assert "finished" in words and "0.5000 [0.4000, 0.6000]" in words and HOSTILE in words
@@ -123,11 +126,7 @@ def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
             shown.open("about:blank")
             shown.open(url, width=width)
             shown.wait("document.querySelectorAll('tbody tr').length == 2")
-            inside = (
-                "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <="
-                " innerWidth)"
-            )
-            assert shown.value(inside), f"a column is cut at {width} pixels"
+            assert shown.value(INSIDE), f"a column is cut at {width} pixels"
         borders = "[...document.querySelectorAll('td')].every((one) => getComputedStyle(one).borderLeftWidth == '0px')"
         assert shown.value(borders), "no box round a cell"
 
@@ -197,6 +196,7 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         assert shown.value("[...document.querySelectorAll('td')].some((one) => one.textContent == 'tuning.lora.r')"), (
             "one key a line"
         )
+        assert "hint: " in shown.value("document.body.innerText"), "what to type, as in a terminal"
         assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == asked(f"{url}api/run/nobody")[0] == 404
         assert asked(f"{url}api/runs", Host="evil.example")[0] == 403, "another site's name for this machine"
         assert not shown.complaints
