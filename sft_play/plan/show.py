@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from sft_play.errors import UserError
+from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
 from sft_play.plan.hardware import GIB, Hardware, find_card
 from sft_play.plan.network import show_exchanges
@@ -75,7 +75,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         lines += ["", *_ranks(plan), *_bars(plan)]
     if plan.remedies:
         lines += ["", "  to make it fit: " + ", or ".join(plan.remedies)]
-    return "\n".join(lines)
+    return typed_here("\n".join(lines))
 
 
 def _batch(plan: Plan, micro: str) -> str:
@@ -189,7 +189,7 @@ def show_misfit(error: DoesNotFitError) -> str:
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "no single change makes it fit")
-    return "\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)])
+    return typed_here("\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)]))
 
 
 def misfit_json(error: DoesNotFitError) -> dict[str, Any]:

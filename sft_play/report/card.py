@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import label_of_metric
-from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, typed_here
 from sft_play.files import file_sha256, read_object, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
@@ -91,7 +91,7 @@ def push(call: Call) -> int:
             raise
         facts |= {"exists": None, "replaced": None, "not_compared": error.message}
     if not call.json:
-        print("\n".join(_described(facts, run, weights)), flush=True)
+        print(typed_here("\n".join(_described(facts, run, weights))), flush=True)
     if dry:
         print(
             json.dumps({**facts, "card": card, "uploaded": None})

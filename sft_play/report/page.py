@@ -19,6 +19,7 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
+from sft_play.errors import typed_here
 from sft_play.files import finite, open_plain, read_json_lines, read_object, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import short_path, summary_of
@@ -71,7 +72,7 @@ def record_of(run: RunFolder) -> dict[str, Any]:
     ]
     return {
         "summary": summary_of(run).cells(),
-        "typed": short_path(run.typed),
+        "use": [typed_here(f"make {name} RUN={short_path(run.typed)}") for name in ("infer", "serve", "merge", "eval")],
         "config": [
             {
                 "key": key,
@@ -176,7 +177,7 @@ def _repeat(run: RunFolder) -> str:
     plan = read_facts(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
-    return f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={run.again}"
+    return typed_here(f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={run.again}")
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:

@@ -234,7 +234,7 @@ function runView(record, home) {
       Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
-    el("h2", {}, "Use it"), el("pre", {}, ["infer", "serve", "merge", "eval"].map((name) => `make ${name} RUN=${record.typed}`).join("\n")),
+    el("h2", {}, "Use it"), el("pre", {}, record.use.join("\n")),
     el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
     el("h2", {}, "Details"),
     fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, setting(one.value), one.origin]))),
