@@ -50,7 +50,7 @@ def explain_misfit(call: Call) -> Iterator[None]:
         yield
     except DoesNotFitError as error:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
-        raise
+        raise error.without_remedies() from None
 
 
 def _rehearse(call: Call) -> int:

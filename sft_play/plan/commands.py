@@ -163,7 +163,7 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
             "error": error.message,
             "ranks": [rank],
         }
-        return need | {"remedies": [str(remedy) for remedy in error.remedies]}, error
+        return need | {"remedies": [str(remedy) for remedy in error.remedies]}, error.without_remedies()
     ranks = []
     for rank_plan in plan.ranks:
         # The list of devices in use has the driver's numbers.

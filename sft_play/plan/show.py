@@ -49,7 +49,8 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
     if plan.device == "cpu" and plan.world_size > 1:
         where = f"{plan.world_size} processes of {first.device_name}"
-    how = f"pipeline of {len(plan.stages)} stages" if plan.stages else plan.strategy
+    layers = ", ".join(map(str, plan.stages))
+    how = f"pipeline of {len(plan.stages)} stages ({layers} layers)" if plan.stages else plan.strategy
     lines = [f"plan: {how} on {where}, {plan.precision}, by {plan.source}"]
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines += [f"  note     {notice}" for notice in plan.notices]
@@ -61,7 +62,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     )
     speed = show_speed(plan)
     if why:
-        lines.append(f"  room     {_room(plan)}")
+        lines += [f"  room     {_room(plan)}", *_peak(plan)]
         lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
         if plan.exchanges:
             lines += ["", *show_exchanges(plan.exchanges), ""]
@@ -74,7 +75,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     if plan.remedies:
-        lines += ["", "  to make it fit: " + ", or ".join(plan.remedies)]
+        lines += ["", "  to make it fit", *(f"    {remedy}" for remedy in plan.remedies)]
     return typed_here("\n".join(lines))
 
 
@@ -108,11 +109,11 @@ def _ranks(plan: Plan) -> list[str]:
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"
-    slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
+    slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks[:: plan.group_size]]
     counts = spans(plan.global_batch_size, slots) if not plan.pack_tokens else None
     lines = [f"  {'rank':>6}  {'device':<26}{'micro-batch':>12}{'micro-steps':>12}{unit:>8}{'would fit':>11}"]
     for rank in plan.ranks[:MOST_LISTED]:
-        rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
+        rows = counts[rank.rank // plan.group_size] if counts else f"{rank.micro_batch * rank.accumulation} max"
         lines.append(
             f"  {rank.rank:>6} "
             f" {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
@@ -132,16 +133,17 @@ def _steps(plan: Plan) -> str:
 
 
 def _room(plan: Plan) -> str:
-    """Return the largest batch and the longest rows that would fit, and where in a step the peak is."""
-    text, micro = f"for packs of up to {plan.longest_row:,} tokens", plan.ranks[0].micro_batch
-    if not plan.pack_tokens:
-        text = (
-            f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {micro} of {plan.longest_row:,},"
-            " would fit"
-        )
-    if plan.peak_at:
-        text += f"; the peak is {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
-    return text
+    """Return the largest batch and the longest rows that would fit."""
+    if plan.pack_tokens:
+        return f"for packs of up to {plan.longest_row:,} tokens"
+    longest = f"{plan.ranks[0].micro_batch} of {plan.longest_row:,}"
+    return f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {longest}, would fit"
+
+
+def _peak(plan: Plan) -> list[str]:
+    """Return lines that say where in a step the peak is, and what would lower it."""
+    peak = [f"  peak     {plan.peak_at}"] if plan.peak_at else []
+    return peak + ([f"           {plan.peak_remedy}"] if plan.peak_at and plan.peak_remedy else [])
 
 
 def _parts(rank: RankPlan) -> str:
