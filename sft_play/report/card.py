@@ -21,7 +21,7 @@ from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
-from sft_play.text import gib, tell
+from sft_play.text import gib, plural, tell
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -281,7 +281,10 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
             " each"
         ),
     )
-    yield "optimizer", f"{plan.optim}, learning rate {plan.learning_rate:g}, {plan.warmup_steps} steps of warm-up"
+    yield (
+        "optimizer",
+        f"{plan.optim}, learning rate {plan.learning_rate:g}, {plural(plan.warmup_steps or 0, 'step')} of warm-up",
+    )
     yield "precision", f"{stamp.precision}, weights in {stamp.weights_dtype}"
     yield "seed", str(stamp.seed)
     devices = ", ".join(dict.fromkeys(rank.device_name for rank in plan.ranks)) or plan.device
