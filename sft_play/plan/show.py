@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
+from sft_play.plan.experience import LEAST_STEPS
 from sft_play.plan.hardware import GIB, Hardware, find_card
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
@@ -283,7 +284,7 @@ def beside_forecast(run: RunFolder) -> str:
         lines[-1] += " for a micro-batch of the longest rows"
     speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")
     if speed and expected and abs(speed / expected - 1) > UNEXPLAINED:
-        lines.append(f"           {_cause(measured.get('training_seconds'), forecast.get('basis'))}")
+        lines.append(f"           {_cause(measured, forecast.get('basis'))}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -293,16 +294,16 @@ steps, first saves) still matters.
 """
 
 
-def _cause(seconds: float | None, basis: str | None) -> str:
+def _cause(measured: Mapping[str, Any], basis: str | None) -> str:
     """Return what may explain the difference between speed and forecast, as far as it is known after the run."""
-    causes = (
-        ["the forecast was a guess; the next one goes by this run"] if basis and basis.startswith("a guess") else []
-    )
-    if seconds and seconds < SHORT_SECONDS:
+    teaches = (measured.get("steps") or 0) >= LEAST_STEPS
+    later = "the next one goes by this run" if teaches else f"runs of {LEAST_STEPS} steps or more teach the next ones"
+    causes = [f"the forecast was a guess; {later}"] if basis and basis.startswith("a guess") else []
+    if (seconds := measured.get("training_seconds")) and seconds < SHORT_SECONDS:
         causes.append("start-up counts in so short a run")
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
         causes.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(causes) or "the next forecast goes by this run")
+    return "unlike the forecast: " + (", and ".join(causes) or later)
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:

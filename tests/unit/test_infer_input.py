@@ -17,6 +17,7 @@ from sft_play.infer import read_questions
     [
         ("not json", "is not JSON"),
         ('{"text": "x"}', "no column asks: expected `messages`"),
+        ('{"query": "x"}', "hint: rename the column of the prompts to `prompt`"),
         ('{"messages": [{"role": "user"}]}', "`messages[0]` lacks `role` or `content`; it has `role`"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "has no turn that can be answered"),
     ],
