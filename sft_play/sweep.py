@@ -322,7 +322,8 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
         try:
             compared = compare(read_sides(best, None), None, 0)
         except UserError:
-            print(typed_here(f"\nthey have no evaluation in common; `make eval RUN=` makes it, then: {hint}"))
+            print("\nthey have no evaluation in common; to compare their answers:")
+            print(typed_here("\n".join([*(f"  make eval RUN={name}" for name in best), f"  {hint}"])))
         else:
             print()
             show_comparison(compared)
