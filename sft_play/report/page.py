@@ -26,7 +26,7 @@ from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
 from sft_play.runs.folder import RunFolder, cache_folder, metric_rows, metrics_of, read_predictions, read_scores
 from sft_play.runs.gate import read_facts
-from sft_play.runs.progress import findings
+from sft_play.runs.progress import findings, seconds_left
 from sft_play.text import as_typed
 
 POINTS = 1_500
@@ -71,7 +71,8 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         if folder.name[5:].isdecimal() and (scores_there := read_scores(folder))
     ]
     return {
-        "summary": summary_of(run).cells(),
+        "summary": (summary := summary_of(run)).cells(),
+        "seconds_left": seconds_left(rows, summary.steps),
         "use": [typed_here(f"make {name} RUN={short_path(run.typed)}") for name in ("infer", "serve", "merge", "eval")],
         "config": [
             {

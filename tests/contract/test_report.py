@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.report.page import POINTS, curves_of
+from sft_play.report.page import POINTS, curves_of, record_of
+from sft_play.runs.folder import RunFolder
 from tests.browser import browser
 from tests.conftest import ROOT, Program
 from tests.waiting import until
@@ -233,6 +234,13 @@ def million_rows(runs: Path) -> tuple[float, Any]:
         begun = time.monotonic()
         found = json.loads(asked(f"{url}api/run/first")[1])["curves"]
         return time.monotonic() - begun, found
+
+
+def test_the_time_left_goes_by_the_steps_that_were_made(runs: Path) -> None:
+    """Not by the forecast, as in the terminal."""
+    rows = [{"kind": "train", "step": step, "loss": 1.0, "step_seconds": 2.0} for step in range(1, 11)]
+    (runs / "first" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert record_of(RunFolder(runs / "first"))["seconds_left"] == 60.0
 
 
 def test_the_curves_of_a_million_rows_are_thinned(runs: Path) -> None:

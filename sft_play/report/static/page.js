@@ -21,7 +21,7 @@ const known = (value) => value !== null && value !== undefined;
 function number(value, digits = 4) {
   if (!known(value) || typeof value !== "number") return "–";
   if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
-  return Math.abs(value) < 0.001 && value ? String(+value.toPrecision(3)) : String(+value.toPrecision(digits));
+  return Math.abs(value) < 0.001 && value ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(digits));
 }
 function bytes(value) { return known(value) ? (value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(0) + " MiB") : "–"; }
 function duration(seconds) {
@@ -90,7 +90,7 @@ function chart(title, series, options = {}) {
         const x = u.valToPos(mark.x, "x", true);
         if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
         u.ctx.save(); u.ctx.strokeStyle = mark.colour; u.ctx.setLineDash([4, 4]); u.ctx.beginPath(); u.ctx.moveTo(x, u.bbox.top); u.ctx.lineTo(x, u.bbox.top + u.bbox.height); u.ctx.stroke();
-        u.ctx.fillStyle = mark.colour; u.ctx.font = `${11 * devicePixelRatio}px system-ui`; u.ctx.fillText(mark.name, x + 4, u.bbox.top + 12 * devicePixelRatio); u.ctx.restore();
+        u.ctx.fillStyle = mark.colour; u.ctx.font = `${11 * devicePixelRatio}px system-ui`; const late = x > u.bbox.left + 0.7 * u.bbox.width; u.ctx.textAlign = late ? "right" : "left"; u.ctx.fillText(mark.name, late ? x - 4 : x + 4, u.bbox.top + 12 * devicePixelRatio); u.ctx.restore();
       } }] },
   };
   charts.add({ space, make: () => { return new uPlot({ ...plot, width: space.clientWidth }, data, space); }, drawn: null });
@@ -201,7 +201,7 @@ function labelsTable(evaluation) {
 }
 function scoresTable(record) {
   const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
-  if (!record.evaluations.length) return el("p", { class: "note" }, "No evaluation has been made.");
+  if (!record.evaluations.length) return el("p", { class: "note" }, "No answers have been scored: ", el("code", {}, record.use.at(-1)));
   const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true })), ...(names.length ? [{ name: "answers", n: true }] : [])];
   const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
   return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(record.evaluations.filter((one) => one.labels).slice(-1)[0])];
@@ -211,7 +211,7 @@ function runView(record, home) {
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
   const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
   const [whole, each] = curves(record);
-  const left = s.state === "running" && s.steps && plan.seconds_per_step ? (s.steps - s.step) * plan.seconds_per_step : null;
+  const left = s.state === "running" ? record.seconds_left : null;
   const mode = record.config.find((one) => one.key === "tuning.mode");
   const failed = record.events.filter((one) => one.event === "failed").slice(-1)[0];
   document.title = `${s.name} – SFT-Play`;
