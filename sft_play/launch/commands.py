@@ -46,6 +46,7 @@ from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, wait_until_sent
 from sft_play.text import plural, tell
@@ -225,7 +226,5 @@ def _what_is_there(call: Call, run: RunFolder) -> str:
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")
-    return typed_here(
-        f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}\n  scores   make eval"
-        f" RUN={run.typed}"
-    )
+    scores = f"\n  scores   make eval RUN={run.typed}" if read_facts(run.prepared).get("validation") else ""
+    return typed_here(f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}{scores}")

@@ -37,6 +37,8 @@ LETTERS = 4_000
 LOG_BYTES = 24_000
 """Bytes shown from the end of each rank's log."""
 LOGS = 16
+USES = ("infer", "serve", "merge", "eval")
+"""Commands about a run; `eval` needs held-out rows."""
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
@@ -70,10 +72,13 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         for folder in steps
         if folder.name[5:].isdecimal() and (scores_there := read_scores(folder))
     ]
+    held = read_facts(run.prepared).get("validation")
     return {
         "summary": (summary := summary_of(run)).cells(),
         "seconds_left": seconds_left(rows, summary.steps),
-        "use": [typed_here(f"make {name} RUN={short_path(run.typed)}") for name in ("infer", "serve", "merge", "eval")],
+        "use": {
+            name: typed_here(f"make {name} RUN={short_path(run.typed)}") for name in USES if name != "eval" or held
+        },
         "config": [
             {
                 "key": key,

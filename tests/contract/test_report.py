@@ -236,6 +236,13 @@ def million_rows(runs: Path) -> tuple[float, Any]:
         return time.monotonic() - begun, found
 
 
+def test_scoring_is_offered_where_rows_are_held_out(runs: Path) -> None:
+    run = RunFolder(runs / "first")
+    assert "eval" not in record_of(run)["use"]
+    run.prepared.write_text(json.dumps({"model": {"name": "a"}, "validation": {"path": "x", "rows": 3}}))
+    assert record_of(run)["use"]["eval"].startswith("make eval RUN=")
+
+
 def test_the_time_left_goes_by_the_steps_that_were_made(runs: Path) -> None:
     """Not by the forecast, as in the terminal."""
     rows = [{"kind": "train", "step": step, "loss": 1.0, "step_seconds": 2.0} for step in range(1, 11)]

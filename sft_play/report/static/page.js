@@ -201,7 +201,7 @@ function labelsTable(evaluation) {
 }
 function scoresTable(record) {
   const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
-  if (!record.evaluations.length) return el("p", { class: "note" }, "No answers have been scored: ", el("code", {}, record.use.at(-1)));
+  if (!record.evaluations.length) return el("p", { class: "note" }, record.use.eval ? ["No answers have been scored: ", el("code", {}, record.use.eval)] : "No rows are held out for scores.");
   const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true })), ...(names.length ? [{ name: "answers", n: true }] : [])];
   const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
   return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(record.evaluations.filter((one) => one.labels).slice(-1)[0])];
@@ -234,7 +234,7 @@ function runView(record, home) {
       Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
-    el("h2", {}, "Use it"), el("pre", {}, record.use.join("\n")),
+    el("h2", {}, "Use it"), el("pre", {}, Object.values(record.use).join("\n")),
     el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
     el("h2", {}, "Details"),
     fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, setting(one.value), one.origin]))),
