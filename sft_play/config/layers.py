@@ -305,6 +305,8 @@ def _default(key: str) -> Any:
 def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterator[str]:
     """Yield the keys of earlier layers that a value replaces."""
     yield from (other for pair in RIVALS if key in pair for other in pair if other != key)
+    if key == "train.epochs":
+        yield "train.max_steps"  # which would hide them
     if key in TRAINING:
         yield from (other for other in VALIDATION if other in merged and merged[other].preset)
     if key == "train.eval_strategy" and value.node.value != "steps":
