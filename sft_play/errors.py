@@ -54,7 +54,7 @@ SECRET_IN_URL = re.compile(
 SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
 """How keys in PEM and JSON web tokens begin."""
 
-SHIPPED = Path(__file__).resolve().parent / "shipped"
+IN_WHEEL = Path(__file__).resolve().parent / "shipped"
 """What an installation from a wheel has in place of a clone's folders (`setup.py`)."""
 COMMAND = re.compile(r"\bmake (?!install)(?=[a-z]+(?:-[a-z]+)*(?:[`,;)]|$| [A-Z][A-Z_0-9]+=| \.\.\.))", re.MULTILINE)
 """`make` before a command: in backticks, with variables, or at a line's end."""
@@ -162,14 +162,14 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 def by_make() -> bool:
     """Return whether commands are typed as `make NAME`: in a clone, and with the Makefile of `sft-play init`."""
-    return not SHIPPED.is_dir() or "MAKELEVEL" in os.environ
+    return not IN_WHEEL.is_dir() or "MAKELEVEL" in os.environ
 
 
 def typed_here(text: str) -> str:
     """Return `text` with its commands and pages as they are found here: `sft-play NAME` where no Makefile is used."""
     if by_make():
         return text
-    return PAGE.sub("docs/" if Path("docs").is_dir() else f"{SHIPPED}/docs/", COMMAND.sub("sft-play ", text))
+    return PAGE.sub("docs/" if Path("docs").is_dir() else f"{IN_WHEEL}/docs/", COMMAND.sub("sft-play ", text))
 
 
 def safe_text(text: str) -> str:
