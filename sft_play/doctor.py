@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sft_play
-from sft_play.errors import HUB_LOGIN, HardwareError
+from sft_play.errors import HUB_LOGIN, HardwareError, by_make
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
@@ -172,7 +172,12 @@ def packages() -> Iterator[Finding]:
             different.append(f"{name} {version} (tested: {pin})")
     if missing:
         text = f"not installed in {sys.prefix}: {', '.join(missing)}"
-        yield Finding("package-missing", "error", text=text, remedy="make install")
+        yield Finding(
+            "package-missing",
+            "error",
+            text=text,
+            remedy="make install" if by_make() else f"pip install {' '.join(missing)}",
+        )
     if different:
         text = f"other versions than the tested ones: {', '.join(different)}"
         remedy = "remove .venv and run make install, or expect differences"

@@ -11,8 +11,10 @@ A `UserError` is printed without a traceback. Anything else that reaches the top
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:"
@@ -52,6 +54,11 @@ SECRET_IN_URL = re.compile(
 SECRET_VALUE = re.compile(r"-----BEGIN|eyJ[\w-]{8,}\.[\w-]+\.")
 """How keys in PEM and JSON web tokens begin."""
 
+IN_WHEEL = Path(__file__).resolve().parent / "shipped"
+"""What an installation from a wheel has in place of a clone's folders (`setup.py`)."""
+COMMAND = re.compile(r"\bmake (?!install)(?=[a-z]+(?:-[a-z]+)*(?:[`,;)]|$| [A-Z][A-Z_0-9]+=| \.\.\.))", re.MULTILINE)
+"""`make` before a command: in backticks, with variables, or at a line's end."""
+PAGE = re.compile(r"(?<![\w./-])docs/(?=[a-z-]+\.md)")
 MOST_PROBLEMS = 40
 """Most problems that are printed."""
 HUB_LOGIN = "`.venv/bin/hf auth login` (or your own environment's `hf`)"
@@ -97,7 +104,7 @@ class UserError(Exception):
         place = safe_text(self.place or "").replace("\n", "\\n")
         where = f"{place}: " if self.place else ""
         text = f"error: {where}{safe_text(self.message)}"
-        return f"{text}\n\nhint: {safe_text(self.hint)}" if self.hint else text
+        return typed_here(f"{text}\n\nhint: {safe_text(self.hint)}" if self.hint else text)
 
 
 class HardwareError(UserError):
@@ -151,6 +158,18 @@ def raise_all(problems: Sequence[UserError]) -> None:
         raise problems[0]
     if problems:
         raise Problems(problems)
+
+
+def by_make() -> bool:
+    """Return whether commands are typed as `make NAME`: in a clone, and with the Makefile of `sft-play init`."""
+    return not IN_WHEEL.is_dir() or "MAKELEVEL" in os.environ
+
+
+def typed_here(text: str) -> str:
+    """Return `text` with its commands and pages as they are found here: `sft-play NAME` where no Makefile is used."""
+    if by_make():
+        return text
+    return PAGE.sub("docs/" if Path("docs").is_dir() else f"{IN_WHEEL}/docs/", COMMAND.sub("sft-play ", text))
 
 
 def safe_text(text: str) -> str:

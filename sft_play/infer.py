@@ -443,7 +443,8 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     asks = next((column for column in ASKS if row.get(column) is not None), None)
     if asks is None:
         raise DataError(
-            f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}"
+            f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}",
+            hint="rename the column of the prompts to `prompt`, or give a text file with one prompt a line",
         )
     form, answer = ASKS[asks]
     others = {

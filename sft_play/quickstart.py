@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft_play.config.metrics import label_of_metric
-from sft_play.errors import UserError
+from sft_play.errors import UserError, typed_here
 from sft_play.launch.commands import finish, start_run
 from sft_play.launch.job import Job
 from sft_play.runs.folder import PREDICTIONS, RunFolder, read_predictions
@@ -57,9 +57,8 @@ def main(call: Call) -> int:
         print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}, indent=2))
     else:
         print(report(result))
-        print(
-            f"\n{time.perf_counter() - started:.0f} s in all. Next:\n  make infer RUN={run.typed}\n  make tensorboard"
-        )
+        commands = typed_here(f"  make infer RUN={run.typed}\n  make tensorboard")
+        print(f"\n{time.perf_counter() - started:.0f} s in all. Next:\n{commands}")
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import CheckpointError, UserError, safe_text
+from sft_play.errors import CheckpointError, UserError, safe_text, typed_here
 from sft_play.files import read_json, typed_path
 from sft_play.launch.run_folder import find_run, launches
 from sft_play.plan.plan import COMMANDS
@@ -88,7 +88,8 @@ def run_again(run: RunFolder) -> str | None:
         words += _plan_choices(plan, config["train"])
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return None
-    return "make " + " ".join(word if word.startswith("NUM_NODES") else as_typed(word) for word in words)
+    words = [word if word.startswith("NUM_NODES") else as_typed(word) for word in words]
+    return typed_here(" ".join(["make", *words]))
 
 
 def _plan_choices(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from sft_play.config.metrics import OF_LOSS
 from sft_play.config.reader import INVALID, Mismatch, closest_word, read_record, shown
 from sft_play.config.schema import TrainConfig
 from sft_play.config.yaml_files import YamlNode, read_yaml, scalar_text
-from sft_play.errors import UserError, raise_all
+from sft_play.errors import UserError, raise_all, typed_here
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
@@ -281,7 +281,7 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
         cost = f", cost about {figure(price * total / 3600)}" if price is not None else ""
         lines.append(f"about {duration(total)} in all, without preparation and start{cost}")
     else:
-        lines.append("the time is known once the data are prepared (`make data`)")
+        lines.append(typed_here("the time is known once the data are prepared (`make data`)"))
     print(*lines, sep="\n", file=sys.stderr if call.json else sys.stdout, flush=True)
 
 
@@ -318,11 +318,12 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
     print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
     best = [result.trial.name for result in results if result.score(metric) is not None][:2]
     if len(best) > 1:
-        hint = f'make compare RUNS="{" ".join(best)}"'
+        hint = typed_here(f'make compare RUNS="{" ".join(best)}"')
         try:
             compared = compare(read_sides(best, None), None, 0)
         except UserError:
-            print(f"\nthey have no evaluation in common; `make eval RUN=` makes it, then: {hint}")
+            print("\nthey have no evaluation in common; to compare their answers:")
+            print(typed_here("\n".join([*(f"  make eval RUN={name}" for name in best), f"  {hint}"])))
         else:
             print()
             show_comparison(compared)

@@ -20,7 +20,7 @@ import psutil
 
 from sft_play.access import address_of
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError, UserError, typed_here
 from sft_play.files import read_json, write_json
 from sft_play.launch.commands import train as train_alone
 from sft_play.launch.environment import next_free_port
@@ -199,5 +199,5 @@ def _say(call: Call, server: TensorBoardServer, note: str) -> int:
     if call.json:
         print(json.dumps(asdict(server) | {"note": note}))
     else:
-        print(f"TensorBoard: {server.url}\n  {server.folder}\n  {note}")
+        print(typed_here(f"TensorBoard: {server.url}\n  {server.folder}\n  {note}"))
     return 0

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sft_play.errors import by_make, typed_here
+
 
 def tell(text: str) -> None:
     """Print on stderr, where it does not disturb `JSON=1`, in one write, so that threads do not mix their lines."""
-    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+    print(f"{typed_here(text)}\n", end="", file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str]:
@@ -31,8 +33,8 @@ def table(rows: Sequence[Sequence[str]], *, widest: int = 1_000) -> Iterator[str
 
 
 def as_typed(word: object) -> str:
-    """Quote a word so that a shell and make take it verbatim."""
-    return shlex.quote(str(word).replace("$", "$$"))
+    """Quote a word so that a shell, and make if commands are typed to it, take it verbatim."""
+    return shlex.quote(str(word).replace("$", "$$") if by_make() else str(word))
 
 
 def plural(count: int, noun: str) -> str:
@@ -58,7 +60,7 @@ def finding_lines(findings: Iterable[Finding], where: str = "") -> Iterator[str]
     """Yield two lines for each finding; `where` names the machine."""
     for finding in findings:
         yield f"{where}{finding.severity}: {finding.text}  [{finding.id}]"
-        yield f"    remedy: {finding.remedy}"
+        yield f"    remedy: {typed_here(finding.remedy)}"
 
 
 def figure(value: float, digits: int = 3) -> str:

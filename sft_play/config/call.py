@@ -64,7 +64,7 @@ def enter_unsloth(command: str) -> None:
     if command in WITHOUT_UNSLOTH:
         raise UserError(
             f"`tuning.backend` is `unsloth`, and `{command}` starts environments without it",
-            hint="`tuning.backend: bnb`; or type make train-distributed on each machine, or make slurm, with NUM_NODES",
+            hint="`tuning.backend: bnb`; or `make train-distributed` on each machine, or `make slurm`, with NUM_NODES",
         )
     python = Path(f"{sys.prefix}-unsloth", "bin", "python")
     if has_unsloth():

@@ -17,7 +17,7 @@ from sft_play.config.keys import Key, as_meant, find_key, sections, variable_nam
 from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import YamlNode, parse_yaml, read_yaml, resolve_scalar, wrap
-from sft_play.errors import UserError, without_secret
+from sft_play.errors import IN_WHEEL, UserError, without_secret
 from sft_play.files import is_file_name
 from sft_play.runs.folder import is_strangers
 
@@ -70,8 +70,7 @@ Layer = list[tuple[str, Value]]
 # Files: where they are, what they extend, and their values.
 
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parent
+SHIPPED = IN_WHEEL if IN_WHEEL.is_dir() else IN_WHEEL.parents[1]
 """Parent of the folders `configs`, `deepspeed`, `examples` and `docs`: next to the package in a clone, inside it in a
 wheel (`setup.py`).
 """
@@ -305,6 +304,8 @@ def _default(key: str) -> Any:
 def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterator[str]:
     """Yield the keys of earlier layers that a value replaces."""
     yield from (other for pair in RIVALS if key in pair for other in pair if other != key)
+    if key == "train.epochs":
+        yield "train.max_steps"  # which would hide them
     if key in TRAINING:
         yield from (other for other in VALIDATION if other in merged and merged[other].preset)
     if key == "train.eval_strategy" and value.node.value != "steps":

@@ -12,6 +12,7 @@ from sft_play.config.reader import Conflict, quoted
 from sft_play.config.schema import Config, ProfileSettings
 from sft_play.errors import HUB_LOGIN, TOKEN, UserError, mask, without_tokens
 from sft_play.files import is_file_name, typed_path
+from sft_play.text import plural
 
 Origins = Mapping[str, str]
 """Dotted key -> where its value was written, or `default`."""
@@ -226,7 +227,7 @@ def evaluation(config: Config) -> Iterator[Conflict]:
 def warmup(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.warmup_steps is not None and 0 < train.max_steps < train.warmup_steps:
-        yield Conflict("train.warmup_steps", f", but the run has {train.max_steps} steps")
+        yield Conflict("train.warmup_steps", f", but the run has {plural(train.max_steps, 'step')}")
 
 
 # ---- Several processes

@@ -228,7 +228,7 @@ class TrainConfig:
     epochs: AboveZero = 3.0
     """Passes over the training rows."""
     max_steps: Annotated[int, Range(minimum=1, also=-1)] = -1
-    """Optimizer steps; -1: by `train.epochs`."""
+    """Optimizer steps; -1: by `train.epochs`, which replaces steps of a preset or a file where it is set later."""
     learning_rate: NotNegative | Auto = "auto"
     """Peak; `auto`: 2e-4 for adapters, 2e-5 for `full`, 6e-4 from scratch."""
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"

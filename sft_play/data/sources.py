@@ -203,7 +203,7 @@ def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> Data
 
 
 BUILTIN = "builtin:"
-PATHS_COUNT = "paths count from the folder in which you typed make; a hub dataset is `OWNER/NAME`"
+PATHS_COUNT = "paths count from the folder in which you typed the command; a hub dataset is `OWNER/NAME`"
 
 
 def files_of(source: DataSource) -> list[Path] | None:

@@ -52,7 +52,7 @@ def parse_tasks(text: str) -> list[str]:
             raise UserError(
                 "there is no such task file",
                 place=task,
-                hint="paths are relative to the folder in which you typed make",
+                hint="paths are relative to the folder in which you typed the command",
             )
     if importlib.util.find_spec("lm_eval") is None:
         raise HardwareError("`BENCHMARKS` needs lm-evaluation-harness, which is not installed", hint=INSTALL)

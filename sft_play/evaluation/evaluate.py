@@ -277,8 +277,32 @@ def read_settings(call: Call) -> LoadedConfig:
         bare = replace(loaded.config.data, val_path=None, validation=None)
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
     loaded = override_config(loaded, overrides)
+    rows = loaded.config.data
+    if data and isinstance(rows.validation, list) and (columns := _columns_of(Path(data), rows.sources)):
+        rows = replace(rows, validation=[replace(source, columns=columns) for source in rows.validation])
+        loaded = replace(loaded, config=replace(loaded.config, data=rows))
     note_consent(loaded)
     return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
+
+
+def _columns_of(path: Path, sources: Sequence[DataSource]) -> Mapping[str, str]:
+    """Return the `columns` of the first of the run's sources whose names the first row of a table has."""
+    from sft_play.config.data_rules import MISSING, look_up
+    from sft_play.data.readers import TABLES, read_file
+    from sft_play.data.streams import kind
+
+    named = [source.columns for source in sources if source.columns]
+    if not named or kind(path) not in TABLES or not path.is_file():
+        return {}
+    row = next((row for _, row in read_file(path)), {})
+    if isinstance(row, DataError):
+        return {}
+
+    def is_there(names: Mapping[str, str], new: str) -> bool:
+        column, _, of_turns = new.partition(".")
+        return column in {*row, *names} if of_turns else look_up(row, names[new]) is not MISSING
+
+    return next((names for names in named if all(is_there(names, new) for new in names)), {})
 
 
 def _within_context(loaded: LoadedConfig) -> LoadedConfig:

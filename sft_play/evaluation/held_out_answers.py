@@ -29,7 +29,7 @@ from sft_play.evaluation.scores import (
     without_words,
 )
 from sft_play.plan.shape import VARLEN
-from sft_play.text import Show
+from sft_play.text import Show, plural
 from sft_play.training.faults import ran_out_of_memory
 from sft_play.training.ranks import PeerError, Ranks, named
 from sft_play.training.stopping import StopOnRequest
@@ -323,13 +323,14 @@ def _warnings(
     warnings = []
     if count < asked:
         warnings.append(
-            f"scored {count} of {asked} answers, spread over all lengths: `eval.max_seconds` is {seconds:g}"
+            f"scored {count} of {plural(asked, 'answer')}, spread over all lengths: `eval.max_seconds` is {seconds:g}"
         )
     if wordless:
         warnings.append(f"{wordless} of {count} references have no word of a-z or 0-9; ROUGE scores them as 0")
     if cut > count // 2:
         warnings.append(
-            f"{cut} of {count} answers reached `train.generation_max_new_tokens` before the model ended its turn"
+            f"{cut} of {plural(count, 'answer')} reached `train.generation_max_new_tokens` before the model ended its"
+            " turn"
         )
     return tuple(warnings)
 

@@ -135,8 +135,14 @@ def without_words(references: Sequence[str]) -> int:
 
 
 def macro_f1(references: Sequence[str], answers: Sequence[str]) -> tuple[None, Interval]:
-    """Return the mean F1 of all labels; a single answer has none."""
+    """Return the mean F1 of all labels; a single answer has none.
+
+    Where all answers are right or all are wrong it is the share of right ones, and has its interval.
+    """
     mean, count = labels.macro_f1(references, answers), len(answers)
+    right = [labels.accuracy(reference, answer) for reference, answer in zip(references, answers, strict=True)]
+    if len(set(right)) == 1:
+        return None, share_interval(right)
     return None, Interval.around(mean(np.arange(count)), [mean(picks) for picks in resamples(count)], n=count)
 
 

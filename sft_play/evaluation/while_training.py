@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from sft_play.data.batches import Batch
-from sft_play.errors import DataError
+from sft_play.errors import DataError, typed_here
 from sft_play.evaluation.held_out import HeldOut, held_out_loss, loss_and_tokens, sources_of, write_evaluation
 from sft_play.evaluation.held_out_answers import GenerationResult, answer_rows, answerable, decide
 from sft_play.files import side_file
@@ -60,7 +60,7 @@ class WhileTraining:
         generate, reason = decide(config, rows=len(rows), ready=len(ready))
         show_speed, self.speed_shown = first and not self.speed_shown, self.speed_shown or bool(step)
         if show_speed and step:
-            print(f"evaluation: {reason}", flush=True)
+            print(typed_here(f"evaluation: {reason}"), flush=True)
         speed = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
         if generate and (result := self._try_answers(trainer, rows, ready, held_out)):
             metrics |= result.metrics()

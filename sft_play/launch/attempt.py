@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sft_play.config.load import save_config
 from sft_play.config.reader import record_of
-from sft_play.errors import CheckpointError, HardwareError, RetryableError, UserError
+from sft_play.errors import CheckpointError, HardwareError, RetryableError, UserError, typed_here
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch import recovery
 from sft_play.launch.agreement import agree, meet
@@ -204,7 +204,9 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
         for notice in (*job.options.notices, *notices):
             print(f"note: {notice}", file=console)
         print(
-            f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} {stops}"
+            typed_here(
+                f"run {run.path}; make watch RUN={run.typed} shows it, Ctrl-C or make stop RUN={run.typed} {stops}"
+            )
             + ("" if why else f"; WHY=1 shows the reasons, {run.plan.name} keeps them")
             + "\n",
             file=console,

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
+from sft_play.errors import typed_here
 from sft_play.files import is_gone, remove_half_written
 from sft_play.launch import recovery
 from sft_play.launch.agreement import join_machines, remove_own_part
@@ -45,9 +46,10 @@ from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, wait_until_sent
-from sft_play.text import plural
+from sft_play.text import plural, tell
 
 STRATEGIES: Mapping[str, CommandStrategy] = {
     "train": "single",
@@ -195,7 +197,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         how = (
             "continue with:" if elsewhere or list_checkpoints(run) else "it has no checkpoint; train it from its start:"
         )
-        print(f"hint: {how} make resume RUN={run.typed}{where}", file=sys.stderr)
+        tell(f"hint: {how} make resume RUN={run.typed}{where}")
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}
@@ -224,7 +226,5 @@ def _what_is_there(call: Call, run: RunFolder) -> str:
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")
-    return (
-        f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}\n  scores   make eval"
-        f" RUN={run.typed}"
-    )
+    scores = f"\n  scores   make eval RUN={run.typed}" if read_facts(run.prepared).get("validation") else ""
+    return typed_here(f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}{scores}")

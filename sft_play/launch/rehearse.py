@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
-from sft_play.errors import UserError
+from sft_play.errors import UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.job import CommandStrategy, LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
@@ -35,6 +34,7 @@ from sft_play.plan.show import (
 from sft_play.plan.sources import hardware_of, needs_several, parse_source, plan_for
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
+from sft_play.text import as_typed
 
 
 def main(call: Call) -> int:
@@ -50,7 +50,7 @@ def explain_misfit(call: Call) -> Iterator[None]:
         yield
     except DoesNotFitError as error:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
-        raise
+        raise error.without_remedies() from None
 
 
 def _rehearse(call: Call) -> int:
@@ -149,7 +149,7 @@ def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions
     names = ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
     options = [f"{name}={values[name]}" for name in names if values.get(name)]
     overrides = (override.origin.removeprefix("make ") for override in call.overrides)
-    return shlex.join(["make", target, *options, *overrides])
+    return typed_here(" ".join(["make", target, *map(as_typed, (*options, *overrides))]))
 
 
 def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:

@@ -23,7 +23,7 @@ import psutil
 from sft_play.config.call import Call
 from sft_play.config.data_rules import FUNCTIONS, Condition
 from sft_play.config.metrics import LABELS, OF_LOSS
-from sft_play.errors import DataError, HardwareError, UserError, safe_text
+from sft_play.errors import DataError, HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
@@ -87,7 +87,7 @@ def stop(call: Call) -> int:
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint="type `make stop` there; the stop of one machine stops all; `scancel JOBID` stops a Slurm job",
         )
-    follow_up = f"make resume RUN={run.typed} continues it"
+    follow_up = typed_here(f"make resume RUN={run.typed} continues it")
     if job := _slurm_job(mine[0]):
         follow_up = (
             "after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel"

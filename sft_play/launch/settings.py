@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
 from sft_play.config.yaml_files import YamlNode, dump_yaml, read_plain_yaml, read_yaml, wrap
-from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.errors import HardwareError, UserError, raise_all, typed_here
 from sft_play.files import write_text
 from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, load_user_json
 from sft_play.launch.environment import Node
@@ -374,7 +374,8 @@ def main(call: Call) -> int:
         print(json.dumps({"path": str(path), "settings": content, "reasons": reasons}, indent=2))
     else:
         print("\n  ".join([f"wrote {path}", *reasons]))
-        print(f"it is used only where you name it: make {command_of(strategy)} CONFIG=... ACCELERATE_CONFIG={path}")
+        use = f"make {command_of(strategy)} CONFIG=... ACCELERATE_CONFIG={path}"
+        print(typed_here(f"it is used only where you name it: {use}"))
     return 0
 
 

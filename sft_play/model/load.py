@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from sft_play import text
 from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
@@ -274,7 +275,7 @@ def tell(*notes: str) -> None:
     """Print notes once, from the first process."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
-            print(note, file=sys.stderr, flush=True)
+            text.tell(note)
 
 
 # Quantised bases: the settings for bitsandbytes, and the handling of a base that is already quantised.

@@ -84,7 +84,7 @@ def _trainable(folder: Path) -> Path:
 
 def _folder(name: str) -> Path | None:
     """Return the folder that a name means, or `None` for a hub id. Raise `DataError`."""
-    path, hint = Path(name).expanduser(), "paths count from the folder in which you typed make"
+    path, hint = Path(name).expanduser(), "paths count from the folder in which you typed the command"
     if path.is_dir():
         return path
     if path.suffix == ".gguf":

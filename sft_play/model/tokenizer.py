@@ -188,7 +188,7 @@ def _chosen(value: str) -> tuple[str | None, str]:
     except UnicodeDecodeError as error:
         raise DataError(f"the chat template is not UTF-8 text (byte {error.start + 1})", place=str(path)) from None
     except OSError as error:
-        hint = f"paths count from the folder in which you typed make; names are {', '.join(template_names())}"
+        hint = f"paths count from the folder in which you typed the command; names are {', '.join(template_names())}"
         raise DataError(f"the chat template cannot be read: {error.strerror}", place=str(path), hint=hint) from None
     if not text.strip():
         raise DataError("the chat template is empty", place=str(path))

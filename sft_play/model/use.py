@@ -82,7 +82,7 @@ def best_device() -> str:
             (problem.text for problem in compare_versions(hardware)),
             "torch finds none of the GPUs that the driver shows",
         )
-        print(f"warning: {why}; the CPU answers\nhint: `make doctor` says what to do", file=sys.stderr)
+        tell(f"warning: {why}; the CPU answers\nhint: `make doctor` says what to do")
     return "cpu"
 
 
@@ -548,7 +548,7 @@ def main(call: Call) -> int:
         seconds = time.perf_counter() - started
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
-        print(_next_steps(out), file=sys.stderr)
+        tell(_next_steps(out))
         if out == run.path / "merged":
-            print(f"to the hub: make push RUN={run.typed} REPO=owner/name MERGED=1", file=sys.stderr)
+            tell(f"to the hub: make push RUN={run.typed} REPO=owner/name MERGED=1")
     return 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import UserError
+from sft_play.errors import UserError, typed_here
 from sft_play.plan.detect import Shown, all_hidden, detect, look_at_gpus, nvml_session, other_gpu, versions_of
 from sft_play.plan.hardware import GIB, Device, cpu_only
 from sft_play.plan.plan import LaunchRequest
@@ -163,7 +163,7 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
             "error": error.message,
             "ranks": [rank],
         }
-        return need | {"remedies": [str(remedy) for remedy in error.remedies]}, error
+        return need | {"remedies": [str(remedy) for remedy in error.remedies]}, error.without_remedies()
     ranks = []
     for rank_plan in plan.ranks:
         # The list of devices in use has the driver's numbers.
@@ -262,4 +262,4 @@ def _memory_lines(facts: dict[str, Any]) -> str:
             lines += [f"    {gib(size):>10}  {name}" for size, name in parts]
         if need["remedies"]:
             lines += ["to make it fit:", *(f"  {remedy}" for remedy in need["remedies"])]
-    return "\n".join(lines)
+    return typed_here("\n".join(lines))

@@ -327,10 +327,11 @@ def _with_shares(request: Request, division: Division, reasons: dict[str, str]) 
         reasons["shares"] = f"equal shares{off}: {division_text}, in micro-batches by memory"
     else:
         gain = step_seconds(division.rows, equal, costs) / step_seconds(division.rows, shares, costs)
-        by = "the catalogue's speeds" if speeds_known else "memory, since the speed of these cards is not known,"
+        by_speed = f"speed and memory: {division_text} instead of {even}, {gain:.2f} times as fast by the catalogue"
+        by_memory = f"memory, since no speed is known: {division_text} instead of {even}"
         reasons["shares"] = (
-            f"shares by speed and memory: {division_text} instead of {even}, by {by} {gain:.2f} times as fast, until"
-            " training has measured it (`launch.balance: off` gives equal shares)"
+            f"shares by {by_speed if speeds_known else by_memory}, until training has measured it (`launch.balance: off`:"
+            " equal shares)"
         )
     if setup.pack_tokens:
         # The step with most packs must have room.

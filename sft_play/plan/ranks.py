@@ -126,7 +126,9 @@ def devices_for(
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:
-        raise UserError(f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use make train-distributed")
+        raise UserError(
+            f"`NUM_GPUS` is {asked}, but `make train` runs one process", hint="use `make train-distributed`"
+        )
     if hardware.kind == "cpu":
         count = 1 if wants_one else asked or min(2, hardware.cpu_threads)
         if count > MOST_CPU_PROCESSES:

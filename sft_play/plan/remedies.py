@@ -103,7 +103,7 @@ def remedies_for_loading(request: Request, decide: Decide) -> list[str]:
     if request.launch.command_strategy != "zero":
         launch = replace(request.launch, command_strategy="zero", zero_stage=None)
         shards = replace(request, launch=launch).with_keys({"launch.strategy": "zero3"})
-        options.append(("make train-deepspeed LAUNCH_STRATEGY=zero3", shards))
+        options.append(("make train-deepspeed CONFIG=... LAUNCH_STRATEGY=zero3", shards))
     plans = ((text, try_plan(request, changed, decide)) for text, changed in options)
     return [text for text, plan in plans if isinstance(plan, Plan) and not plan.remedies]
 
@@ -149,10 +149,10 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
     if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
         keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
         plain: dict[str, Any] = {"zero_stage": None, "offload_optimizer": False, "offload_parameters": False}
-        add(keys, "make train-fsdp", command_strategy="fsdp2", **plain)
+        add(keys, "make train-fsdp CONFIG=...", command_strategy="fsdp2", **plain)
     if mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
         keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
-        command = f"make train-deepspeed DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
+        command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
         add(keys, command, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
     alone = setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1 and strategy in ("auto", "ddp")
     if alone and setup.world_size > 1:
@@ -163,7 +163,7 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
             {"launch.sequence_parallel": size},
         ]
         for keys in ways:
-            add(keys, "make train-distributed", command_strategy="auto")
+            add(keys, "make train-distributed CONFIG=...", command_strategy="auto")
     return overrides
 
 

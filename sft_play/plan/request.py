@@ -210,9 +210,8 @@ class Request:
         if (self.largest_in(setup, room) if self.launch.early else fitting[rank]) >= rows:
             return
         parts = self.parts(setup, rows)
-        listed = ", ".join(
-            f"{n} {size / GIB:.1f}" for n, size in sorted(parts.items(), key=lambda p: -p[1]) if size > GIB / 20
-        )
+        largest = sorted(((n, size) for n, size in parts.items() if size > GIB / 20), key=lambda part: -part[1])
+        listed = ", ".join(f"{n} {size / GIB:.1f}" for n, size in largest[:3]) + (", ..." if len(largest) > 3 else "")
         what = f"not even one row of {setup.row_tokens} tokens fits"
         if rows > 1:
             what = f"a micro-batch of {rows} rows of {setup.row_tokens} tokens does not fit"
@@ -222,7 +221,7 @@ class Request:
                 what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
         needs = (
             f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB"
-            f" ({listed} GiB)"
+            f" ({listed})"
         )
         raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=rows, parts=parts, capacity_bytes=room)
 
@@ -324,5 +323,10 @@ class DoesNotFitError(HardwareError):
         self.args = (self.message,)
         self.remedies += remedies
         self.notes += notes
-        self.hint = "; ".join([*(map(str, self.remedies[:5]) if self.remedies else [SMALLER]), *self.notes])
+        self.hint = "\n      ".join([*(map(str, self.remedies[:5]) if self.remedies else [SMALLER]), *self.notes])
+        return self
+
+    def without_remedies(self) -> DoesNotFitError:
+        """Return this error for output in which the remedies stand already."""
+        self.hint = "\n      ".join(self.notes) if self.remedies else self.hint
         return self

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from sft_play.errors import UserError
+from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
+from sft_play.plan.experience import LEAST_STEPS
 from sft_play.plan.hardware import GIB, Hardware, find_card
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
@@ -49,7 +50,8 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
     if plan.device == "cpu" and plan.world_size > 1:
         where = f"{plan.world_size} processes of {first.device_name}"
-    how = f"pipeline of {len(plan.stages)} stages" if plan.stages else plan.strategy
+    layers = ", ".join(map(str, plan.stages))
+    how = f"pipeline of {len(plan.stages)} stages ({layers} layers)" if plan.stages else plan.strategy
     lines = [f"plan: {how} on {where}, {plan.precision}, by {plan.source}"]
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines += [f"  note     {notice}" for notice in plan.notices]
@@ -61,7 +63,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     )
     speed = show_speed(plan)
     if why:
-        lines.append(f"  room     {_room(plan)}")
+        lines += [f"  room     {_room(plan)}", *_peak(plan)]
         lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
         if plan.exchanges:
             lines += ["", *show_exchanges(plan.exchanges), ""]
@@ -74,8 +76,8 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     if plan.remedies:
-        lines += ["", "  to make it fit: " + ", or ".join(plan.remedies)]
-    return "\n".join(lines)
+        lines += ["", "  to make it fit", *(f"    {remedy}" for remedy in plan.remedies)]
+    return typed_here("\n".join(lines))
 
 
 def _batch(plan: Plan, micro: str) -> str:
@@ -108,11 +110,11 @@ def _ranks(plan: Plan) -> list[str]:
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"
-    slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
+    slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks[:: plan.group_size]]
     counts = spans(plan.global_batch_size, slots) if not plan.pack_tokens else None
     lines = [f"  {'rank':>6}  {'device':<26}{'micro-batch':>12}{'micro-steps':>12}{unit:>8}{'would fit':>11}"]
     for rank in plan.ranks[:MOST_LISTED]:
-        rows = counts[rank.rank] if counts else f"{rank.micro_batch * rank.accumulation} max"
+        rows = counts[rank.rank // plan.group_size] if counts else f"{rank.micro_batch * rank.accumulation} max"
         lines.append(
             f"  {rank.rank:>6} "
             f" {rank.device_name[:25]:<26}{rank.micro_batch:>12}{rank.accumulation:>12}{rows:>8}{rank.most_rows:>11}"
@@ -132,16 +134,17 @@ def _steps(plan: Plan) -> str:
 
 
 def _room(plan: Plan) -> str:
-    """Return the largest batch and the longest rows that would fit, and where in a step the peak is."""
-    text, micro = f"for packs of up to {plan.longest_row:,} tokens", plan.ranks[0].micro_batch
-    if not plan.pack_tokens:
-        text = (
-            f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {micro} of {plan.longest_row:,},"
-            " would fit"
-        )
-    if plan.peak_at:
-        text += f"; the peak is {plan.peak_at}" + (f" ({plan.peak_remedy})" if plan.peak_remedy else "")
-    return text
+    """Return the largest batch and the longest rows that would fit."""
+    if plan.pack_tokens:
+        return f"for packs of up to {plan.longest_row:,} tokens"
+    longest = f"{plan.ranks[0].micro_batch} of {plan.longest_row:,}"
+    return f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {longest}, would fit"
+
+
+def _peak(plan: Plan) -> list[str]:
+    """Return lines that say where in a step the peak is, and what would lower it."""
+    peak = [f"  peak     {plan.peak_at}"] if plan.peak_at else []
+    return peak + ([f"           {plan.peak_remedy}"] if plan.peak_at and plan.peak_remedy else [])
 
 
 def _parts(rank: RankPlan) -> str:
@@ -189,7 +192,7 @@ def show_misfit(error: DoesNotFitError) -> str:
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "no single change makes it fit")
-    return "\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)])
+    return typed_here("\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)]))
 
 
 def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
@@ -281,7 +284,7 @@ def beside_forecast(run: RunFolder) -> str:
         lines[-1] += " for a micro-batch of the longest rows"
     speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")
     if speed and expected and abs(speed / expected - 1) > UNEXPLAINED:
-        lines.append(f"           {_cause(measured.get('training_seconds'), forecast.get('basis'))}")
+        lines.append(f"           {_cause(measured, forecast.get('basis'))}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -291,16 +294,16 @@ steps, first saves) still matters.
 """
 
 
-def _cause(seconds: float | None, basis: str | None) -> str:
+def _cause(measured: Mapping[str, Any], basis: str | None) -> str:
     """Return what may explain the difference between speed and forecast, as far as it is known after the run."""
-    causes = (
-        ["the forecast was a guess; the next one goes by this run"] if basis and basis.startswith("a guess") else []
-    )
-    if seconds and seconds < SHORT_SECONDS:
+    teaches = (measured.get("steps") or 0) >= LEAST_STEPS
+    later = "the next one goes by this run" if teaches else f"runs of {LEAST_STEPS} steps or more teach the next ones"
+    causes = [f"the forecast was a guess; {later}"] if basis and basis.startswith("a guess") else []
+    if (seconds := measured.get("training_seconds")) and seconds < SHORT_SECONDS:
         causes.append("start-up counts in so short a run")
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
         causes.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(causes) or "the next forecast goes by this run")
+    return "unlike the forecast: " + (", and ".join(causes) or later)
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:

@@ -53,7 +53,7 @@ def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
         here = "`ACCELERATE_CONFIG` asks for `ddp`" if command == "ddp" else f"`make {COMMANDS[command]}` was called"
         raise UserError(
             f"`launch.strategy` is `{configured}`, but {here}",
-            hint=f"use make {matching}, or set `launch.strategy: auto`",
+            hint=f"use `make {matching}`, or set `launch.strategy: auto`",
         )
     if command == "zero" and launch.zero_stage:
         chosen, why = f"zero{launch.zero_stage}", "the DeepSpeed JSON's stage"
@@ -89,7 +89,7 @@ def _check(request: Request, chosen: str) -> None:
     if tensor > 1 and chosen.startswith("zero"):
         raise UserError(
             f"`launch.tensor_parallel` is {tensor}, but {chosen} shards the weights itself",
-            hint="use make train-distributed or make train-fsdp, or LAUNCH_TENSOR_PARALLEL=1",
+            hint="use `make train-distributed` or `make train-fsdp`, or LAUNCH_TENSOR_PARALLEL=1",
         )
     columns = request.shape.heads * request.shape.head_dim, request.shape.ffn_size
     if tensor > 1 and chosen == "fsdp2" and any(width % world for width in columns):
@@ -102,7 +102,7 @@ def _check(request: Request, chosen: str) -> None:
         raise UserError(
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is"
             " known",
-            hint="TRAIN_SPIKE_GUARD=report, or leave updates out with make train-distributed or make train-fsdp",
+            hint="TRAIN_SPIKE_GUARD=report, or leave updates out with `make train-distributed` or `make train-fsdp`",
         )
     profile = config.train.profile
     if profile.memory and hardware.kind == "cpu":
@@ -113,7 +113,7 @@ def _check(request: Request, chosen: str) -> None:
         key, value = changed[0]
         raise UserError(
             f"`{key}` is {value}, but {chosen} has its own way to exchange",
-            hint=f"use make train-distributed, where every rank holds a replica, or omit `{key}`",
+            hint=f"use `make train-distributed`, where every rank holds a replica, or omit `{key}`",
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import label_of_metric
-from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, typed_here
 from sft_play.files import file_sha256, read_object, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
@@ -21,7 +21,7 @@ from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp
-from sft_play.text import gib, tell
+from sft_play.text import gib, plural, tell
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -91,7 +91,7 @@ def push(call: Call) -> int:
             raise
         facts |= {"exists": None, "replaced": None, "not_compared": error.message}
     if not call.json:
-        print("\n".join(_described(facts, run, weights)), flush=True)
+        print(typed_here("\n".join(_described(facts, run, weights))), flush=True)
     if dry:
         print(
             json.dumps({**facts, "card": card, "uploaded": None})
@@ -281,7 +281,10 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
             " each"
         ),
     )
-    yield "optimizer", f"{plan.optim}, learning rate {plan.learning_rate:g}, {plan.warmup_steps} steps of warm-up"
+    yield (
+        "optimizer",
+        f"{plan.optim}, learning rate {plan.learning_rate:g}, {plural(plan.warmup_steps or 0, 'step')} of warm-up",
+    )
     yield "precision", f"{stamp.precision}, weights in {stamp.weights_dtype}"
     yield "seed", str(stamp.seed)
     devices = ", ".join(dict.fromkeys(rank.device_name for rank in plan.ranks)) or plan.device
@@ -294,7 +297,7 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
 
 def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     if not after:
-        yield "This model was not scored; `make eval` does it."
+        yield "This model was not scored."
         return
 
     def cell(scores: dict[str, Any], name: str) -> str:

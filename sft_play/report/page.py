@@ -19,13 +19,14 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
+from sft_play.errors import typed_here
 from sft_play.files import finite, open_plain, read_json_lines, read_object, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
 from sft_play.runs.folder import RunFolder, cache_folder, metric_rows, metrics_of, read_predictions, read_scores
 from sft_play.runs.gate import read_facts
-from sft_play.runs.progress import findings
+from sft_play.runs.progress import findings, seconds_left
 from sft_play.text import as_typed
 
 POINTS = 1_500
@@ -36,6 +37,8 @@ LETTERS = 4_000
 LOG_BYTES = 24_000
 """Bytes shown from the end of each rank's log."""
 LOGS = 16
+USES = ("infer", "serve", "merge", "eval")
+"""Commands about a run; `eval` needs held-out rows."""
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
@@ -69,9 +72,13 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         for folder in steps
         if folder.name[5:].isdecimal() and (scores_there := read_scores(folder))
     ]
+    held_out = read_facts(run.prepared).get("validation")
     return {
-        "summary": summary_of(run).cells(),
-        "typed": short_path(run.typed),
+        "summary": (summary := summary_of(run)).cells(),
+        "seconds_left": seconds_left(rows, summary.steps),
+        "use": {
+            name: typed_here(f"make {name} RUN={short_path(run.typed)}") for name in USES if name != "eval" or held_out
+        },
         "config": [
             {
                 "key": key,
@@ -176,7 +183,7 @@ def _repeat(run: RunFolder) -> str:
     plan = read_facts(run.plan)
     command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
     count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
-    return f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={run.again}"
+    return typed_here(f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={run.again}")
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:

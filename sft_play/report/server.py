@@ -133,7 +133,7 @@ def _over_each_other(runs: list[RunFolder]) -> dict[str, Any]:
     try:
         compared = compare(read_sides([run.name for run in runs], None), None, ROWS)
     except UserError as error:
-        compared = {"error": str(error)}
+        compared = {"error": error.render().removeprefix("error: ")}
     return {"records": [record_of(run) for run in runs], "compared": compared, "labels": LABELS}
 
 

@@ -163,7 +163,7 @@ def _from_hub(name: str, place: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    hint = "a run's name, a folder, or the hub id of an adapter; paths count from the folder in which you typed make"
+    hint = "a run's name, a folder, or the hub id of an adapter; paths count from where you typed the command"
     if name.count("/") != 1 or name[0] in "./~":
         raise UserError(f"there is neither a run nor a folder `{name}`", place=place, hint=hint)
     for offline in (True, False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,21 +108,16 @@ def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: floa
     """Return how `wall` (microseconds, as `data`) is spent, as shares that add up to 1.
 
     They are `kernels`, then `communication` and `copies` that no kernel hides, waiting for `data`, and `gaps`, in which
-    the device is idle. On a GPU its own events count, on a CPU operators that call no others.
+    the device is idle. On a GPU its own events count, on a CPU the time that operators do not pass on to others.
     """
     by_kind: dict[str, list[Interval]] = {"kernels": [], "communication": [], "copies": []}
     for event in events:
-        if (
-            event.is_user_annotation
-            or event.name.startswith("ProfilerStep")
-            or _on_gpu(event) != gpu
-            or (not gpu and event.cpu_children)
-        ):
+        if event.is_user_annotation or event.name.startswith("ProfilerStep") or _on_gpu(event) != gpu:
             continue
         kind = "copies" if event.name.startswith(COPIES) else "kernels"
         if any(word in event.name for word in COMMUNICATION):
             kind = "communication"
-        by_kind[kind].append((event.time_range.start, event.time_range.end))
+        by_kind[kind] += [(event.time_range.start, event.time_range.end)] if gpu else _own_time(event)
     shares, covered, before = {}, list[Interval](), 0.0
     for kind, intervals in by_kind.items():
         covered += intervals
@@ -130,6 +125,17 @@ def where_time_goes(events: Iterable[Any], *, gpu: bool, wall: float, data: floa
         shares[kind], before = (total - before) / wall, total
     shares["data"] = min(data, wall - before) / wall
     return shares | {"gaps": 1 - sum(shares.values())}
+
+
+def _own_time(event: Any) -> Iterator[Interval]:
+    """Yield the time of a CPU event outside of those that it calls; nothing for nodes of the graph that only call."""
+    if event.cpu_children and ("::" not in event.name or "autograd::" in event.name):
+        return
+    since = event.time_range.start
+    for child in sorted((child.time_range for child in event.cpu_children), key=lambda time: time.start):
+        yield since, max(since, child.start)
+        since = max(since, child.end)
+    yield since, max(since, event.time_range.end)
 
 
 def length_of_union(intervals: Iterable[Interval]) -> float:

@@ -133,8 +133,23 @@ def test_wrong_calls_of_plan_are_refused(
     done = in_process("plan", "CONFIG=configs/quickstart.yaml", *words)
     assert done.code == code and done.err.startswith("error: "), done.out + done.err
     assert not done.out or done.out.startswith("needs ")  # what does not fit is shown part by part
-    assert all(part in done.err for part in parts), done.err
+    assert all(part in done.out + done.err for part in parts), done.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_remedy_is_printed_once_and_can_be_typed(in_process: Program) -> None:
+    done = in_process("plan", "CONFIG=configs/run_bnb.yaml", "HARDWARE=24GB", "TUNING_MODE=full")
+    assert done.code == 3 and (done.out + done.err).count("TUNING_MODE=lora: ") == 1
+    assert "make train-deepspeed CONFIG=... DEEPSPEED_CONFIG=deepspeed/zero3_offload.json: " in done.out
+    assert max(map(len, (done.out + done.err).splitlines())) <= 160
+
+
+def test_a_pipeline_shows_layers_and_the_rows_that_every_stage_sees(in_process: Program) -> None:
+    words = ["NUM_NODES=3", "HARDWARE=RTX4090+RTX3060+RTX3070@1Gbit", "LAUNCH_STRATEGY=pipeline"]
+    shown = in_process("plan", "CONFIG=configs/home_lan.yaml", *words).out
+    assert re.search(r"plan: pipeline of 3 stages \(\d+, \d+, \d+ layers\) on RTX4090 \+ RTX3060 \+ RTX3070", shown)
+    assert re.findall(r"^ +\d  RTX\d+ +\d+ +\d+ +(\d+)", shown, re.MULTILINE) == ["24"] * 3, shown
+    assert max(map(len, shown.splitlines())) <= 160
 
 
 @pytest.mark.parametrize(("command", "words"), [("plan", ()), ("train-deepspeed", ("NUM_GPUS=2", "RUN_NAME=never"))])

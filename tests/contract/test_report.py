@@ -19,11 +19,14 @@ from typing import Any
 
 import pytest
 
-from sft_play.report.page import POINTS, curves_of
+from sft_play.report.page import POINTS, curves_of, record_of
+from sft_play.runs.folder import RunFolder
 from tests.browser import browser
 from tests.conftest import ROOT, Program
 from tests.waiting import until
 
+INSIDE = "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <= innerWidth)"
+"""Whether every cell can be seen without scrolling to the side."""
 HOSTILE = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
 
@@ -92,6 +95,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
             shown.open(page.as_uri(), width=width)
             shown.wait("document.querySelectorAll('canvas').length >= 4")
             assert shown.value("document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+            assert shown.value(INSIDE), f"a table is cut at {width} pixels"
             assert shown.value("document.title") == "first – SFT-Play", "what a run wrote is text, never HTML"
         words = shown.value("document.body.innerText")
         assert "finished" in words and "0.5000 [0.4000, 0.6000]" in words and HOSTILE in words
@@ -123,11 +127,7 @@ def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
             shown.open("about:blank")
             shown.open(url, width=width)
             shown.wait("document.querySelectorAll('tbody tr').length == 2")
-            inside = (
-                "[...document.querySelectorAll('td, th')].every((one) => one.getBoundingClientRect().right <="
-                " innerWidth)"
-            )
-            assert shown.value(inside), f"a column is cut at {width} pixels"
+            assert shown.value(INSIDE), f"a column is cut at {width} pixels"
         borders = "[...document.querySelectorAll('td')].every((one) => getComputedStyle(one).borderLeftWidth == '0px')"
         assert shown.value(borders), "no box round a cell"
 
@@ -197,6 +197,7 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         assert shown.value("[...document.querySelectorAll('td')].some((one) => one.textContent == 'tuning.lora.r')"), (
             "one key a line"
         )
+        assert "hint: " in shown.value("document.body.innerText"), "what to type, as in a terminal"
         assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == asked(f"{url}api/run/nobody")[0] == 404
         assert asked(f"{url}api/runs", Host="evil.example")[0] == 403, "another site's name for this machine"
         assert not shown.complaints
@@ -233,6 +234,20 @@ def million_rows(runs: Path) -> tuple[float, Any]:
         begun = time.monotonic()
         curves = json.loads(asked(f"{url}api/run/first")[1])["curves"]
         return time.monotonic() - begun, curves
+
+
+def test_scoring_is_offered_where_rows_are_held_out(runs: Path) -> None:
+    run = RunFolder(runs / "first")
+    assert "eval" not in record_of(run)["use"]
+    run.prepared.write_text(json.dumps({"model": {"name": "a"}, "validation": {"path": "x", "rows": 3}}))
+    assert record_of(run)["use"]["eval"].startswith("make eval RUN=")
+
+
+def test_the_time_left_goes_by_the_steps_that_were_made(runs: Path) -> None:
+    """Not by the forecast, as in the terminal."""
+    rows = [{"kind": "train", "step": step, "loss": 1.0, "step_seconds": 2.0} for step in range(1, 11)]
+    (runs / "first" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert record_of(RunFolder(runs / "first"))["seconds_left"] == 60.0
 
 
 def test_the_curves_of_a_million_rows_are_thinned(runs: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.__main__ import COMMANDS
 from sft_play.config.load import load_config
 from tests.conftest import environment
 from tests.documents import ROOT
@@ -124,6 +125,27 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
     assert "did you mean `make plan`" in run("make", "plann", code=1)
     assert "nothing of yours is replaced" in run("sft-play", "init", code=2)
+
+
+def test_commands_are_printed_as_they_are_typed_here(run: Run, tmp_path: Path) -> None:
+    """Without a Makefile: `sft-play NAME`, and the pages that the wheel holds."""
+    wrong = run("sft-play", "config", "CONFIG=run_cpu", "TRAIN_X=1", code=2)
+    [page] = re.findall(r"`(\S+\.md)`", wrong)
+    assert Path(page).is_file(), wrong
+    shown = "".join(
+        (
+            run("sft-play", "stop", "RUN=nobody", code=5),
+            run("sft-play", "plan", "CONFIG=run_bnb", "HARDWARE=24GB"),
+            run("sft-play", "plan", "CONFIG=run_bnb", "HARDWARE=8GB", "TUNING_MODE=full", code=3),
+            run("sft-play", "plan", "CONFIG=run_cpu"),
+            run("sft-play", "train", "NUM_GPUS=2", "CONFIG=run_cpu", code=2),
+            run("sft-play", "sweep", "CONFIG=run_cpu", code=2),
+        )
+    )
+    assert "sft-play bench" in shown and "sft-play train-deepspeed" in shown and "to run it: sft-play train" in shown
+    assert not re.findall(rf"\bmake (?:{'|'.join(COMMANDS)})\b", shown), shown
+    run("sft-play", "init")
+    assert "to run it: make train" in run("make", "plan", "CONFIG=run_cpu"), "the Makefile that was typed"
 
 
 @pytest.mark.cold

@@ -78,6 +78,15 @@ def test_printed_commands_work_where_they_were_printed(desk: Desk) -> None:
     assert desk.follow(merged.err) == {"infer", "serve"}
     assert desk.follow(desk.typed("stamp", "RUN=else where/moved $1").out) == {"train"}
 
+    alone = desk.typed("train", "CONFIG=my.yaml", "DATA_VALIDATION=null", "TRAIN_MAX_STEPS=1", "RUN_NAME=alone")
+    assert alone.code == 0 and "make infer RUN=alone" in alone.out and "make eval" not in alone.out, "no rows to score"
+
+    (desk.folder / "sweep.yaml").write_text("keys: {train.learning_rate: [1e-3, 1e-4]}\n")
+    words = ["SWEEP=sweep.yaml", "TRAIN_MAX_STEPS=1", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=1"]
+    swept = desk.typed("sweep", "CONFIG=my.yaml", *words)
+    assert swept.code == 0, swept.err
+    assert desk.follow(swept.out.rpartition("have no evaluation in common")[2]) == {"eval", "compare"}
+
 
 def test_a_run_is_typed_by_its_name_only_where_that_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

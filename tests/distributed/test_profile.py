@@ -63,7 +63,26 @@ def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: s
     in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 
-def test_time_hidden_behind_kernels_is_no_wait() -> None:
+def test_operators_that_call_others_compute_on_a_cpu() -> None:
+    """`aten::mm` passes little on to `aten::resolve_conj`; nodes of the graph only call."""
+
+    def event(name: str, start: float, end: float, *children: Any) -> Any:
+        return SimpleNamespace(
+            name=name,
+            time_range=SimpleNamespace(start=start, end=end),
+            is_user_annotation=False,
+            device_type=DeviceType.CPU,
+            cpu_children=list(children),
+        )
+
+    copy, conj = event("aten::copy_", 60, 70), event("aten::resolve_conj", 10, 12)
+    product = event("aten::mm", 10, 70, conj, copy)
+    events = [event("MmBackward0", 0, 90, product), product, conj, copy]
+    shares = where_time_goes(events, gpu=False, wall=100, data=0)
+    assert shares == pytest.approx({"kernels": 0.5, "communication": 0, "copies": 0.1, "data": 0, "gaps": 0.4})
+
+
+def test_time_that_kernels_hide_is_no_waiting() -> None:
     kernels = {"##DDP": (0, 100), "sgemm": (0, 40), "ncclDevKernel_AllReduce": (30, 60), "Memcpy HtoD": (55, 65)}
     events: list[Any] = [
         SimpleNamespace(

@@ -55,6 +55,10 @@ def test_a_later_layer_replaces_the_other_way_to_say_a_thing(write: Write) -> No
     assert [s.path for s in loaded.config.data.validation] == ["held.jsonl"]  # type: ignore[union-attr]
     assert loaded.origins["data.sources"] == f"{mine}:3" == loaded.origins["data.train_path"]
     assert loaded.config.train.warmup_steps is None and loaded.config.train.warmup_ratio == 0.1
+    assert loaded.config.train.max_steps == 30
+    by_epochs = load(mine, "TRAIN_EPOCHS=2").config.train
+    assert (by_epochs.epochs, by_epochs.max_steps) == (2.0, -1), "steps of the preset would hide what was typed"
+    assert load(mine, "TRAIN_EPOCHS=2", "TRAIN_MAX_STEPS=9").config.train.max_steps == 9
     typed = load(mine, "DATA_SOURCES=[{path: a}, {path: b}]", "DATA_VALIDATION=0.2", "TRAIN_WARMUP_STEPS=3")
     assert [s.path for s in typed.config.data.sources] == ["a", "b"] and typed.config.data.train_path is None
     assert (

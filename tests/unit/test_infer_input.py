@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from sft_play.__main__ import COMMANDS
+from sft_play.config.call import parse_call
+from sft_play.config.load import load_config, save_config
+from sft_play.config.schema import DataSource
 from sft_play.errors import DataError, UserError
+from sft_play.evaluation.evaluate import read_settings
 from sft_play.infer import read_questions
 
 
@@ -17,6 +22,7 @@ from sft_play.infer import read_questions
     [
         ("not json", "is not JSON"),
         ('{"text": "x"}', "no column asks: expected `messages`"),
+        ('{"query": "x"}', "hint: rename the column of the prompts to `prompt`"),
         ('{"messages": [{"role": "user"}]}', "`messages[0]` lacks `role` or `content`; it has `role`"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "has no turn that can be answered"),
     ],
@@ -29,6 +35,21 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     text = caught.value.render()
     assert caught.value.exit_code == 4
     assert text.count(words) == 1 and f"{path}:2" in text and "(2 such rows; the first is here)" in text
+
+
+def test_other_rows_are_scored_with_the_columns_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of the same kind as the training's; one with our names is read as it is."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(
+        "model: {name: a/b}\ndata: {sources: [{path: train.csv, columns: {prompt: text, completion: label}}]}\n"
+    )
+    save_config(load_config(Path("my.yaml")), Path("runs/one/config.json"))
+    Path("same.csv").write_text("text,label\nIt broke,bug\n")
+    Path("ours.csv").write_text("prompt,completion\nIt broke,bug\n")
+    for name, columns in (("same.csv", {"prompt": "text", "completion": "label"}), ("ours.csv", {})):
+        call = parse_call(["eval", "RUN=runs/one", f"DATA={name}"], COMMANDS)
+        [source] = cast(list[DataSource], read_settings(call).config.data.validation)
+        assert (source.path, source.columns) == (name, columns)
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]

@@ -32,7 +32,7 @@ def outcome(*case: Any) -> tuple[bool, int]:
 
 
 def as_typed(remedy: Remedy, typed: list[str], launch: LaunchRequest) -> tuple[list[str], LaunchRequest]:
-    words = [word for word in remedy.override.split() if "=" in word and not word.startswith("DEEPSPEED_CONFIG")]
+    words = [word for word in remedy.override.split() if "=" in word and not word.startswith(("CONFIG", "DEEPSPEED"))]
     names = {word.partition("=")[0] for word in words}
     if "train-deepspeed" in remedy.override:
         launch = OFFLOADED
@@ -71,8 +71,8 @@ def test_the_example_in_the_docs_is_what_the_plan_says() -> None:
     with pytest.raises(DoesNotFitError) as error:
         planned("run_bnb", "24GB", ["TUNING_MODE=full"], ONE)
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    assert error.value.message.split(", gradients")[0] + ", ...)" in page
-    assert "; ".join(map(str, error.value.remedies[:2])) in page
+    assert error.value.message in page
+    assert "\n      ".join(map(str, error.value.remedies[:2])) in page
 
 
 def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> None:

@@ -57,6 +57,8 @@ def test_scores_of_labels_are_those_of_their_confusion_matrix() -> None:
     assert scored.intervals["macro_f1"].mean == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
     assert scored.intervals["macro_f1"].low < scored.intervals["macro_f1"].mean < scored.intervals["macro_f1"].high
     assert [row.get("macro_f1") for row in scored.each] == [None] * 24
+    right = score_answers(["accuracy", "macro_f1"], references, references).intervals["macro_f1"]
+    assert right.mean == right.high == 1 and 0.8 < right.low < 1, "24 right answers do not prove that none is wrong"
     scores = confusion(list(zip(references, answers, strict=True)))
     assert scores is not None and list(scores) == ["Billing", "bug", "how to"]
     assert scores["bug"]["answered"] == {"bug": 8, "(no label)": 4} and scores["Billing"]["recall"] == 0.5

@@ -21,7 +21,7 @@ const known = (value) => value !== null && value !== undefined;
 function number(value, digits = 4) {
   if (!known(value) || typeof value !== "number") return "–";
   if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
-  return Math.abs(value) < 0.001 && value ? value.toExponential(2) : String(+value.toPrecision(digits));
+  return Math.abs(value) < 0.001 && value ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(digits));
 }
 function bytes(value) { return known(value) ? (value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(0) + " MiB") : "–"; }
 function duration(seconds) {
@@ -31,14 +31,16 @@ function duration(seconds) {
 }
 const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
-const score = (value) => value ? `${value.mean.toFixed(4)} [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "–";
+const score = (value) => value ? value.mean.toFixed(4) + (value.low < value.high ? ` [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "") : "–";
+const setting = (value) => !known(value) || JSON.stringify(value) === "{}" ? "–" : Array.isArray(value) ? value.map(setting).join(", ") || "none" : typeof value === "object" ? Object.entries(value).map(([key, one]) => `${key}: ${setting(one)}`).join(", ") : String(value);
 const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
 const state = (summary) => el("span", { class: "badge " + summary.state.split(" ")[0], title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
 // Long names break after a point or a dash below, not within a word.
 const breakable = (cell) => typeof cell === "string" ? cell.split(/(?<=[._/])/).flatMap((part, i) => i ? [el("wbr"), part] : part) : cell;
-function tableOf(headings, rows) {
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, headings.map((h) => el("th", { class: h.n ? "n" : null }, h.name)))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: headings[i].n ? "n" : "wrap" }, headings[i].n ? cell : breakable(cell))))))));
+// On a phone each row is a panel of its own; a `matrix` stays one.
+function tableOf(headings, rows, matrix) {
+  return el("div", { class: "scroll" }, el("table", { class: matrix ? null : "rows" }, el("thead", {}, el("tr", {}, headings.map((h) => el("th", { class: h.n ? "n" : null }, h.name)))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { class: headings[i].n ? "n" : "wrap", "data-heading": i || headings[i].n ? headings[i].name : null }, headings[i].n ? cell : breakable(cell))))))));
 }
 
 // ---- Charts
@@ -88,7 +90,7 @@ function chart(title, series, options = {}) {
         const x = u.valToPos(mark.x, "x", true);
         if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
         u.ctx.save(); u.ctx.strokeStyle = mark.colour; u.ctx.setLineDash([4, 4]); u.ctx.beginPath(); u.ctx.moveTo(x, u.bbox.top); u.ctx.lineTo(x, u.bbox.top + u.bbox.height); u.ctx.stroke();
-        u.ctx.fillStyle = mark.colour; u.ctx.font = `${11 * devicePixelRatio}px system-ui`; u.ctx.fillText(mark.name, x + 4, u.bbox.top + 12 * devicePixelRatio); u.ctx.restore();
+        u.ctx.fillStyle = mark.colour; u.ctx.font = `${11 * devicePixelRatio}px system-ui`; const late = x > u.bbox.left + 0.7 * u.bbox.width; u.ctx.textAlign = late ? "right" : "left"; u.ctx.fillText(mark.name, late ? x - 4 : x + 4, u.bbox.top + 12 * devicePixelRatio); u.ctx.restore();
       } }] },
   };
   charts.add({ space, make: () => { return new uPlot({ ...plot, width: space.clientWidth }, data, space); }, drawn: null });
@@ -177,7 +179,7 @@ function planBesideFact(record) {
   return tableOf([{ name: "" }, { name: "plan", n: true }, { name: "fact", n: true }, { name: "difference", n: true }], rows);
 }
 function event(one) {
-  const rest = Object.entries(one).filter(([key, value]) => !["event", "time", "node", "launch", "batches"].includes(key) && value !== null).map(([key, value]) => `${key.replaceAll("_", " ")}: ${typeof value === "string" ? value : JSON.stringify(value)}`);
+  const rest = Object.entries(one).filter(([key, value]) => !["event", "time", "node", "launch", "batches"].includes(key) && value !== null).map(([key, value]) => `${key.replaceAll("_", " ")}: ${setting(value)}`);
   return [clock(one.time), one.event + (one.node ? ` (node ${one.node})` : ""), rest.join("; ")];
 }
 // Tokens by which chat templates part turns.
@@ -191,17 +193,17 @@ function samples(record, count = 4) {
 // Rows are the references' labels, columns what was answered.
 function labelsTable(evaluation) {
   if (!evaluation) return null;
-  const found = Object.entries(evaluation.labels), shares = ["precision", "recall", "f1"], answered = [...new Set(found.flatMap(([name, one]) => [name, ...Object.keys(one.answered)]))];
+  const found = Object.entries(evaluation.labels), shares = ["precision", "recall", "f1"], answered = [...new Set([...found.map(([name]) => name), ...found.flatMap(([, one]) => Object.keys(one.answered))])];
   const columns = [...shares, "n"].map((name) => ({ name: name === "f1" ? "F1" : name, n: true }));
-  const matrix = tableOf([{ name: "label" }, ...answered.map((name) => ({ name, n: true }))], found.map(([name, one]) => [name, ...answered.map((other) => one.answered[other] ? (other === name ? el("b", {}, one.answered[other]) : one.answered[other]) : "·")]));
-  return [el("h3", {}, `Labels after step ${evaluation.step}`), tableOf([{ name: "label" }, ...columns], found.map(([name, one]) => [name, ...shares.map((key) => one[key].toFixed(3)), number(one.n)])),
+  const matrix = tableOf([{ name: "label" }, ...answered.map((name) => ({ name, n: true }))], found.map(([name, one]) => [name, ...answered.map((other) => one.answered[other] ? (other === name ? el("b", {}, one.answered[other]) : one.answered[other]) : "·")]), true);
+  return [el("h3", {}, `Labels after step ${evaluation.step}`), tableOf([{ name: "label" }, ...columns], found.map(([name, one]) => [name, ...shares.map((key) => one[key].toFixed(3)), number(one.n)]), true),
     answered.length <= 30 ? [el("h3", {}, "Confusion: rows are the references, columns the answers"), matrix] : null];
 }
 function scoresTable(record) {
   const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
-  if (!record.evaluations.length) return el("p", { class: "note" }, "No evaluation has been made.");
-  const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true }))];
-  const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name]))]);
+  if (!record.evaluations.length) return el("p", { class: "note" }, record.use.eval ? ["No answers have been scored: ", el("code", {}, record.use.eval)] : "No rows are held out for scores.");
+  const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true })), ...(names.length ? [{ name: "answers", n: true }] : [])];
+  const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
   return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(record.evaluations.filter((one) => one.labels).slice(-1)[0])];
 }
 function runView(record, home) {
@@ -209,7 +211,7 @@ function runView(record, home) {
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
   const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
   const [whole, each] = curves(record);
-  const left = s.state === "running" && s.steps && plan.seconds_per_step ? (s.steps - s.step) * plan.seconds_per_step : null;
+  const left = s.state === "running" ? record.seconds_left : null;
   const mode = record.config.find((one) => one.key === "tuning.mode");
   const failed = record.events.filter((one) => one.event === "failed").slice(-1)[0];
   document.title = `${s.name} – SFT-Play`;
@@ -232,10 +234,10 @@ function runView(record, home) {
       Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
-    el("h2", {}, "Use it"), el("pre", {}, ["infer", "serve", "merge", "eval"].map((name) => `make ${name} RUN=${record.typed}`).join("\n")),
+    el("h2", {}, "Use it"), el("pre", {}, Object.values(record.use).join("\n")),
     el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
     el("h2", {}, "Details"),
-    fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, JSON.stringify(one.value), one.origin]))),
+    fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, setting(one.value), one.origin]))),
     fold("Stamp: versions and hashes", el("pre", {}, JSON.stringify(record.stamp, null, 1))),
     Object.entries(record.logs).map(([name, text]) => fold("Log: " + name, el("pre", {}, text || "(empty)"))),
     el("p", { class: "note" }, "Made by SFT-Play."),
@@ -264,17 +266,17 @@ function compareView(found) {
   document.title = names.join(" and ") + " – SFT-Play";
   const over = (title, kind, key, options) => chart(title, records.map((record, i) => ({ name: names[i], x: record.curves[kind].step, y: record.curves[kind][key] || [], smooth: kind === "train" && key !== "learning_rate", points: kind === "eval", colour: COLOURS[i % COLOURS.length] })), options);
   const scores = [...new Set(records.flatMap((record) => Object.keys(record.curves.eval)))].filter((key) => key !== "step" && !NOT_SCORES.test(key));
-  const all = new Map(); records.forEach((record, i) => record.config.forEach((one) => { if (!all.has(one.key)) all.set(one.key, records.map(() => undefined)); all.get(one.key)[i] = JSON.stringify(one.value); }));
+  const all = new Map(); records.forEach((record, i) => record.config.forEach((one) => { if (!all.has(one.key)) all.set(one.key, records.map(() => "–")); all.get(one.key)[i] = setting(one.value); }));
   const differ = [...all].filter(([, values]) => new Set(values).size > 1);
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
   const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
   const apart = table.error ? [] : table.rows.filter((one) => one.gap > 0);
   const figures = table.error ? [] : [...Object.entries(table.losses), ...Object.entries(table.benchmarks)].map(([name, values]) => [name, ...values.map((v) => number(v))]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
-    el("h2", {}, "Scores"), table.error ? el("p", { class: "note" }, table.error) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name] ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
+    el("h2", {}, "Scores"), table.error ? table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
     apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
       one.answers.map((answer) => el("div", {}, el("small", {}, `${answer.run}: ${label(table.metric)} ${number(answer.score)}`), answer.answer || "(nothing)"))))] : null,
-    el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(texts, differ.map(([key, values]) => [key, ...values.map((v) => !known(v) ? "–" : v.startsWith('"') ? JSON.parse(v) : v)])) : el("p", { class: "note" }, "All keys are the same."),
+    el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(texts, differ.map(([key, values]) => [key, ...values])) : el("p", { class: "note" }, "All keys are the same."),
     el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, charts),
     table.error ? null : [el("h2", {}, "Training"), tableOf(texts, Object.entries(table.facts).map(([name, values]) => [name.replace(" (bytes)", ""), ...values.map((v) => name.endsWith("(bytes)") ? bytes(v) : typeof v === "number" ? number(v) : v ?? "–")]))]];
 }
