@@ -330,8 +330,8 @@ def _with_shares(request: Request, division: Division, reasons: dict[str, str]) 
         by_speed = f"speed and memory: {division_text} instead of {even}, {gain:.2f} times as fast by the catalogue"
         by_memory = f"memory, since no speed is known: {division_text} instead of {even}"
         reasons["shares"] = (
-            f"shares by {by_speed if speeds_known else by_memory}, until training has measured it (`launch.balance: off`:"
-            " equal shares)"
+            f"shares by {by_speed if speeds_known else by_memory}, until training has measured it"
+            " (`launch.balance: off`: equal shares)"
         )
     if setup.pack_tokens:
         # The step with most packs must have room.
