@@ -41,6 +41,10 @@ LEAST_PADDING = 0.01
 """Share of tokens below which padding is not mentioned."""
 NAMED = 8
 """Largest number of ranks whose shares are listed one by one."""
+FILLS = 4
+"""Micro-batches per stage where the data allow it, so that filling and draining the pipeline takes at most a fifth of a
+step.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +119,7 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: di
     # greatest length must not refuse a typed value.
     if train.packing == "on" or (launch.early and train.grad_accum != "auto"):
         fitting = (MOST_ROWS,) * len(fitting)
-    plain = choose_batch(train, fitting, MOST_TOGETHER[setup.device], request.unit)
+    plain = choose_batch(train, fitting, _most_together(request, setup), request.unit)
     division = choose_packing(request, _with_layout(request, setup, plain, {}), plain, reasons)
     division = _with_shares(request, division, reasons)
     batch = halve_batch(division.batch, launch.halvings, request.unit)
@@ -135,6 +139,15 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: di
 
     chunks = choices.settle_chunks(config, request.shape, setup, max(batch.micro_batches), fits, reasons)
     return replace(division, setup=chunks, batch=batch)
+
+
+def _most_together(request: Request, setup: Setup) -> int:
+    """Return the most rows of a micro-batch; in a pipeline few enough to keep all stages busy in a step."""
+    most = MOST_TOGETHER[setup.device]
+    if not setup.stages or not request.divides:
+        return most
+    rows = global_rows(request.config.train, setup.data_world) / setup.data_world
+    return max(1, min(most, math.floor(rows / (FILLS * len(setup.stages)))))
 
 
 # The layout of a micro-batch.
@@ -307,7 +320,9 @@ def _with_shares(request: Request, division: Division, reasons: dict[str, str]) 
     setup, devices = division.setup, request.data_devices
     same, speeds_known = setup.strategy != "ddp", all(device.peak_flops for device in devices)
     most = (
-        max(_most_packs(division), *division.batch.micro_batches) if setup.pack_tokens else MOST_TOGETHER[setup.device]
+        max(_most_packs(division), *division.batch.micro_batches)
+        if setup.pack_tokens
+        else _most_together(request, setup)
     )
     costs = [
         Cost(row_seconds=1 / ((speeds_known and device.peak_flops) or device.memory_bytes), most_rows=min(most, rows))

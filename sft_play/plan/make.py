@@ -94,7 +94,7 @@ def _decide(request: Request) -> Plan:
     settled = strategies.settle(request, setup, rows_that_fit, _decide, reasons)
     if isinstance(settled, Plan):
         return settled
-    setup, rows_that_fit = settled[0], network.fill_stages(request, *settled)
+    setup, rows_that_fit = settled[0], tuple(max(1, rows) for rows in settled[1])
     _check_loading(request, setup)
 
     # How much at a time: micro-batches, micro-steps and packs, with the memory that they take.
@@ -258,8 +258,11 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     if setup.layout == "flattened" and not setup.pack_tokens:
         # Flattened rows are padded where their mask would not fit.
         cases.append(replace(setup, layout=choices.padded_layout(request)))
-    kinds = {(rank.micro_batch, rank.capacity_bytes) for rank in ranks}
-    return min(max(request.longest(case, micro, capacity, most) for case in cases) for micro, capacity in kinds)
+    kinds = {(request.on(setup, rank.rank).stage, rank.micro_batch, rank.capacity_bytes): rank for rank in ranks}
+    return min(
+        max(request.longest(request.on(case, rank.rank), rank.micro_batch, rank.capacity_bytes, most) for case in cases)
+        for rank in kinds.values()
+    )
 
 
 def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tuple[RankPlan, ...]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from sft_play.plan.memory import (
     trained_bytes,
 )
 from sft_play.plan.plan import Setup
-from sft_play.plan.request import Request, global_rows
+from sft_play.plan.request import Request
 from sft_play.plan.shape import (
     NOT_STAGED_MODEL_TYPES,
     SLICED_MODEL_TYPES,
@@ -58,10 +58,6 @@ REDUCING = ("zero2", *GATHERING)
 """Strategies that reduce gradients in every micro-step, since no rank keeps all of them."""
 KEY = "launch.sequence_parallel"
 TENSOR_KEY = "launch.tensor_parallel"
-FILLS = 4
-"""Micro-batches per stage where the data allow it, so that filling and draining the pipeline takes at most a fifth of a
-step.
-"""
 
 
 def communication_seconds(payload_bytes: float, ranks: int, bytes_per_second: float) -> float:
@@ -474,13 +470,3 @@ def _most_layers(request: Request, setup: Setup, stage: int, stages: int) -> int
         return request.need(replace(least, stages=tuple(layers if other == stage else 1 for other in range(stages))), 1)
 
     return max(1, bisect_right(range(1, request.shape.layers + 1), room, key=need))
-
-
-def fill_stages(request: Request, setup: Setup, fitting: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the largest micro-batches, at least 1; in a pipeline, small enough to keep all stages busy in a step."""
-    fitting = tuple(max(1, rows) for rows in fitting)
-    if not setup.stages or not request.divides:
-        return fitting
-    rows = global_rows(request.config.train, setup.data_world) / setup.data_world
-    rows_to_fill = max(1, math.floor(rows / (FILLS * len(setup.stages))))
-    return tuple(min(most, rows_to_fill) for most in fitting)

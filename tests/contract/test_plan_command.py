@@ -148,6 +148,9 @@ def test_a_pipeline_shows_layers_and_the_rows_that_every_stage_sees(in_process: 
     words = ["NUM_NODES=3", "HARDWARE=RTX4090+RTX3060+RTX3070@1Gbit", "LAUNCH_STRATEGY=pipeline"]
     shown = in_process("plan", "CONFIG=configs/home_lan.yaml", *words).out
     assert re.search(r"plan: pipeline of 3 stages \(\d+, \d+, \d+ layers\) on RTX4090 \+ RTX3060 \+ RTX3070", shown)
+    plan = in_process("plan", "CONFIG=configs/home_lan.yaml", *words, "JSON=1").json
+    assert plan["longest_row"] >= plan["row_tokens"] and plan["most_rows"] >= plan["ranks"][0]["micro_batch"]
+    assert "are the most in a micro-batch" in shown, "a pipeline of few micro-batches stands still"
     assert re.findall(r"^ +\d  RTX\d+ +\d+ +\d+ +(\d+)", shown, re.MULTILINE) == ["24"] * 3, shown
     assert max(map(len, shown.splitlines())) <= 160
 
