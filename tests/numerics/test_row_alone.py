@@ -114,24 +114,35 @@ def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[
                 expected_sums = [sum(expected[index] for index in group), sum(counts)]
                 assert measured.tolist() == pytest.approx(expected_sums, rel=1e-5), (layout, company, group)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
-    assert [answer.text.strip() for answer in together] == [answer_alone for answer_alone, _ in written]
-    assert [answer.tokens for answer in together] == [count for _, count in written]
+    compared = [
+        ((answer.text.strip(), answer.tokens), (text, count))
+        for answer, (text, count, margin) in zip(together, written, strict=True)
+        if margin > 1e-5
+    ]
+    assert len(compared) >= 6, "nearly all answers have no step at which rounding decides between two tokens"
+    assert [ours for ours, _ in compared] == [alone for _, alone in compared]
 
 
-def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, int]:
-    """Return what transformers' own `generate` answers a prompt that is alone, and how many tokens."""
+def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, int, float]:
+    """Return what transformers' own `generate` answers a prompt that is alone, how many tokens, and the least distance
+    between the scores of the two likeliest tokens.
+    """
     ids = torch.tensor([prompt])
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    written = model.generate(
+    output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=8,
         do_sample=False,
         eos_token_id=end,
         pad_token_id=pad,
-    )[0, len(prompt) :].tolist()
-    tokens = [token for token in written if token != end]
-    return tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens)
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    tokens = [token for token in output.sequences[0, len(prompt) :].tolist() if token != end]
+    best = [scores[0].topk(2).values for scores in output.scores]
+    margin = min(float(first - second) for first, second in best)
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens), margin
 
 
 def test_the_factors_of_these_rows_make_a_difference(rows: list[dict[str, Any]]) -> None:
