@@ -186,7 +186,9 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[StampDifference]:
     differences = []
     for name, rule in RULES.items():
         before, after = getattr(old, name), getattr(new, name)
-        if name == "versions":  # a package that an earlier version did not record is not a difference
+        if name == "versions":
+            # No difference is a package that an earlier version did not record, nor an upgrade of this program.
+            before = {package: version for package, version in before.items() if package != "sft_play"}
             after = {package: version for package, version in after.items() if package in before}
         if name in ("settings", "lora") and before and after:  # nor is a key that only one of the versions has
             before, after = _shared(before, after), _shared(after, before)

@@ -117,6 +117,12 @@ def test_bnb_and_unsloth_never_read_each_others_checkpoints() -> None:
     assert "start a new run" in text and on_page("checkpoint-of-another-backend", text)
 
 
+def test_an_upgrade_of_this_program_alone_is_no_difference() -> None:
+    old = stamp()
+    assert "sft_play" in old.versions
+    assert not compare(replace(old, versions={**old.versions, "sft_play": "0.0.1"}), stamp(), "resume")
+
+
 def changed(field: str) -> tuple[Stamp, Stamp]:
     """Return two stamps that differ in one field only."""
     old = stamp()
