@@ -115,7 +115,7 @@ def shipped(name: str) -> Path:
 def check_name(name: str, what: str) -> None:
     """Raise `UserError` if `name` cannot be a path."""
     if not is_file_name(name):
-        raise UserError(f"`{what}` is `{quoted(name)}`, which no file can be called")
+        raise UserError(f"`{what}` is `{quoted(name)}`, which cannot be a file name")
 
 
 def file_layers(
@@ -127,7 +127,7 @@ def file_layers(
     """
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
-        raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
+        raise UserError(f"`extends` forms a cycle: {way}", place=str(chain[0]))
     root = read_yaml(path)
     tree = {} if root.value is None else root.value
     if not isinstance(tree, dict):
@@ -242,7 +242,7 @@ def typed_layer(overrides: Iterable[Override], problems: list[UserError]) -> Lay
 def node_of_text(text: str, key: Key) -> YamlNode:
     """Return the value of `text` as `key` takes it: text verbatim, lists and mappings as YAML, else a scalar.
 
-    An empty text or `null` is null if the key allows it. Raise `UserError` for a list or mapping that is not YAML.
+    An empty string or `null` is null if the key allows it. Raise `UserError` for a list or mapping that is not YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and type(None) in parts:
@@ -259,7 +259,7 @@ def node_of_text(text: str, key: Key) -> YamlNode:
 
 
 def explain_mismatch(key: Key, text: str) -> str:
-    """Describe what a key takes if `text` is not valid for it; else return an empty text."""
+    """Describe what a key takes if `text` is not valid for it; else return an empty string."""
     try:
         node = as_meant(key.name, node_of_text(text, key))
     except UserError:

@@ -144,8 +144,8 @@ def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple
             f"not the configuration of a run: {text}",
             place=str(path),
             hint=(
-                "if it is damaged, put it back from a backup, or from a run of another RUN_NAME that the same command"
-                " starts: it has the same one"
+                "if it is damaged, restore it from a backup, or copy it from a run that the same command starts under"
+                " another RUN_NAME"
             ),
         ) from None
 

@@ -175,7 +175,7 @@ def needs_evaluation(config: Config) -> Iterator[Conflict]:
 
 
 def never_evaluated(config: Config) -> str:
-    """Return why nothing is evaluated while training, or an empty text."""
+    """Return why nothing is evaluated while training, or an empty string."""
     if config.train.eval_strategy == "no":
         return "`train.eval_strategy` is `no`"
     return "there is no `data.validation`" if not config.data.validation else ""

@@ -51,7 +51,7 @@ class SlurmConfig:
     ) = None
     """Memory per node (`200G`); default: the partition's."""
     constraint: (
-        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without blanks, such as `ib&h100`")]
+        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without spaces, such as `ib&h100`")]
         | None
     ) = None
     """Feature the nodes must have."""

@@ -106,7 +106,7 @@ class Marks:
         return AnswerParts(self._clean(text), self._clean(self._inner(thought)), calls)
 
     def awaits(self, raw: str) -> bool:
-        """Whether an answer that is being made has only begun to write a mark."""
+        """Return whether an answer that is being made has only begun to write a mark."""
         begun = (self.lead, self.opening, self.form.opening if self.form else "")
         return any(mark.startswith(raw.strip()) for mark in begun)
 

@@ -84,7 +84,7 @@ class GlobalBatchSampler:
         return next(shares for start, shares in reversed(self.changes) if start <= step)
 
     def holds(self, shares: Sequence[Slots]) -> bool:
-        """Whether slots have room for every step, in no more micro-steps than there are."""
+        """Return whether slots have room for every step, in no more micro-steps than there are."""
         room = sum(micro * (self.turns if self.pack_tokens else steps) for micro, steps in shares)
         return max(steps for _, steps in shares) <= self.turns and (
             room >= self.global_batch or bool(self.pack_tokens and room)

@@ -20,7 +20,7 @@ from sft_play.model.tokenizer import MARKER, write_chat
 KNOWN_TAILS = 8
 _ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)
 _NOT_EXACT = "so the mask cannot be exact"
-_BY_ANSWER = "split the conversation into rows that end at each answer, or take another template: `data.chat_template`"
+_BY_ANSWER = "split the conversation into rows that end at each answer, or use another template: `data.chat_template`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Renderer:
                 raise DataError(
                     f"the answer of turn {index + 1} holds `{stop}`, which ends a turn: inference would stop there",
                     hint=(
-                        "take it out of the text (the template writes it), or leave such rows out with the source's"
+                        "remove it from the text (the template writes it), or leave such rows out with the source's"
                         " `filter`"
                     ),
                 )
@@ -247,7 +247,7 @@ class Renderer:
                 ) from error
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
-                f"the chat template does not take this conversation ({roles}): {error}",
+                f"the chat template does not accept this conversation ({roles}): {error}",
                 hint="`data.chat_template` chooses another template",
             ) from error
 
@@ -301,13 +301,13 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
         r1 = "`data.chat_template: deepseek_r1`" if "<\uff5cAssistant\uff5c>" in prompt else "`data.chat_template`"
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
-            hint=f"the model would be trained on other text than it sees when it answers; take another template: {r1}",
+            hint=f"the model would be trained on other text than it sees when it answers; use another template: {r1}",
         )
     return len(head)
 
 
 def _holds(body: str, words: str, lead: str) -> bool:
-    """Whether `body` is an answer's words, after what the template writes before every answer, or after a thought."""
+    """Return whether `body` is an answer's text after what the template writes before answers, or after a thought."""
     own = words.rpartition("</think>")[2]
     for text in (words, words.strip(), words.lstrip(), words.rstrip(), own, own.strip(), own.lstrip(), own.rstrip()):
         if text and body.endswith(text):
@@ -504,7 +504,7 @@ class _Marks:
 
 
 def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-    """Whether there is anything to prove."""
+    """Return whether there is anything to prove."""
     return bool(tools) or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
 
 
@@ -548,8 +548,8 @@ def check_answer(
     words = message["content"].rpartition("</think>")[2].strip()
     if words not in learnt:
         raise DataError(
-            f"the chat template does not write the words of turn {number} next to its calls",
-            hint="leave the words out of that turn, or take another template: `data.chat_template`",
+            f"the chat template does not write the text of turn {number} next to its calls",
+            hint="remove the text from that turn, or use another template: `data.chat_template`",
         )
 
 

@@ -165,7 +165,7 @@ def _pdf(data: bytes, place: str) -> Document:
             raise FileNotDecryptedError("a password is needed")
         seconds = LEAST_SECONDS + SECONDS_PER_MIB * len(data) / 2**20
         problem = f"is not read after {seconds:.0f} s of computing"
-        with in_time(seconds, problem, place=place, hint="take it out of the data, or save its text"):
+        with in_time(seconds, problem, place=place, hint="remove it from the data, or save its text"):
             pages = [(page.extract_text() or "").replace("\r\n", "\n").replace("\r", "\n") for page in reader.pages]
         pictures = sum(
             not text.strip() and len(page.images) > 0 for text, page in zip(pages, reader.pages, strict=True)

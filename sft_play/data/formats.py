@@ -121,7 +121,7 @@ def _chat(column: str) -> Callable[[Row], Parts]:
 
 
 def _prompt(row: Row) -> Parts:
-    """Text, or lists of messages as TRL writes them: then the prompt's own answers are context and are not trained."""
+    """Return text, or lists of messages as TRL writes them, whose prompt may contain answers that are not trained."""
     prompt, completion = row["prompt"], row["completion"]
     if not is_list(prompt) and not is_list(completion):
         return _turns(row, text_of(prompt, "prompt"), "completion")
@@ -140,7 +140,7 @@ def _prompt(row: Row) -> Parts:
 
 
 def _instruction(row: Row) -> Parts:
-    """Alpaca: the input is added to the instruction and never replaces it."""
+    """Return an Alpaca row's turns: the input is added to the instruction and never replaces it."""
     instruction = text_of(row["instruction"], "instruction")
     context = "" if row.get("input") is None else text_of(row["input"], "input")
     parts = [part for part in (instruction, context) if part.strip()]
@@ -392,7 +392,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         error.place = error.place or place
         raise
     except RecursionError:
-        raise DataError("the row is nested too deep", place=place) from None
+        raise DataError("the row is nested too deeply", place=place) from None
 
 
 def _take_thought(row: Row, form: str, messages: list[Message]) -> None:

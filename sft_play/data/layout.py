@@ -91,7 +91,7 @@ def choose_split(splits: Splits, source: DataSource) -> list[Path]:
     if len(names) > 1:
         raise DataError(f"there are several splits: {shown}", place=source.path, hint=hint)
     if any(WORDS[held_out].search(names[0].replace("_", "-")) for held_out in ("validation", "test")):
-        raise DataError(f"the only split is {shown}, which is not taken without a word", place=source.path, hint=hint)
+        raise DataError(f"the only split is {shown}, which is used only if you name it", place=source.path, hint=hint)
     return splits[names[0]]
 
 

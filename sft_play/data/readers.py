@@ -131,7 +131,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) != len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise DataError(
-            f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(unique)}"
+            f"the key `{twice}` appears more than once", hint=f"only the last would be read: {show_row(unique)}"
         )
     return unique
 
@@ -142,7 +142,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_once)
 def _parse(text: str, path: Path, line: int) -> Any:
     try:
         return DECODER.decode(text)
-    except DataError as error:  # a key that is there twice
+    except DataError as error:  # a duplicate key
         error.place = f"{path}:{line}" if "\n" not in text else str(path)
         raise
     except json.JSONDecodeError as error:
@@ -151,7 +151,7 @@ def _parse(text: str, path: Path, line: int) -> Any:
             place=f"{path}:{line + error.lineno - 1}:{error.colno}",
             hint=f"the line reads: {' '.join(text[:200].split())[:100]}",
         ) from None
-    except (RecursionError, ValueError) as error:  # nested too deep, or a number of more digits than Python converts
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more digits than Python converts
         raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}", place=f"{path}:{line}") from None
 
 
@@ -181,7 +181,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
             header = reader.fieldnames or []
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
-                raise DataError(f"the header names `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
+                raise DataError(f"the header contains `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
             last = reader.line_num
             for row in reader:
                 last = reader.line_num
@@ -189,7 +189,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                     row[header[0]] = first.removeprefix("\ufeff")
                 if list(row.values()) == header:
                     joined = DataError(
-                        "the row is the header again: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
+                        "the row repeats the header: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
                     )
                     yield f"{path}:{last}", joined
                     continue
@@ -325,7 +325,7 @@ def placed_rows(batches: Iterable[Any], place: str) -> Iterator[Placed]:
     number = 0
     for batch in batches:
         if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
-            raise DataError(f"two columns have the name `{twice[0]}`", place=place)
+            raise DataError(f"two columns are named `{twice[0]}`", place=place)
         decoders = {field.name: decoder(field.type) for field in batch.schema}
         for start in range(0, batch.num_rows, BATCH_ROWS):  # writers may put a complete table into one batch
             part = batch.slice(start, BATCH_ROWS)
@@ -386,7 +386,9 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     if types.is_struct(kind):
         fields = {field.name: decoder(field.type) for field in kind}
         if len(fields) < kind.num_fields:
-            raise DataError(f"a struct has two fields of one name; it has {names_of(field.name for field in kind)}")
+            raise DataError(
+                f"a struct has two fields with the same name; it has {names_of(field.name for field in kind)}"
+            )
         return lambda value: value and _without_nulls({name: decode(value[name]) for name, decode in fields.items()})
     if types.is_map(kind):
         key_of, value_of = decoder(kind.key_type), decoder(kind.item_type)

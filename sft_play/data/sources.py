@@ -186,7 +186,7 @@ def _commit(source: DataSource) -> str | None:
 def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> DataError:
     first = first_line(error)
     if rows:
-        return DataError(f"reading broke off after row {rows:,}: {first}", place=source.path, hint="try again")
+        return DataError(f"reading stopped after row {rows:,}: {first}", place=source.path, hint="try again")
     if not hub_reachable():
         return DataError(
             "there is no such file, and the hub cannot be reached",
@@ -263,7 +263,7 @@ def files_sha256(paths: Sequence[Path]) -> str:
 
 
 def is_hub(source: DataSource) -> bool:
-    """Whether a source is a dataset of the hub. Raise `DataError` when it is nothing."""
+    """Return whether a source is a dataset of the hub. Raise `DataError` when it is nothing."""
     return not source.path.startswith(BUILTIN) and files_of(source) is None
 
 
@@ -272,11 +272,11 @@ def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
     for name in ("split", "config", "revision"):
         if name not in allowed and getattr(source, name) is not None:
             raise DataError(
-                f"`{name}: {getattr(source, name)}` is given, but only a hub dataset has one", place=source.path
+                f"`{name}: {getattr(source, name)}` is set, but only hub datasets have it", place=source.path
             )
     if source.streaming:
         raise DataError(
-            "`streaming: true` is given, but only a hub dataset is streamed",
+            "`streaming: true` is set, but only hub datasets are streamed",
             place=source.path,
             hint="files are read row by row in any case",
         )
@@ -476,7 +476,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
             hint=(
                 f"the other way round: `columns: {{{', '.join(f'{new}: {old}' for old, new in columns.items())}}}`"
                 if all(name in row for name in columns)
-                else "`columns` is written `{question: name in the file}`"
+                else "write `columns: {question: name in the file}`"
             ),
         )
     used = set(columns.values())

@@ -354,7 +354,7 @@ class RowTokens:
         if bos is not None and ids[0] == bos and bos not in self.stops and ids[1:2] == [bos]:
             raise DataError(
                 "the chat template writes the beginning-of-sequence token twice",
-                hint="take one `bos_token` out of the template",
+                hint="remove one `bos_token` from the template",
             )
 
     def _fast(self, texts: Sequence[str]) -> list[list[int]]:
@@ -369,7 +369,7 @@ class RowTokens:
         return [list(ids) for ids in encoded]
 
     def _continues_plainly(self) -> bool:
-        """Whether the end of a turn splits the text before anything else does, and a text has the same tokens after it
+        """Return whether the end of a turn is split off before anything else, and a text has the same tokens after it
         as alone.
         """
         added = self.tokenizer.added_tokens_decoder

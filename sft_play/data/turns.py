@@ -81,7 +81,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def chat_turns(value: Any, name: str) -> list[Message]:
-    """Return a list of turns made uniform: `role` and `content`, or ShareGPT's `from` and `value`. Raise `DataError`.
+    """Return turns, `role` and `content` or ShareGPT's `from` and `value`, in the common form. Raise `DataError`.
 
     Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
     """
@@ -98,7 +98,7 @@ def chat_turns(value: Any, name: str) -> list[Message]:
 
 
 def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Message, bool]:
-    """Return one turn made uniform, and whether its role says that it is calls. Raise `DataError`."""
+    """Return a turn in the common form, and whether its role marks it as calls. Raise `DataError`."""
     column = name.partition("[")[0]
     if not isinstance(message, Mapping):
         raise DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
@@ -203,7 +203,7 @@ def _looks_like_media(key: str) -> bool:
 
 def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
     """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt
-    blind.
+    without them.
     """
     for key, value in row.items():
         some = next(iter(value), None) if is_list(value) else value
@@ -223,13 +223,13 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
 
 @functools.lru_cache(4096)
 def looks_like_a_mask(key: str) -> bool:
-    """Whether a key or column is named as if it said what is learnt."""
+    """Return whether a key or column is named as if it said what is learnt."""
     return LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
 
 
 @functools.lru_cache(4096)
 def marks_what_is_not_learnt(key: str) -> bool:
-    """Whether a mask is named as if it were 1 where nothing is learnt: its opposite must not be taken for it."""
+    """Return whether a mask is named as if it were 1 where nothing is learnt: its opposite must not be taken for it."""
     return key not in MASKS and MARKS_WHAT_IS_NOT_LEARNT.search(key.lower()) is not None
 
 
@@ -286,7 +286,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
     if role != "assistant" and flags.get(WEIGHT) is True:
         del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
     if len(set(map(bool, flags.values()))) > 1:
-        raise DataError(f"`{name}` says of itself that it is learnt and that it is not: {names_of(flags)}")
+        raise DataError(f"`{name}` is marked both as learnt and as not learnt: {names_of(flags)}")
     return flags.get(WEIGHT, next(iter(flags.values()), None))
 
 
@@ -345,7 +345,7 @@ def tools_of(row: Mapping[str, Any], name: str = "") -> list[Any] | None:
     lists = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
     described = [(key, tools) for key, tools in lists if tools]
     if any(tools != described[0][1] for _, tools in described):
-        raise DataError(f"tools are described twice, and not alike: {names_of(name + key for key, _ in described)}")
+        raise DataError(f"the tools are described twice, differently: {names_of(name + key for key, _ in described)}")
     return described[0][1] if described else None
 
 
@@ -362,7 +362,7 @@ def _tools(value: Any, name: str) -> list[Any]:
 
 
 def describes_tools(value: Any) -> bool:
-    """Whether a column looks like descriptions of functions."""
+    """Return whether a column looks like descriptions of functions."""
     try:
         tools = _tools(value, "")
     except DataError:
@@ -386,7 +386,7 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
                 f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
             )
             raise DataError(
-                f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint
+                f"the roles are out of order: {role} {after} (turn {index + 1}); expected {order}", hint=hint
             )
         before = role
     if not any(turn["role"] == "assistant" for turn in turns):
@@ -397,7 +397,7 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:
-    """Whether a function is called that no text before the call names; for rows without tools."""
+    """Return whether a function is called that no text before the call names; for rows without tools."""
     described = ""
     for turn in messages:
         if any(call["function"]["name"] not in described for call in turn.get("tool_calls", ())):
@@ -407,7 +407,7 @@ def calls_undescribed(messages: Sequence[Message]) -> bool:
 
 
 def is_filled(value: Any, within: bool) -> bool:
-    """Whether arguments of calls in a value, or all of it (`within`), hold a struct of Arrow's that lost its nulls."""
+    """Return whether call arguments in a value, or all of it (`within`), have an Arrow struct that lost its nulls."""
     if isinstance(value, Mapping):
         lost = within and isinstance(value, Filled)
         return lost or any(is_filled(part, within or key in ARGUMENTS) for key, part in value.items())
@@ -424,9 +424,9 @@ def text_of(value: Any, name: str) -> str:
     if not value.isascii():
         try:
             value.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
+        except UnicodeEncodeError as error:  # JSON can write an unpaired surrogate; no tokenizer can read it
             raise DataError(
-                f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text"
+                f"`{name}` contains an unpaired surrogate at character {error.start + 1}, which is not valid text"
             ) from None
     return value
 
@@ -446,23 +446,21 @@ def json_of(value: Any, name: str, depth: int = 0) -> Any:
     if is_list(value):
         return [json_of(part, f"{name}[{index}]", depth + 1) for index, part in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"`{name}` is {value}, which JSON does not have", hint="write null, or text")
+        raise DataError(f"`{name}` is {value}, which JSON cannot represent", hint="write null, or text")
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise DataError(
-        f"`{name}` is {kind_of(value)}, which JSON does not have; expected text or a number", hint="write it as text"
+        f"`{name}` is {kind_of(value)}, which JSON cannot represent; expected text or a number", hint="write it as text"
     )
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a column or key that may be left out is: null, an empty list, or text without a letter. No number is, nor
-    `false`.
-    """
+    """Return whether a value counts as missing: null, an empty list or blank text, but not a number or `false`."""
     return value is None or (isinstance(value, str) and not value.strip()) or (is_list(value) and not len(value))
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list, of whatever type a reader makes them."""
+    """Return whether a value is a list, of whatever type a reader makes them."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -479,7 +477,7 @@ def parse_json(text: str, name: str) -> Any:
     """Return what JSON in a string says. Raise `DataError`."""
     try:
         return DECODER.decode(text.strip())
-    except DataError as error:  # a key that is there twice
+    except DataError as error:  # a duplicate key
         raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
     except json.JSONDecodeError as error:
         python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
@@ -487,4 +485,4 @@ def parse_json(text: str, name: str) -> Any:
             f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
         ) from None
     except (RecursionError, ValueError):
-        raise DataError(f"`{name}` is JSON nested too deep") from None
+        raise DataError(f"`{name}` is JSON nested too deeply") from None

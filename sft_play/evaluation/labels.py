@@ -18,7 +18,7 @@ OTHER = "(no label)"
 
 
 def label_of(text: str) -> str:
-    """Return `text` as it is compared: in lower case, with single blanks."""
+    """Return `text` as it is compared: in lower case, with single spaces."""
     return " ".join(text.casefold().split())
 
 

@@ -304,7 +304,7 @@ def _load(metric: str, where: str) -> Any:
 
     evaluate.disable_progress_bar()
     try:
-        with _commas_read():
+        with _comma_imports_split():
             return evaluate.load(str(path) if local else where, keep_in_memory=True)
     except ImportError as error:
         raise DataError(f"the metric `{metric}` needs a package that is not installed: {error}") from error
@@ -319,8 +319,8 @@ def _load(metric: str, where: str) -> Any:
 
 
 @contextlib.contextmanager
-def _commas_read() -> Iterator[None]:
-    """Let the library read `import a, b`, in which it would take `a,` for a package."""
+def _comma_imports_split() -> Iterator[None]:
+    """Let the library parse `import a, b`, in which it mistakes `a,` for a package."""
     from evaluate import loading
 
     def read(path: str) -> list[tuple[Any, ...]]:

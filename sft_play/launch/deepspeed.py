@@ -299,12 +299,12 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     yield from _misshapen(settings)
     for key in settings.keys() - TOP_LEVEL:
         if key in NOT_OURS:
-            yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "take the key out"
+            yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "remove the key"
         elif key in REMOVED:
-            yield key, f"`{key}` is no longer in DeepSpeed, which would end with it", "take the key out"
+            yield key, f"`{key}` is no longer in DeepSpeed, which would end with it", "remove the key"
         else:
             close = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.7)
-            hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; take the key out"
+            hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; remove the key"
             yield key, f"unknown DeepSpeed key `{key}`", hint
     for part in OFFLOAD:
         if _at(settings, f"zero_optimization.{part}.device") == "nvme":
@@ -312,7 +312,7 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
             yield key, f"`{key}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
     for key, (values, why) in ONLY.items():
         if (value := _at(settings, key)) not in (None, "auto", *values):
-            yield key, f"`{key}` is `{_json(value)}`: {why}", "take the key out"
+            yield key, f"`{key}` is `{_json(value)}`: {why}", "remove the key"
 
 
 def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -400,7 +400,7 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             refuse(
                 f"zero_optimization.{key}",
                 f"`zero_optimization.{key}` is `true`, which DeepSpeed does on GPUs only",
-                "take the key out",
+                "remove the key",
             )
     _fill_automatic(settings, ours, "", refuse)
     raise_all(problems)
@@ -431,7 +431,7 @@ def _refused(user: UserDeepSpeed, settings: Mapping[str, Any], key: str, words: 
     value = _at(settings, key) if key else None
     what = "the settings: " if value is None else f"`{key}` is `{_json(value)}`; "
     return UserError(
-        f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or take the key out"
+        f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or remove the key"
     )
 
 

@@ -174,7 +174,7 @@ def outcome_of(
     if asked and (seen_first is not None or not peers):
         return Outcome(code=failed[0]["code"], stop=stop_facts(run, (), failed))
     if not permanent and alone and (failed or agent_code < 0):
-        return _vanished(run, alone[0], "vanished without a word", memory_kill)
+        return _vanished(run, alone[0], "vanished without a record", memory_kill)
     if not permanent and peers and all(r["code"] in (130, 143) for r in failed):  # torchrun asked the others to leave
         rank, words = next(iter(peers.items()))
         return _recorded(run, {"rank": rank, "code": LOST, "error": words, "cause": PEER})

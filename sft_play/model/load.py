@@ -325,7 +325,7 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
         )
     if method not in _LIBRARIES:
         raise UserError(
-            f"the base model is quantised by `{method}`, and adapters are not trained over that here",
+            f"the base model is quantised by `{method}`, and adapters over such a base are not supported",
             hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
     library = _LIBRARIES[method]

@@ -88,7 +88,7 @@ def _folder(name: str) -> Path | None:
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        hint = "take the model that the file was made from, by its hub id or as a folder"
+        hint = "use the model that the file was made from, by its hub id or as a folder"
         raise DataError("GGUF files cannot be trained", place=name, hint=hint)
     if path.is_file():
         raise DataError("is a file; a model is a folder or a hub id", place=name, hint=f"perhaps `{path.parent}`")
@@ -198,7 +198,7 @@ def check_folder(folder: Path, place: str) -> None:
     refuse_embedded_adapter(folder, place)
     config = folder / "config.json"
     if "model_type" not in read_object(config, follow=True):
-        raise DataError("is not JSON, or names no `model_type`: transformers cannot load it", place=str(config))
+        raise DataError("is not JSON or has no `model_type`, so transformers cannot load it", place=str(config))
     _check_weights(folder, place)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise DataError("the model has no tokenizer", place=place, hint="it needs `tokenizer.json`")
@@ -229,7 +229,7 @@ def check_trained(folder: Path, *, ours: bool = True) -> None:
 
 
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
-    """Raise `CheckpointError` if an adapter was trained over another model than `base`, by its stamp or shapes."""
+    """Raise `CheckpointError` if an adapter belongs to another base model than `base`, by its stamp or shapes."""
     folder = Path(parent.path)
     hint = (
         "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run"
@@ -258,7 +258,7 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
                 f"the adapter `{parent.name}` does not fit `{base.name}`: its `{name}` is {shape}, and the model's"
                 f" weight is {of_base}",
                 place=parent.path,
-                hint="set `model.name` to the model that it was trained over",
+                hint="set `model.name` to the base model of this adapter",
             )
 
 
@@ -293,7 +293,7 @@ def _check_weights(folder: Path, place: str) -> None:
         gguf = next(folder.glob("*.gguf"), None)
         if gguf:
             message = f"the model has no weights that can be trained: `{gguf.name}` is a GGUF file"
-            raise DataError(message, place=place, hint="take the model that the GGUF file was made from")
+            raise DataError(message, place=place, hint="use the model that the GGUF file was made from")
         raise DataError(
             "the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)"
         )
@@ -359,13 +359,13 @@ def is_about_trust(error: BaseException) -> bool:
 def code_not_trusted(what: str, place: str) -> DataError:
     """Return the refusal of a model or tokenizer (`what`) that needs its own code."""
     return DataError(
-        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not"
-        " run unasked",
+        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; it is not run"
+        " without your consent",
         place=place,
         hint=(
-            "read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub"
-            " `model.revision` to the full commit that you have read; where a run's configuration has set it, type"
-            " MODEL_TRUST_REMOTE_CODE=true with the command"
+            "read that code, then set `model.trust_remote_code: true` and, for a model of the hub, `model.revision` to"
+            " the full commit that you have read; if a run's configuration sets them already, add"
+            " MODEL_TRUST_REMOTE_CODE=true to the command"
         ),
     )
 

@@ -32,12 +32,12 @@ ROPE_THETA, LONG_ROPE_THETA = 10_000.0, 500_000.0
 
 
 def is_scratch(model: ModelConfig) -> bool:
-    """Whether the model's shape comes from configuration keys instead of another model's `config.json`."""
+    """Return whether the model's shape comes from configuration keys instead of another model's `config.json`."""
     return model.init == "random" and not model.name
 
 
 def trains_tokenizer(model: ModelConfig) -> bool:
-    """Whether the tokenizer is trained on the training data: configured, or the default for a model from scratch."""
+    """Return whether the tokenizer is trained on the training data: on request, or by default for a new model."""
     return model.tokenizer == "train" or (is_scratch(model) and model.tokenizer is None)
 
 
@@ -92,7 +92,7 @@ REACH_SECONDS = 4.0
 
 
 def hub_reachable() -> bool:
-    """Whether the hub answers within a few seconds; never under `HF_HUB_OFFLINE`."""
+    """Return whether the hub answers within a few seconds; never under `HF_HUB_OFFLINE`."""
     if is_offline():
         return False
     proxied = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
@@ -211,7 +211,7 @@ EXPANDED = frozenset({"mxfp4", "fp8", "mxfp8"})
 
 
 def is_expanded(config: Mapping[str, Any]) -> bool:
-    """Whether the preparation expands these weights: MXFP4, such as OpenAI's gpt-oss, or FP8, such as DeepSeek V3."""
+    """Return whether preparation expands these weights: MXFP4 (OpenAI's gpt-oss) or FP8 (DeepSeek V3)."""
     parts = (config, config.get("text_config") or {})
     return any((part.get("quantization_config") or {}).get("quant_method") in EXPANDED for part in parts)
 

@@ -100,7 +100,7 @@ def versions_of(nvml: Any) -> tuple[str, str]:
 
 
 def all_hidden() -> bool:
-    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU."""
+    """Return whether `CUDA_VISIBLE_DEVICES` hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in NOTHING
 
 
@@ -155,7 +155,7 @@ def _visible_at_once(nvml: Any, shown: list[Shown]) -> list[Shown]:
 
 
 def _is_split(nvml: Any, card: Shown) -> bool:
-    """Whether MIG is enabled."""
+    """Return whether MIG is enabled."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(card.handle)[0])
     except nvml.NVMLError:  # cards and drivers that do not know MIG
@@ -249,7 +249,7 @@ def _no_answer(index: int, count: int, error: Exception) -> HardwareError:
 
 
 def is_wsl() -> bool:
-    """Whether this is Linux under Windows (WSL2), by the kernel's name."""
+    """Return whether this is Linux under Windows (WSL2), by the kernel's name."""
     return "microsoft" in os.uname().release.lower()
 
 
@@ -392,7 +392,7 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def supports(architectures: Sequence[str], capability: str) -> bool:
-    """Whether a torch build runs on a card: `sm_XY` of the same major and no newer minor version, or PTX no newer."""
+    """Return whether a torch build runs on a card: `sm_XY` of its major and no newer minor version, or no newer PTX."""
     card = number(capability)
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")

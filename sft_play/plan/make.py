@@ -46,7 +46,7 @@ NATIVE = (
     " blocks"
 )
 ROUTER_LOSS = (
-    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over"
+    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is not a sum over"
     " micro-batches"
 )
 LONGEST_ROW = 2**22

@@ -266,7 +266,7 @@ def gathered_share(setup: Setup) -> float:
 
 
 def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:
-    """Whether this model has fused experts that QLoRA quantises."""
+    """Return whether this model has fused experts that QLoRA quantises."""
     return shape.expert_parameters > 0 and not shape.quantized_bits and quantises_experts(config.tuning, strategy)
 
 

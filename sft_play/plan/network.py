@@ -86,7 +86,7 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
 
 
 def have_nvlink(devices: tuple[Device, ...]) -> bool:
-    """Whether all of a machine's cards have chips that are sold with NVLink."""
+    """Return whether all of a machine's cards have chips that are sold with NVLink."""
     return all(device.compute_capability in NVLINK_CHIPS for device in devices)
 
 
@@ -226,7 +226,7 @@ def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
 
 
 def may_quantise(config: Config) -> bool:
-    """Whether `TUNING_MODE=qlora` would have an effect and be accepted: all weights of a random model are trained."""
+    """Return whether `TUNING_MODE=qlora` has an effect and is accepted: all weights of a random model are trained."""
     return config.tuning.mode != "qlora" and config.model.init != "random"
 
 
@@ -398,7 +398,7 @@ def _passes(request: Request, setup: Setup) -> int:
 
 
 def _apart(request: Request) -> bool:
-    """Whether a network connects the ranks of a group: between machines, or as described by `8GB+8GB@1Gbit`."""
+    """Return whether a network connects the ranks of a group: between machines, or as described by `8GB+8GB@1Gbit`."""
     nodes = request.ranks.nodes
     joined = len(nodes) == 1 and request.hardware.network_bytes_per_second is not None
     return joined or any(ranks % request.group_size for ranks in nodes)

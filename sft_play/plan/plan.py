@@ -236,7 +236,7 @@ class Plan(Setup):
             return Plan.from_json(value)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
-            hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
+            hint = "restore it from a backup, or copy it from a run that the same command starts under another RUN_NAME"
             raise CheckpointError(f"not the plan of a run: {why}", place=str(path), hint=hint) from error
 
     @staticmethod

@@ -46,7 +46,7 @@ class RankLayout:
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
-    """Whether `HARDWARE` describes one card for each machine, as in `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3`.
+    """Return whether `HARDWARE` describes one card for each machine, as in `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3`.
 
     Like cards count too where each is listed (`8GB+8GB`), whereas `2x8GB` means two cards in each machine.
     """

@@ -174,7 +174,7 @@ class Request:
         return sum(self.parts(setup, micro_batch).values())
 
     def fits(self, setup: Setup, micro_batches: tuple[int, ...]) -> bool:
-        """Whether each of these micro-batches fits its rank."""
+        """Return whether each of these micro-batches fits its rank."""
         return all(rows <= most for rows, most in zip(micro_batches, self.largest(setup), strict=True))
 
     def largest(self, setup: Setup) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ def settle(
 
 
 def is_automatic(config: Config, launch: LaunchRequest) -> bool:
-    """Whether the strategy is left to the plan."""
+    """Return whether the strategy is left to the plan."""
     return launch.command_strategy == "auto" and config.launch.strategy == "auto"
 
 

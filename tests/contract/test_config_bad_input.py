@@ -54,7 +54,7 @@ CASES = {
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
     "a neighbour": ("extends: x\n", [], "did you mean `x.yaml`, the file next to this one?"),
-    "a circle": ("extends: x.yaml\n", [], "round in a circle"),
+    "a circle": ("extends: x.yaml\n", [], "forms a cycle"),
     "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is ``; expected a number > 0"),
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
     "a short name": (GOOD, ["TRAIN_OPTIM=adamw"], "did you mean `adamw_torch`?"),

@@ -124,7 +124,7 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert none.code == 0 and none.json["validation"] is None
 
 
-def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(tmp_path: Path, tiny: Path) -> None:
+def test_a_second_preparation_reads_the_cache_without_heavy_packages(tmp_path: Path, tiny: Path) -> None:
     """Run it in a separate process, as the launcher does."""
     file = write_rows(tmp_path / "rows.jsonl", pairs(40))
     document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.validation: 0.2"])
@@ -460,8 +460,8 @@ def test_a_row_that_json_cannot_write_is_a_bad_row_with_its_place(data: Data, tm
     dated = tmp_path / "dated.parquet"
     parquet.write_table(Table.from_pylist([row(1, datetime.date(2026, 1, 1))]), dated)
     for file, place, message in (
-        (half, ":2", "half of a surrogate pair"),
-        (dated, ", row 1", "is date, which JSON does not have"),
+        (half, ":2", "an unpaired surrogate"),
+        (dated, ", row 1", "is date, which JSON cannot represent"),
     ):
         refused = data(f"data.train_path: {file}", "data.chat_template: qwen3", "model.max_seq_len: 512")
         assert (

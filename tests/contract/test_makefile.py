@@ -92,7 +92,7 @@ def make(
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: list[str], message: str) -> None:
+def test_targets_that_are_not_commands_refuse_variables_and_newlines_too(words: list[str], message: str) -> None:
     done = make("-n", *words)
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
@@ -163,7 +163,7 @@ def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None
     done = make("-n", "config", f"VENV={value}")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"`VENV` is `{value}` (refused: " in done.stderr
-    assert "give a path without blanks" in done.stderr
+    assert "give a path without spaces" in done.stderr
 
 
 def test_make_passes_on_a_failing_exit_code() -> None:

@@ -110,5 +110,5 @@ def test_invalid_new_tokens_are_refused(place: Place) -> None:
 
     refused(4, "`<|im_end|>`, which the vocabulary of", tokens='["<|im_end|>"]')
     refused(4, "`<b>`, which the chat template or the tokenizer splits", tokens=r'["\n<b>", "<b>"]')
-    refused(2, "is there twice", tokens='["<a>", "<a>"]')
+    refused(2, "appears twice", tokens='["<a>", "<a>"]')
     refused(2, "no `data.new_tokens`", tokens="[]", words=("TUNING_LORA_EMBEDDINGS=new",))

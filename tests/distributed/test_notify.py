@@ -135,7 +135,7 @@ def test_a_redirect_is_followed_on_the_same_host_only(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])
-def test_a_configuration_brings_no_command(target: str, in_process: Program) -> None:
+def test_a_command_in_a_configuration_is_refused(target: str, in_process: Program) -> None:
     in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}").refused(
         2, "neither a URL nor the name of a variable with `NOTIFY` in it", "export MY_NOTIFY"
     )

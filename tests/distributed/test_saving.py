@@ -183,7 +183,7 @@ def test_a_checkpoint_written_in_the_background_has_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_before(
+def test_a_process_killed_while_it_writes_in_the_background_leaves_the_previous_checkpoint(
     base: Path, tmp_path: Path, console: Path
 ) -> None:
     settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000", "train.async_save: true")

@@ -116,7 +116,7 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
         pytest.param("fsdp2", HALVES, (), marks=pytest.mark.long),
     ],
 )
-def test_a_loss_that_is_no_number_stops_before_the_update(
+def test_a_loss_that_is_nan_stops_before_the_update(
     strategy: str, ranks: tuple[tuple[int, int], ...], added: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
     """After a warm-up step, the update of step 2 makes weights so large that the loss of step 3 is NaN."""

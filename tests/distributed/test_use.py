@@ -212,7 +212,7 @@ def test_wrong_calls_of_infer_and_merge_are_refused(
 
 
 def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:
-    """Copies a model into the layout of the hub's cache, whose snapshots consist of links, and returns the snapshot."""
+    """Copy a model into the layout of the hub's cache, whose snapshots consist of links; return the snapshot."""
     blobs, snapshot = cache / "models--a--b" / "blobs", cache / "models--a--b" / "snapshots" / ("a" * 40)
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

@@ -88,7 +88,7 @@ def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(variables: dict[s
 
 
 @pytest.mark.long
-def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config: str) -> None:
+def test_a_short_pause_does_not_count_as_a_loss(variables: dict[str, str], config: str) -> None:
     with start(variables, *LONG, config, name="pause") as launch:
         launch.wait_for_step(2)
         everyone = [*launch.workers().values(), psutil.Process(launch.process.pid)]

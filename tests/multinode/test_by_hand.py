@@ -119,7 +119,7 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_machine_that_vanishes_after_its_last_step_delays_no_other(two: Lan2) -> None:
+def test_a_machine_that_vanishes_after_its_last_step_does_not_delay_others(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
     two.start_all("TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
     run = two.run("by_hand")

@@ -126,7 +126,7 @@ def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_
 
 
 @pytest.mark.parametrize("ident", ["call_0123456789", "abcdefghi", None])
-def test_mistral_gets_ids_of_nine_letters_and_results_name_them(ident: str | None, tmp_path: Path) -> None:
+def test_mistral_gets_call_ids_of_nine_characters_and_results_name_them(ident: str | None, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_family(tmp_path / "t", "mistral"))
     call_facts = {key: value for key, value in call(a=2).items() if key != "id"} | ({"id": ident} if ident else {})
     result = {"role": "tool", "content": "4"} | ({"tool_call_id": ident} if ident else {})

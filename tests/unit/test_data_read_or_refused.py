@@ -79,7 +79,10 @@ def test_a_key_of_a_turn_that_looks_like_a_mask_is_refused_by_name(mark: str) ->
 
 
 def test_marks_that_contradict_each_other_are_refused_and_a_users_weight_says_nothing() -> None:
-    assert "learnt and that it is not" in refused({"messages": [USER, {**ANSWER, "train": True, "loss": 0}]}).message
+    assert (
+        "both as learnt and as not learnt"
+        in refused({"messages": [USER, {**ANSWER, "train": True, "loss": 0}]}).message
+    )
     assert read({"messages": [{**USER, "weight": 1}, ANSWER]}).messages == [USER, ANSWER]
     assert read({"messages": [{**USER, "weight": 0}, ANSWER]}).messages == [{**USER, "train": False}, ANSWER]
 
@@ -190,9 +193,9 @@ def test_json_inside_text_is_read() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (HALF, "half of a surrogate pair"),
-        ({HALF: 1}, "half of a surrogate pair"),
-        (float("nan"), "is nan, which JSON does not have"),
+        (HALF, "an unpaired surrogate"),
+        ({HALF: 1}, "an unpaired surrogate"),
+        (float("nan"), "is nan, which JSON cannot represent"),
         (float("inf"), "is inf"),
         (datetime.date(2026, 1, 1), "date"),
         (datetime.datetime(2026, 1, 1), "datetime"),
@@ -211,13 +214,13 @@ def test_rows_with_values_outside_json_are_refused_with_the_field(value: Any, me
     assert "tools[0].function.parameters.default" in refused(called({"a": 1}, tools=[described])).message
 
 
-def test_half_of_a_pair_is_refused_in_names_groups_and_text() -> None:
+def test_an_unpaired_surrogate_is_refused_in_names_groups_and_text() -> None:
     row = called({"a": 1})
     row["messages"][1]["tool_calls"][0]["function"]["name"] = HALF
-    assert "half of a surrogate pair" in refused(row).message
-    assert "`author` holds half" in refused({**PAIR, "author": HALF}, group_by="author").message
-    assert "half of a surrogate pair" in refused({"messages": [USER, {**ANSWER, "name": HALF}]}).message
-    assert "the key `a` is there more than once" in refused(called('{"a": 1, "a": 2}')).message
+    assert "an unpaired surrogate" in refused(row).message
+    assert "`author` contains an unpaired" in refused({**PAIR, "author": HALF}, group_by="author").message
+    assert "an unpaired surrogate" in refused({"messages": [USER, {**ANSWER, "name": HALF}]}).message
+    assert "the key `a` appears more than once" in refused(called('{"a": 1, "a": 2}')).message
     assert "is nan" in refused(called('{"a": NaN}')).message
 
 
@@ -246,7 +249,7 @@ def test_pictures_in_a_column_are_refused_as_picture_parts_are(column: Row) -> N
 
 @pytest.mark.parametrize("value", [0, False, [], {}, 0.0])
 @pytest.mark.parametrize("column", ["system", "input"])
-def test_a_falsy_value_is_refused_as_another_is(column: str, value: Any) -> None:
+def test_a_falsy_value_is_refused_like_any_other(column: str, value: Any) -> None:
     row = {"instruction": "q", "output": "a", column: value}
     assert f"`{column}` is " in refused(row).message
     assert read({**row, column: None}) == read({**row, column: ""}), "nothing is given"
@@ -301,7 +304,7 @@ def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
     assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
-def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:
+def test_a_class_label_does_not_count_as_a_judgement(tmp_path: Path) -> None:
     assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
 
 
@@ -340,7 +343,7 @@ def test_token_masks_are_used_or_refused(column: Row, message: str) -> None:
     assert message in refused({"input_ids": [5, 6, 7], **column}).message
 
 
-def test_tokens_that_a_tokenizer_adds_to_every_row_are_no_mask() -> None:
+def test_tokens_that_a_tokenizer_adds_to_every_row_are_not_a_mask() -> None:
     added = {
         "attention_mask": [1, 1, 1],
         "token_type_ids": [0, 0, 0],

@@ -217,7 +217,7 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
     )
     parquet.write_table(twice, tmp_path / "twice.parquet")
     ((place, error),) = read_source(DataSource(path=str(tmp_path / "twice.parquet")))
-    assert isinstance(error, DataError) and "`map` the key `k` is there more than once" in error.message
+    assert isinstance(error, DataError) and "`map` the key `k` appears more than once" in error.message
     assert place.endswith("twice.parquet, row 1")
 
 
@@ -286,7 +286,7 @@ def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> No
     rows = [row for _, row in read_source(DataSource(path=str(path)))]
     assert time.process_time() - begun < 20 * plain
     assert (
-        all(isinstance(row, DataError) and "`k59999` is there more than once" in row.message for row in rows)
+        all(isinstance(row, DataError) and "`k59999` appears more than once" in row.message for row in rows)
         and len(rows) == 5
     )
 

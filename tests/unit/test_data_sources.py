@@ -194,7 +194,7 @@ def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     assert "has no splits" in refused(tmp_path / "one", split="train").message
 
 
-def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_a_folder_yields_its_tables_or_else_its_documents_sorted_by_name(tmp_path: Path) -> None:
     write(tmp_path / "README.md", b"# about")
     write(tmp_path / ".cache" / "a.jsonl", LINES)
     write(tmp_path / "deep" / "b.txt", b"two")
@@ -206,7 +206,7 @@ def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_name
     left_out = LeftOut()
     list(read_source(DataSource(path=str(tmp_path)), skipped=left_out))
     assert left_out.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
-        "nothing is passed over in silence"
+        "every skipped file is reported"
     )
 
 
@@ -250,14 +250,14 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"streaming": True}, {"split": "train"}, {"config": "x"}, {"revision": "main"}])
 def test_options_of_hub_datasets_are_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
-    assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
+    assert "but only hub datasets" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
 
 
-# ---- Files that are not what they should be
+# ---- Malformed files
 
 WIDE = '{"question": "a", "answer": "b"}\n' * 3
 OPEN_QUOTE = 'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'
-TWICE = "the key `question` is there more than once"
+TWICE = "the key `question` appears more than once"
 
 
 @pytest.mark.parametrize(
@@ -299,19 +299,19 @@ TWICE = "the key `question` is there more than once"
             "a.csv",
             b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n",
             ":3",
-            "the row is the header again",
+            "the row repeats the header",
             "DATA_BAD_ROWS=drop",
         ),
         (
             "a.csv",
             b"question,answer\n1,2\nquestion,answer\n3,4\n",
             ":3",
-            "the row is the header again",
+            "the row repeats the header",
             "DATA_BAD_ROWS=drop",
         ),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_is_one_error(
+def test_a_malformed_file_is_one_error(
     name: str, content: bytes, place: str, message: str, hint: str | None, tmp_path: Path
 ) -> None:
     path, errors = write(tmp_path / name, content), list[DataError]()
@@ -332,7 +332,7 @@ def test_a_list_is_read_though_the_name_says_lines(indent: int | None, ending: s
     assert "the row is a list; expected an object" in refused(lists).message
 
 
-def test_marks_where_files_were_joined_are_no_part_of_a_row(tmp_path: Path) -> None:
+def test_marks_where_files_were_joined_are_not_part_of_a_row(tmp_path: Path) -> None:
     mark = b"\xef\xbb\xbf"
     assert rows_of(write(tmp_path / "a.jsonl", mark + LINES + mark + LINES + mark)) == [*ROWS, *ROWS]
     assert rows_of(write(tmp_path / "a.json", mark + LINES + mark + LINES)) == [*ROWS, *ROWS]

@@ -104,7 +104,7 @@ def test_a_run_whose_folder_is_gone_reports_it_and_leaves_no_stub(tmp_path: Path
         and f"{run.path}: the run's folder is gone" in outcome.message
         and "was it moved" in outcome.message
     )
-    assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
+    assert "make room" not in outcome.message and "hint: if it was moved, move it back" in outcome.message
 
 
 # What is watched next to a run, and its end.

@@ -99,7 +99,7 @@ WAYS: dict[str, Callable[[RunFolder, Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_runs_folder_gives_no_command_path_or_address(
+def test_commands_paths_and_addresses_are_not_read_from_a_runs_folder(
     way: str, run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own.yaml"

@@ -75,7 +75,7 @@ SHARDS = json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b
         ),
     ],
 )
-def test_a_folder_that_is_no_complete_model_is_named_with_what_it_lacks(
+def test_a_folder_that_is_not_a_complete_model_is_named_with_what_it_lacks(
     missing: str, written: dict[str, str], message: str, hint: str, model: Path
 ) -> None:
     for path in model.glob(missing) if missing else ():

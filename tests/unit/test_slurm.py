@@ -431,7 +431,7 @@ def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, t
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
 )
-def test_bad_input_is_one_error_and_changes_no_file(
+def test_bad_input_is_one_error_and_leaves_files_unchanged(
     in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     foreign, text = tmp_path / "mine.sh", "#!/bin/bash\necho mine\n"
@@ -470,7 +470,7 @@ echo 7
 """
 
 
-def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program, tmp_path: Path) -> None:
+def test_variables_of_the_shell_do_not_change_options_of_the_job(in_process: Program, tmp_path: Path) -> None:
     (tmp_path / "sbatch").write_text(SBATCH.replace("seen", str(tmp_path / "seen")))
     (tmp_path / "sbatch").chmod(0o755)
     typed = {

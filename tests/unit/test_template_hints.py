@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 CASES = {
     "the end of a turn in an answer": Case(
-        "take it out of the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]
+        "remove it from the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]
     ),
     "no end of turn": Case("`data.chat_template`", NO_END, [USER, ANSWER]),
     "an answer first": Case(
@@ -73,7 +73,7 @@ CASES = {
     "tools that are not written": Case("`data.chat_template: qwen3`", LATE, [USER, CALL], tools=[TOOL]),
     "or no tools": Case("leave the key out", None, [USER, ANSWER], [USER, ANSWER], tools=[TOOL]),
     "words next to calls": Case(
-        "leave the words out", CALLS, [USER, {**CALL, "content": "words"}], [USER, CALL], tools=[TOOL]
+        "remove the text from that turn", CALLS, [USER, {**CALL, "content": "words"}], [USER, CALL], tools=[TOOL]
     ),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_measured_energy_is_shown_next_to_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "words"), [(4, "runs of 5 steps or more teach"), (5, "the next one goes by this")])
-def test_a_run_of_few_steps_promises_no_better_forecast(tmp_path: Path, steps: int, words: str) -> None:
+def test_a_run_of_few_steps_does_not_promise_a_better_forecast(tmp_path: Path, steps: int, words: str) -> None:
     forecast = {"tokens_per_second": 300.0, "basis": "a guess: 2 threads"}
     write_json(RunFolder(tmp_path).training_metrics, {"steps": steps, "tokens_per_second": 90.0, "forecast": forecast})
     assert words in beside_forecast(RunFolder(tmp_path))
