@@ -134,11 +134,11 @@ def parse_yaml(text: str, name: str) -> YamlNode:
 def _syntax_hint(error: yaml.MarkedYAMLError) -> str | None:
     problem = error.problem or ""
     if "'\\t'" in problem:
-        return "indent with spaces; YAML takes no tabs"
+        return "indent with spaces; YAML does not allow tabs"
     if "mapping values are not allowed" in problem:
         return "look for a missing line break, or put a value with `: ` in it between quotes"
     if "could not find expected ':'" in problem:
-        return "a key is written `key: value`"
+        return "write a key as `key: value`"
     return None
 
 

@@ -91,8 +91,8 @@ class GlobalBatchSampler:
         )
 
     def adopt(self, step: int, shares: Sequence[Slots]) -> None:
-        """Let `shares` hold from an optimizer step on that has not been cut. Raise `ValueError` for one that has, or
-        for too few slots.
+        """Use `shares` from an optimizer step on. Raise `ValueError` for a step that is cut already, or for too few
+        slots.
         """
         if step < self.next_step or not self.holds(shares) or len(shares) != len(self.ranks):
             raise ValueError(

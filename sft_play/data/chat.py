@@ -91,7 +91,7 @@ class Renderer:
     def rows(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant"
     ) -> list[RowText]:
-        """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be
+        """Return the rows of a conversation that ends with an answer. Raise `DataError` if a mask cannot be
         exact.
         """
         self._roles = self._roles or role_marks(self.tokenizer, self.stops, self.render)
@@ -122,7 +122,7 @@ class Renderer:
         for stop in self.stops:
             if 0 <= answer.find(stop) < len(answer) - len(stop):
                 raise DataError(
-                    f"the answer of turn {index + 1} holds `{stop}`, which ends a turn: inference would stop there",
+                    f"the answer of turn {index + 1} contains `{stop}`, which ends a turn: inference would stop there",
                     hint=(
                         "remove it from the text (the template writes it), or leave such rows out with the source's"
                         " `filter`"
@@ -153,7 +153,7 @@ class Renderer:
     def _located(
         self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, prompt: str, full: str
     ) -> tuple[str, str]:
-        """Return what `answer` does, for an answer whose place is found by putting a marker there."""
+        """Return what `answer` does, finding the place of the answer with a marker."""
         message, number = messages[index], index + 1
         if message.get("tool_calls"):
             if not full.startswith(prompt):
@@ -183,7 +183,7 @@ class Renderer:
         return prompt, body + tail[:end]
 
     def _end(self, text: str, *, blank: bool) -> int:
-        """Return where in `text` the first end of a turn ends; `blank`: only white space may stand before it."""
+        """Return where in `text` the first end of a turn ends; `blank`: only white space may precede it."""
         places = [(text.find(stop), stop) for stop in self.stops if stop in text]
         first, stop = min(places, default=(-1, ""))
         if first < 0 or (blank and text[:first].strip()):
@@ -197,7 +197,7 @@ class Renderer:
         return first + len(stop)
 
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
-        """Return the row of `train.loss_on: all`: every token, those of turns with a weight by that."""
+        """Return the row of `train.loss_on: all`: every token, with the weight of its turn."""
         if all(message.get("train") is False for message in messages):
             raise DataError("every turn has `train: false`, so there is nothing to learn")
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
@@ -222,7 +222,7 @@ class Renderer:
     def _words(
         self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None, prompt: str
     ) -> tuple[int, int]:
-        """Return where in the prompt of message `last` the words of another message stand."""
+        """Return where the prompt of message `last` contains the text of another message."""
         marked = [
             {**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])
         ]
@@ -281,9 +281,7 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
 
 
 def without_thought(turn: Message) -> Message:
-    """Return a turn without what was thought; templates that write a thought before calls take it from their words
-    too.
-    """
+    """Return a turn without its thought, which some templates also take from the text before calls."""
     bare = {key: value for key, value in turn.items() if key != "reasoning_content"}
     return {**bare, "content": ""} if turn.get("tool_calls") else bare
 
@@ -301,7 +299,7 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
         r1 = "`data.chat_template: deepseek_r1`" if "<\uff5cAssistant\uff5c>" in prompt else "`data.chat_template`"
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
-            hint=f"the model would be trained on other text than it sees when it answers; use another template: {r1}",
+            hint=f"the model would be trained on other text than it sees at inference; use another template: {r1}",
         )
     return len(head)
 
@@ -329,12 +327,12 @@ class RoleMarks:
     """Whether they hold special tokens. Plain words (`USER:`) may stand in any text, so all of them must be there."""
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raise `DataError` for a turn that holds them."""
+        """Raise `DataError` for a turn that contains them."""
         for index, turn in enumerate(messages):
             written = [mark for mark in self.marks if mark in turn["content"]]
             if written and (self.special or len(written) == len(self.marks)):
                 raise DataError(
-                    f"turn {index + 1} ({turn['role']}) holds `{written[0]}`, which the chat template writes itself:"
+                    f"turn {index + 1} ({turn['role']}) contains `{written[0]}`, which the chat template writes itself:"
                     " the row was rendered already, and would be rendered twice",
                     hint=(
                         "give the turns without the template's marks (`messages`: a role and its words); or put prompt"
@@ -345,7 +343,7 @@ class RoleMarks:
 
 
 def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
-    """Return the marks of a tokenizer's template; none where it does not write a plain conversation."""
+    """Return the marks of a tokenizer's template; none if it does not write a plain conversation."""
     asked = [{"role": "user", "content": "qFirstz"}]
     conversation = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
     try:
@@ -373,7 +371,7 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
 
 
 def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:
-    """Return the mark of a role in what stands between two turns: a special token, with the word and the token after it
+    """Return the mark of a role in the text between two turns: a special token, with the word and the token after it
     if any.
     """
     text = between.strip()
@@ -509,7 +507,7 @@ def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
 
 
 def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, render: Render) -> None:
-    """Raise `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a
+    """Raise `DataError` if the text of a conversation that ends with an answer lacks its tools, a call or a
     result.
     """
     marks = _Marks()
@@ -532,7 +530,7 @@ def check_answer(
     render: Render,
     end: Callable[[str], int],
 ) -> None:
-    """Raise `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a
+    """Raise `DataError` unless `said`, what is learnt of message `index`, contains its calls and its words. `end`: of a
     turn in a text.
     """
     message, number = messages[index], index + 1

@@ -370,7 +370,7 @@ def ids_of_new_tokens(tokens: Sequence[str], tokenizer: Any) -> dict[str, int]:
 
 
 def _keys(content: bytes) -> Iterator[bytes]:
-    """Yield the keys that stand one after another in a prepared split's `keys.bin`."""
+    """Yield the keys in a prepared split's `keys.bin`."""
     yield from (content[start : start + KEY_BYTES] for start in range(0, len(content), KEY_BYTES))
 
 
@@ -467,7 +467,7 @@ class SourceRows(NamedTuple):
     source: int
     """Index into the split's sources."""
     form: str | None
-    """The source's format; `None` where it is not known yet."""
+    """The source's format; `None` if it is not known yet."""
     rows: Sequence[Placed]
 
 

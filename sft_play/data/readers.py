@@ -30,7 +30,7 @@ SHOWN_CHARACTERS, SHOWN_COLUMNS = 60, 8
 """Of a row in a message."""
 HEADER_BYTES = 1 << 16
 BOM = "\ufeff".encode()
-QUOTES = "a value that holds the separator, a line end or a quote is quoted, and a quote in it is written twice"
+QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
 LEAVE_OUT = "`DATA_BAD_ROWS=drop` leaves such rows out and counts them"
@@ -118,7 +118,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 
 def _rows_in(document: Any) -> list[str]:
-    """Return the names of an object's lists of objects that are no turns."""
+    """Return the names of an object's lists of objects that are not turns."""
     lists = [
         name for name, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)
     ]
@@ -126,7 +126,7 @@ def _rows_in(document: Any) -> list[str]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object whose keys are all different. Raise `DataError`: of two values one would be lost."""
+    """Return a JSON object. Raise `DataError` for a duplicate key, since one of its values would be lost."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -271,7 +271,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 
 
 def _longest_text(stream: IO[bytes], column: Any) -> int:
-    """Return the most bytes of a text that each row of a column may have, though the file holds it once; 0 where none
+    """Return the most bytes of a text that each row of a column may have, though the file contains it once; 0 if none
     is shared.
 
     Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as
@@ -373,9 +373,7 @@ def _bytes(values: Any) -> int:
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of an Arrow type, as pyarrow gives it, into what a JSON file would hold, at any
-    depth.
-    """
+    """Return the function that converts pyarrow's value of an Arrow type into what a JSON file would contain."""
     from pyarrow import types
 
     if isinstance(getattr(kind, "extension_name", None), str):

@@ -163,7 +163,7 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
 
 
 def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
-    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing where these
+    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing if these
     names are read.
     """
     new = new or column
@@ -202,7 +202,7 @@ def _looks_like_media(key: str) -> bool:
 
 
 def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
-    """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt
+    """Raise `DataError` for a column, or a key of a turn, that contains pictures or sounds: its text would be learnt
     without them.
     """
     for key, value in row.items():
@@ -213,7 +213,7 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
         if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
             column = f"{name.partition('[')[0]}.note" if name else "note"
             raise DataError(
-                f"`{name}{'.' if name else ''}{key}` holds pictures or sounds; only text is trained",
+                f"`{name}{'.' if name else ''}{key}` contains pictures or sounds; only text is trained",
                 hint=(
                     f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without"
                     " them"
@@ -254,7 +254,7 @@ def weight_of(value: Any, name: str) -> float:
 
 
 def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | float | None:
-    """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise
+    """Return what a turn's other keys say under any name of `MASKS`, `None` if they say nothing. Raise
     `DataError`.
     """
     column = name.partition("[")[0]
@@ -277,12 +277,12 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             if marks_what_is_not_learnt(key):
                 learnt = "where it marks what is not learnt, write `train: false` into those turns; "
             raise DataError(
-                f"`{name}.{key}` seems to say what of the turn is learnt, and is not read",
+                f"`{name}.{key}` seems to mark which part of the turn is learnt, and is not read",
                 hint=f"{learnt}else {hint}" if isinstance(value, (bool, int, float)) else hint,
             )
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
-            raise DataError(f"`{name}.{key}` seems to be calls of tools, and is not read", hint=hint)
+            raise DataError(f"`{name}.{key}` seems to contain tool calls, and is not read", hint=hint)
     if role != "assistant" and flags.get(WEIGHT) is True:
         del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
     if len(set(map(bool, flags.values()))) > 1:
@@ -418,7 +418,7 @@ def is_filled(value: Any, within: bool) -> bool:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value`, which is text that a tokenizer can read. Raise `DataError`."""
+    """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
         raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
     if not value.isascii():
@@ -465,7 +465,7 @@ def is_list(value: Any) -> bool:
 
 
 def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
-    """Return `found`, which is a list, or JSON of one in a string. Raise `DataError`."""
+    """Return a list, or the list that a JSON string contains. Raise `DataError`."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, name)
     if not is_list(value):
@@ -474,7 +474,7 @@ def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Return what JSON in a string says. Raise `DataError`."""
+    """Return a string parsed as JSON. Raise `DataError`."""
     try:
         return DECODER.decode(text.strip())
     except DataError as error:  # a duplicate key

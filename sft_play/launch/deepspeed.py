@@ -256,7 +256,7 @@ def settings_from_run(
 def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> UserDeepSpeed:
     """Check settings that were read from `path`, with `source` for line numbers.
 
-    DeepSpeed's own models check the values later (`ask_deepspeed`). Raise `UserError` where no plan is possible.
+    DeepSpeed's own models check the values later (`ask_deepspeed`). Raise `UserError` if no plan is possible.
     """
     problems = [
         UserError(text, place=source.place(path, key), hint=hint) for key, text, hint in _refused_keys(settings)
@@ -285,7 +285,7 @@ def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
         hint = "`//` and `/* */` comments and trailing commas are fine"
         raise UserError(f"not JSON: {error.msg}", place=place, hint=hint) from error
     if not isinstance(value, dict):
-        raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
+        raise UserError(f"contains a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
     # JSON is YAML except for tabs; this also refuses duplicate keys.
     return value, parse_yaml(text.replace("\t", " "), str(path))
 

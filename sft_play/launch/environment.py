@@ -122,7 +122,7 @@ def loopback_interface() -> str:
 
 
 def holder_of(port: int) -> str:
-    """Return `: NAME (process N) has it` for the listener on `port`; empty where it cannot be determined."""
+    """Return `: NAME (process N) has it` for the listener on `port`; empty if it cannot be determined."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
@@ -190,7 +190,7 @@ class Node:
     interface: str | None = None
     """Network interface towards other nodes."""
     key: str | None = field(default=None, repr=False)
-    """Secret of the nodes of this run; `None` where the network is trusted."""
+    """Secret of the nodes of this run; `None` if the network is trusted."""
 
     @property
     def master(self) -> str:

@@ -209,8 +209,8 @@ def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
             f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         )
         raise CheckpointError(
-            f"the weights hold {shown}, which the model in `config.json` does not have: its answers would differ from"
-            " those of the published model",
+            f"the weights contain {shown}, which the model in `config.json` does not have: its answers would"
+            " differ from those of the published model",
             place=str(folder),
             hint=f"{_more_layers(outline, refused)}correct `config.json`, or download the model again",
         )

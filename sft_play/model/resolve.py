@@ -146,7 +146,7 @@ def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
         return DataError(f"is neither a folder nor a hub id: {error}", place=model.name)
     if isinstance(error, errors.HfHubHTTPError):
         return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later")
-    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model"
+    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model"
     return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
 
 
@@ -173,7 +173,7 @@ def tokenizer_sha256(folder: Path) -> list[str]:
     return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
-# Whether a folder holds a complete model: config, every weight file to its last byte, and a tokenizer.
+# Whether a folder contains a complete model: config, every weight file to its last byte, and a tokenizer.
 
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -193,7 +193,7 @@ def check_folder(folder: Path, place: str) -> None:
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise DataError("this is an adapter, not a model", place=place, hint="set `model.name` to the base model")
-        hint = "a model folder holds config.json, weights and a tokenizer"
+        hint = "a model folder contains config.json, weights and a tokenizer"
         raise DataError("the model has no `config.json`", place=place, hint=hint)
     refuse_embedded_adapter(folder, place)
     config = folder / "config.json"
@@ -281,7 +281,7 @@ def refuse_embedded_adapter(folder: Path, place: str) -> None:
     """
     if (folder / "adapter_config.json").is_file():
         raise DataError(
-            "this model folder holds an adapter too (`adapter_config.json`)",
+            "this model folder contains an adapter too (`adapter_config.json`)",
             place=place,
             hint="merge the adapter into the model first, or move `adapter_config.json` and its weights away",
         )

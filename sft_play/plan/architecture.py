@@ -134,7 +134,7 @@ COUNT_VERSION = 2
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
-    """Return the shape of the configured model. Raise `DataError` where it cannot be determined."""
+    """Return the shape of the configured model. Raise `DataError` if it cannot be determined."""
     if is_scratch(model):
         return shape_from_config(scratch_architecture(model))
     path, row = config_file(model), known_models().get(model.name)
@@ -144,7 +144,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
 
 
 def check_length(model: ModelConfig, positions: int) -> None:
-    """Raise `UserError` where rows may be longer than the model's `positions`."""
+    """Raise `UserError` if rows may be longer than the model's `positions`."""
     if model.max_seq_len > positions:
         raise UserError(
             f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
@@ -173,13 +173,13 @@ def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
     try:
         config = read_json(path)
         if not isinstance(config, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it contains no JSON object")
         return shape_of_config(config, str(path), trusts_code=trusts_code)
     except FileNotFoundError:
         raise DataError(
             "the folder has no `config.json`",
             place=str(path.parent),
-            hint="a model folder holds config.json, weights and a tokenizer",
+            hint="a model folder contains config.json, weights and a tokenizer",
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"cannot be read: {error}", place=str(path)) from None
@@ -323,7 +323,7 @@ def _fetch_config(model: ModelConfig) -> Path:
     unreachable = DataError(
         "no such folder, and the hub cannot be reached",
         place=model.name,
-        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
+        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model",
     )
     if not hub_reachable():
         raise unreachable
@@ -344,7 +344,7 @@ def _fetch_config(model: ModelConfig) -> Path:
 
 
 def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
-    """Return the parsed `config.json`. Raise `DataError` where no file, the table or the hub has it."""
+    """Return the parsed `config.json`. Raise `DataError` if neither a file, the table nor the hub has it."""
     if prepared is None and is_scratch(model):
         return scratch_architecture(model)
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)

@@ -62,7 +62,7 @@ class Shown:
 
 
 def open_nvml() -> Any | None:
-    """Return the initialised `pynvml` module, or `None` where there is no NVIDIA driver.
+    """Return the initialised `pynvml` module, or `None` if there is no NVIDIA driver.
 
     Raise `HardwareError` for a driver that fails, as after an update without a restart.
     """
@@ -163,7 +163,7 @@ def _is_split(nvml: Any, card: Shown) -> bool:
 
 
 def _slices(nvml: Any, card: Shown) -> list[Shown]:
-    """Return the MIG slices of a card. Raise `HardwareError` where this user may use none."""
+    """Return the MIG slices of a card. Raise `HardwareError` if this user may use none."""
     slices: list[Shown] = []
     reason = "it has none"
     for place in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(card.handle))):
@@ -254,7 +254,7 @@ def is_wsl() -> bool:
 
 
 def other_gpu() -> str:
-    """Return why another manufacturer's GPU is not used; empty where none is known."""
+    """Return why another manufacturer's GPU is not used; empty if none is known."""
     if Path("/dev/kfd").exists():
         return "an AMD GPU is here (`/dev/kfd`), and training runs on the CPU: ROCm is not supported"
     if os.uname().sysname == "Darwin":

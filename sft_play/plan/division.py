@@ -271,7 +271,7 @@ def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: di
 
 
 def _unpackable(request: Request, setup: Setup, longest: int) -> str:
-    """Return why rows cannot be packed; empty where they can."""
+    """Return why rows cannot be packed; empty if they can."""
     # A pack is several flattened rows, such as two of half its length.
     return choices.why_padded(request, setup, 2, -(-longest // 2))
 

@@ -81,7 +81,7 @@ class Hardware:
     listed: int = 0
     """Entries of a description that `+` joins, such as 2 of `12GB+8GB`; 0 without a description."""
     driver: str | None = None
-    """Version of NVIDIA's driver; `None` where it was not read."""
+    """Version of NVIDIA's driver; `None` if it was not read."""
     driver_cuda: str | None = None
     """The newest CUDA that the driver supports, such as `13.0`."""
     unused: str = ""

@@ -345,7 +345,7 @@ def check_slices(request: Request) -> dict[str, str]:
 def attention_for_slices(request: Request, why: str | None) -> str:
     """Return the attention that computes slices of sequences.
 
-    Raise `UserError` where the family does not support it, or with `why` it cannot run.
+    Raise `UserError` if the family does not support it, or with `why` it cannot run.
     """
     family = request.shape.model_type
     if family not in SLICED_MODEL_TYPES:
@@ -428,8 +428,8 @@ def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[
         )
     if shape.model_type in NOT_STAGED_MODEL_TYPES:
         raise UserError(
-            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be stages, since they read more"
-            " than the layer before",
+            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be split into stages: they read"
+            " more than the output of the previous layer",
             hint="`make train-fsdp` shards the weights of any model",
         )
     devices = request.ranks.devices[:stages]

@@ -122,7 +122,7 @@ def devices_for(
 ) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
-    Raise `HardwareError` when there are too few, or when other programs fill one that would be used.
+    Raise `HardwareError` if there are too few, or when other programs fill one that would be used.
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:

@@ -106,7 +106,7 @@ def _span(values: Iterable[int]) -> str:
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """Return a table of each rank's part of a step; empty where all parts are equal."""
+    """Return a table of each rank's part of a step; empty if all parts are equal."""
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"

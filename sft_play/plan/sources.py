@@ -427,7 +427,7 @@ def save_probe(path: Path, measurements: Sequence[Probed]) -> None:
 
 
 def load_probe(path: Path) -> list[Probed]:
-    """Return the measurements of all ranks; empty where no probe was made."""
+    """Return the measurements of all ranks; empty if no probe was made."""
     rows: list[dict[str, Any]] = read_json(path) if path.is_file() else []
     return [Probed(**row) for row in rows]
 

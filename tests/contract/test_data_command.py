@@ -154,7 +154,7 @@ def test_a_second_preparation_reads_the_cache_without_heavy_packages(tmp_path: P
     assert (prepared.model.source, prepared.model.path) == ("folder", str(tiny.resolve()))
 
 
-def test_the_same_rows_for_every_number_of_processes(
+def test_every_number_of_processes_prepares_the_same_rows(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
@@ -235,7 +235,7 @@ def test_a_damaged_cache_is_rebuilt(damage: str, data: Data, tmp_path: Path) -> 
     assert arrow.read_bytes() == written and len(answers(again)) == 5
 
 
-def test_two_processes_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp_path: Path) -> None:
+def test_two_processes_can_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", pairs(300))
     lines = [f"data.train_path: {file}", "data.validation: 0.1"]
     document = configured(tmp_path, tiny, lines)

@@ -63,7 +63,7 @@ def test_bad_input_is_one_error_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_files_of_others_are_not_written_over(in_process: Program, tmp_path: Path) -> None:
+def test_files_of_others_are_not_overwritten(in_process: Program, tmp_path: Path) -> None:
     mine, words = tmp_path / "pytorchjob.yaml", ("kubernetes", *TWO, f"OUT={tmp_path}")
     mine.write_text("kind: PyTorchJob # mine\n")
     done = in_process(*words, "KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs")

@@ -88,7 +88,7 @@ def make(
         (["check", "TESTS=tests/unit"], "takes no TESTS"),
         (["bench-training", "CONFIG=$(shell false)"], "takes no CONFIG"),
         (["plan", "tickets.yaml"], "`tickets.yaml` is no target: make plan CONFIG=tickets.yaml"),
-        (["test", "TESTS=a\ntouch x"], "holds a newline; write it on one line"),
+        (["test", "TESTS=a\ntouch x"], "contains a newline; write it on one line"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -159,7 +159,7 @@ def test_values_reach_the_program_verbatim(goal: str, name: str, value: str, tmp
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, "", "a\nb", "~/v", "a:b", "a=b", "a%b", "(a", "-x"])
-def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None:
+def test_a_folder_name_with_characters_special_to_make_or_a_shell_is_refused(value: str) -> None:
     done = make("-n", "config", f"VENV={value}")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"`VENV` is `{value}` (refused: " in done.stderr

@@ -421,7 +421,7 @@ def test_pickled_weights_run_nothing(model: Path, program: Program, tmp_path: Pa
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
         (model / name).write_bytes(pickle.dumps(Evil(mark)))
     done = program("train", f"CONFIG={trainable(tmp_path, model)}", "RUN_NAME=demo", timeout=240)
-    done.refused(5, "a pickle that holds more than tensors")
+    done.refused(5, "a pickle that contains more than tensors")
     assert not mark.exists()
 
 

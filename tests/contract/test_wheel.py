@@ -85,7 +85,7 @@ def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
     return run
 
 
-def test_help_and_presets_need_no_clone(run: Run, tmp_path: Path) -> None:
+def test_help_and_presets_work_without_a_clone(run: Run, tmp_path: Path) -> None:
     assert str(ROOT) not in run("python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
     pins = "from sft_play.config.layers import SHIPPED; print((SHIPPED / 'constraints-unsloth.txt').read_text())"
     assert "unsloth==" in run("python", "-c", pins)

@@ -186,7 +186,7 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
         ("compare RUNS=one,one@base DATA=unscored.jsonl", 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
 )
-def test_wrong_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
+def test_invalid_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
     place.call(*words.split()).refused(code, message)
 
 

@@ -88,7 +88,7 @@ def test_new_rows_start_at_the_mean_and_are_trained_saved_and_merged(
     shutil.rmtree(run)
 
 
-def test_uses_are_counted_when_rows_are_prepared_and_need_no_transformers_later(place: Place) -> None:
+def test_uses_are_counted_when_rows_are_prepared(place: Place) -> None:
     done = place.run("inspect", f"CONFIG={place.config}", "JSON=1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["manifest"]["new_tokens"] == {"<tool>": 24, "</tool>": 24, "<never>": 0}

@@ -63,7 +63,7 @@ def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: s
     in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 
-def test_operators_that_call_others_compute_on_a_cpu() -> None:
+def test_operators_that_call_others_count_as_computing_on_a_cpu() -> None:
     """`aten::mm` passes little on to `aten::resolve_conj`; nodes of the graph only call."""
 
     def event(name: str, start: float, end: float, *children: Any) -> Any:

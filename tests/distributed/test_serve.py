@@ -112,7 +112,7 @@ def test_an_answer_is_that_of_infer_under_the_asked_name(client: openai.OpenAI, 
         assert events.get_final_response().output_text == answer
 
 
-def test_sampling_is_by_the_request(chat: Any, answer: str) -> None:
+def test_sampling_follows_the_request(chat: Any, answer: str) -> None:
     def texts(**options: Any) -> list[str]:
         return [choice.message.content for choice in chat(max_tokens=12, **options).choices]
 

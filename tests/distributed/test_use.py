@@ -116,7 +116,7 @@ def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_pat
 
 
 @pytest.mark.parametrize(("command", "folder"), [("infer", "checkpoints/last"), ("merge", "model")])
-def test_damaged_weights_are_named(place: Place, command: str, folder: str, tmp_path: Path) -> None:
+def test_damaged_weights_are_reported_by_name(place: Place, command: str, folder: str, tmp_path: Path) -> None:
     run = Path(shutil.copytree(place.folder / "runs" / "demo", tmp_path / "damaged", symlinks=True))
     (run / folder / "adapter_model.safetensors").write_bytes(b"")
     words = ["PROMPT=Why?", "CHECKPOINT=last"] if command == "infer" else []
@@ -205,7 +205,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("serve", "RUN=demo PORT=0", 2, "`PORT` is `0`"),
     ],
 )
-def test_wrong_calls_of_infer_and_merge_are_refused(
+def test_invalid_calls_of_infer_and_merge_are_refused(
     place: Place, merged: Path, command: str, words: str, code: int, message: str
 ) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))

@@ -106,7 +106,7 @@ def test_a_short_pause_does_not_count_as_a_loss(variables: dict[str, str], confi
         assert launch.end(within=240)[0] == 143
 
 
-def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
+def test_a_rank_that_waits_forever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
     with start(
         variables, *LONG, config, "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8", name="hang"
     ) as launch:

@@ -156,7 +156,7 @@ def test_a_tokenizer_may_know_tokens_that_no_row_holds(column: str, tmp_path: Pa
     load(base, train=unused)
     with pytest.raises(
         DataError,
-        match=r"a row holds the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024",
+        match=r"a row contains the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024",
     ) as caught:
         load(base, train=used)
     assert caught.value.place == "two.jsonl"

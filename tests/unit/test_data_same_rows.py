@@ -275,7 +275,7 @@ def test_a_text_that_many_rows_share_is_in_memory_a_few_times_at_most(way: str, 
     assert path.stat().st_size < 1 << 20 and reading(path) < 500
 
 
-def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_found_in_linear_time(tmp_path: Path) -> None:
     """Compare with the plain reader's time, measured in the same test: a busy machine slows both."""
     path, keys = tmp_path / "a.jsonl", ", ".join(f'"k{number}": 0' for number in range(60_000))
     path.write_text("".join(f'{{{keys}, "k59999": 1}}\n' for _ in range(5)), encoding="utf-8")

@@ -98,7 +98,7 @@ def test_each_kind_gives_the_same_rows_through_each_compression(ending: str, kin
         ("missing.jsonl", "missing.jsonl", "there is no such file"),
         ("deep/folder/missing", "deep/folder/missing", "there is no such file"),
         ("{folder}/*.csv", "{folder}/*.csv", "no file matches `{folder}/*.csv`"),
-        ("{folder}", "{folder}", "the folder holds no json"),
+        ("{folder}", "{folder}", "the folder contains no json"),
     ],
 )
 def test_missing_files_are_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_malformed_file_is_one_error(
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_a_list_is_read_though_the_name_says_lines(indent: int | None, ending: str, tmp_path: Path) -> None:
+def test_a_json_list_is_read_from_a_file_named_jsonl(indent: int | None, ending: str, tmp_path: Path) -> None:
     content = b"\n" + json.dumps(ROWS, indent=indent).encode()
     assert rows_of(write(tmp_path / f"a.jsonl{ending}", PACK[ending](content))) == ROWS
     lists = write(tmp_path / "lists.jsonl", b'[{"role": "user"}]\n[{"role": "user"}]\n')
@@ -344,7 +344,7 @@ def test_marks_where_files_were_joined_are_not_part_of_a_row(tmp_path: Path) -> 
 
 def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> None:
     write(tmp_path / "README", b"text")
-    assert "it holds `README`; plain text is read from files" in (refused(tmp_path).hint or "")
+    assert "it contains `README`; plain text is read from files" in (refused(tmp_path).hint or "")
 
 
 @pytest.mark.parametrize(

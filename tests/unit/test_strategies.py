@@ -23,7 +23,7 @@ FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
 
 
-def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
+def test_8_bit_states_are_chosen_if_only_the_optimizer_does_not_fit() -> None:
     small: dict[str, Any] = {"name": "HuggingFaceTB/SmolLM3-3B", "mode": "full", "max_seq_len": 1024}
     plan = plan_of("48GB", **small)
     assert plan.optim == "adamw_bnb_8bit" and plan.strategy == "single"
