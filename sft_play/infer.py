@@ -102,7 +102,7 @@ def _check_options(options: Mapping[str, str]) -> None:
             )
         if output.suffix.lower() not in WRITERS:
             raise UserError(
-                f"`OUTPUT` is written as its name ends: {', '.join(f'`{ending}`' for ending in WRITERS)}",
+                f"`OUTPUT` must end with one of: {', '.join(f'`{ending}`' for ending in WRITERS)}",
                 place=str(output),
                 hint=f"OUTPUT={as_typed(output.with_suffix('.jsonl'))}",
             )
@@ -312,7 +312,7 @@ class Conversation:
                 return 0
             if line.strip() == "/reset":
                 self.messages.clear()
-                tell("the conversation is forgotten")
+                tell("the conversation is cleared")
             elif line.strip().startswith("/"):
                 tell(f"unknown command; {COMMANDS}")
             elif line.strip():

@@ -475,7 +475,7 @@ class _Parser:
                 "make passes on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type"
                 " what is meant for this one"
             )
-            return UserError(f"unknown variable `{word.name}`, perhaps of another make", hint=hint)
+            return UserError(f"unknown variable `{word.name}`, perhaps of an outer make", hint=hint)
         return UserError(f"unknown variable `{word.name}`", hint=self.hint(word))
 
     def hint(self, word: _Word) -> str:

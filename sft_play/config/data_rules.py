@@ -251,7 +251,7 @@ def weights(config: Config) -> Iterator[Conflict]:
     """Check that weights are shares: not negative, not all 0, and either on every training source or on none."""
     for key, index, source in sources(config):
         if source.weight is not None and source.weight < 0:
-            yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 leaves a source out")
+            yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 excludes a source")
         elif source.weight is not None and key == "data.validation":
             text = ", but validation is not mixed: every row is scored"
             yield Conflict(f"{key}[{index}].weight", text, "omit it; `rows` limits a source")

@@ -274,7 +274,7 @@ def explain_mismatch(key: Key, text: str) -> str:
 def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]) -> dict[str, Value]:
     """Return each key's value from the last layer that sets it, without values that a later layer contradicts.
 
-    Keys that need this user's own word are not taken from a run's folder.
+    Keys that only this user may set are not read from a run's folder.
     """
     merged: dict[str, Value] = {}
     for number, layer in enumerate(layers):
@@ -283,7 +283,7 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
             if value.of_run and needs_own_word(key):
                 if value.node.plain() not in (_default(key), *WITHOUT_OTHERS):
                     hint = f"type {variable_name(key)}=... with the command if you want it"
-                    notices.append(f"`{key}` is not taken from a run's folder: {hint}")
+                    notices.append(f"`{key}` is not read from a run's folder: {hint}")
             elif key in ours:  # `train.seed: 1` and `train: {seed: 2}` in one file
                 problem = f"`{key}` is given twice, also in {ours[key].origin}"
                 problems.append(UserError(problem, place=value.origin, hint="give it once"))

@@ -149,7 +149,7 @@ def best_model(config: Config) -> Iterator[Conflict]:
     better, choice = higher_is_better(bare), train.extra.get("greater_is_better")
     if better is None and choice is None:
         yield Conflict(
-            BEST, ", and whether more of it is better is not known", "set `train.greater_is_better: true` or `false`"
+            BEST, ", and it is not known whether higher is better", "set `train.greater_is_better: true` or `false`"
         )
     elif better is not None and choice is not None and bool(choice) != better:
         text = (

@@ -124,8 +124,7 @@ class Renderer:
                 raise DataError(
                     f"the answer of turn {index + 1} contains `{stop}`, which ends a turn: inference would stop there",
                     hint=(
-                        "remove it from the text (the template writes it), or leave such rows out with the source's"
-                        " `filter`"
+                        "remove it from the text (the template writes it), or skip such rows with the source's `filter`"
                     ),
                 )
         return prompt, answer
@@ -142,7 +141,7 @@ class Renderer:
                     if body in (words, words.strip()):  # proven on the row itself: prompt, words, end of turn
                         return prompt, body + tail[:end]
         if not full.startswith(prompt):
-            # Harmony leaves the thoughts of calls out once the final answer is there: what it writes of that is seen
+            # Harmony omits the thoughts of calls once the final answer is there: what it writes of that is seen
             # without them.
             bare = [without_thought(turn) for turn in messages[:index]]
             bare_prompt, bare_full = self.render(bare, tools, prompt=True), self.render([*bare, message], tools)
@@ -243,7 +242,7 @@ class Renderer:
             if not messages:
                 raise DataError(
                     "the conversation begins with an answer, and the chat template writes no prompt for it",
-                    hint="`train: false` on that turn leaves it out of what is learnt; or put a question before it",
+                    hint="set `train: false` on that turn to exclude it, or put a question before it",
                 ) from error
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
@@ -462,8 +461,8 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
 WRITING_CALLS = ("qwen3",)
 """The named templates that write tools and calls."""
 HINT = (
-    f"take a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or leave the key out where"
-    " the model's own does (models that were trained to call tools)"
+    f"use a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or omit the key if"
+    " the model's own template does (models that were trained to call tools)"
 )
 _NUMBER = 790_531_000
 """The mark of the first number: a number stays one, since a template may write text otherwise."""

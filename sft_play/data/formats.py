@@ -166,7 +166,7 @@ def _history(pairs: Any) -> list[Message]:
 def _text(row: Row) -> Parts:
     text = text_of(row["text"], "text")
     if not text or text.isspace():
-        raise DataError("`text` is empty", hint="`filter: not blank(text)` leaves such rows out")
+        raise DataError("`text` is empty", hint="`filter: not blank(text)` skips such rows")
     return {"text": text}
 
 
@@ -207,7 +207,7 @@ def _tokens(row: Row) -> Parts:
 
 def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
     if any(label < 0 and label != IGNORED for label in labels):
-        raise DataError("`labels` contains a negative number other than -100, which marks what is not trained")
+        raise DataError("`labels` contains a negative number other than -100, which excludes a token from training")
     if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
         raise DataError("`labels` is -100 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
     other = next((at for at, label in enumerate(labels) if label not in (IGNORED, ids[at])), None)
@@ -464,7 +464,7 @@ def _require(row: Row, form: str) -> None:
     if missing[0] in row:
         raise DataError(
             f"`{missing[0]}` is empty",
-            hint=f"`filter: has({missing[0]})` leaves such rows out, and so does {LEAVE_OUT}",
+            hint=f"`filter: has({missing[0]})` skips such rows, and so does {LEAVE_OUT}",
         )
     others = " or ".join(_fitting(row))
     raise DataError(

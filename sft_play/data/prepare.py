@@ -205,7 +205,7 @@ class RowProblems:
         """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
         if self._stream is not None:
             self._stream.close()
-            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
+            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop skips them" if self.good else ""
             print(
                 f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}",
                 file=sys.stderr,
@@ -284,7 +284,7 @@ class Gatherer:
         if not self.examples:
             raise DataError(
                 f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, "
-                "and a hash of each one's content or group chooses",
+                "and a hash of content or group assigns each row",
                 hint="give more rows, another fraction, or a separate file: DATA_VAL_PATH=",
             )
         if not len(self.writer.lengths):

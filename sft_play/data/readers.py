@@ -33,7 +33,7 @@ BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
-LEAVE_OUT = "`DATA_BAD_ROWS=drop` leaves such rows out and counts them"
+LEAVE_OUT = "`DATA_BAD_ROWS=drop` skips such rows and counts them"
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx or pdf"
 

@@ -267,7 +267,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             if not isinstance(value, (bool, int, float)):
                 raise DataError(f"`{name}.{key}` is {kind_of(value)}; expected true or false")
             if value not in (0, 1):
-                hint = "0 leaves the turn out of training, 1 trains it; what is between is a `weight`"
+                hint = "0 excludes the turn from training, 1 trains it; write a value between as `weight`"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
             flags[key] = bool(value)
         elif looks_like_a_mask(key):
@@ -382,9 +382,7 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
         if role not in FOLLOWERS[before]:
             order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
             after = f"after {before}" if before else "at the start"
-            hint = (
-                f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
-            )
+            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; join the two turns of one role, or omit one"
             raise DataError(
                 f"the roles are out of order: {role} {after} (turn {index + 1}); expected {order}", hint=hint
             )

@@ -240,7 +240,7 @@ def settings_from_run(
     allowed, notices = dict(settings), list[str]()
     for section in OWN_WORD:
         if allowed.pop(section, None) is not None:
-            notices.append(f"{path}: `{section}` is not taken from a run: only your DeepSpeed JSON can set it")
+            notices.append(f"{path}: `{section}` is not read from a run: only your DeepSpeed JSON can set it")
     for section, names in WRITTEN.items():
         part = allowed.get(section)
         if isinstance(part, dict):

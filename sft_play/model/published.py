@@ -240,7 +240,7 @@ def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *,
             continue
         if stage or model.get_parameter(tied) is model.get_parameter(own):  # ZeRO-3 compares nothing
             raise CheckpointError(
-                f"`{tied}` and `{own}` differ, and `config.json` says `tie_word_embeddings: true`",
+                f"`{tied}` and `{own}` differ, but `config.json` says `tie_word_embeddings: true`",
                 place=str(folder / "config.json"),
                 hint="set it to false there",
             )

@@ -232,20 +232,20 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
     """Raise `CheckpointError` if an adapter belongs to another base model than `base`, by its stamp or shapes."""
     folder = Path(parent.path)
     hint = (
-        "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run"
-        " first"
+        "omit `model.name` to use the adapter's own base; if that base was merged, `make merge` the adapter's run first"
     )
     if stamp := own_stamp(folder):
-        for what, then, now in (
-            (f"over `{stamp.base_model}`", stamp.base_fingerprint, base.fingerprint),
-            ("with another tokenizer or chat template", stamp.tokenizer_fingerprint, base.tokenizer_fingerprint),
+        adapter = f"the adapter `{parent.name}` was trained"
+        for problem, then, now in (
+            (f"{adapter} over `{stamp.base_model}`, not `{base.name}`", stamp.base_fingerprint, base.fingerprint),
+            (
+                f"{adapter} with another tokenizer or chat template than that of `{base.name}`",
+                stamp.tokenizer_fingerprint,
+                base.tokenizer_fingerprint,
+            ),
         ):
             if then != now:
-                raise CheckpointError(
-                    f"the adapter `{parent.name}` was trained {what}, not as `{base.name}` is here",
-                    place=parent.path,
-                    hint=hint,
-                )
+                raise CheckpointError(problem, place=parent.path, hint=hint)
     shapes = {name: shape for path in weight_files(Path(base.path)) for name, shape in _shapes(path).items()}
     for name, shape in _shapes(folder / ADAPTER_WEIGHTS).items():
         match = OF_LAYER.fullmatch(name)

@@ -147,7 +147,7 @@ def check_length(model: ModelConfig, positions: int) -> None:
     """Raise `UserError` if rows may be longer than the model's `positions`."""
     if model.max_seq_len > positions:
         raise UserError(
-            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
+            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` has {positions} positions",
             hint=f"MODEL_MAX_SEQ_LEN={positions} at most",
         )
 

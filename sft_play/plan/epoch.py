@@ -145,7 +145,7 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
         if source.weight and not (source.tokens and source.rows):
             raise DataError(
                 f"source `{source.name}` has the weight {source.weight:g}, but gave no rows",
-                hint="`make inspect` shows why its rows were dropped; leave the source out, or give it the weight 0",
+                hint="`make inspect` shows why its rows were dropped; omit the source, or give it the weight 0",
             )
     if total <= 0:
         raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="omit them")

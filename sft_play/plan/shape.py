@@ -500,7 +500,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
     if lora.dropout and on_experts:
         raise UserError(
             f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
-            hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
+            hint="set `tuning.lora.dropout: 0`, or omit the experts from `tuning.lora.target_modules`",
         )
 
 

@@ -102,7 +102,7 @@ def _check(request: Request, chosen: str) -> None:
         raise UserError(
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is"
             " known",
-            hint="TRAIN_SPIKE_GUARD=report, or leave updates out with `make train-distributed` or `make train-fsdp`",
+            hint="TRAIN_SPIKE_GUARD=report, or skip updates with `make train-distributed` or `make train-fsdp`",
         )
     profile = config.train.profile
     if profile.memory and hardware.kind == "cpu":

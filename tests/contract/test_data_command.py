@@ -119,7 +119,7 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert words.out.splitlines() == [f"{name}: {summary[name]['split']['path']}" for name in ("train", "validation")]
     assert data(*lines, "data.duplicates: keep").json["train"]["sources"][0]["kept"] == 34
     refused = data(*lines, words=("MODEL_MAX_SEQ_LEN=1024",))
-    assert refused.code == 2 and "knows 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
+    assert refused.code == 2 and "has 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
     none = data(f"data.train_path: {train}", "data.validation: []")
     assert none.code == 0 and none.json["validation"] is None
 
@@ -313,7 +313,7 @@ LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completi
             pairs(2),
             "data.validation: 0.0001",
             4,
-            ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each",),
+            ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of content",),
         ),
     ],
 )
@@ -340,9 +340,7 @@ def test_bad_rows_stop_or_are_skipped_and_one_file_lists_them(data: Data, tmp_pa
     stopped = data(f"data.train_path: {file}")
     assert stopped.code == 4
     assert f"{file}:2:1: is not JSON" in stopped.err and "(2 such rows; the first is here)" in stopped.err
-    assert (
-        "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop leaves them out" in stopped.err
-    )
+    assert "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop skips them" in stopped.err
     dropped = data(f"data.train_path: {file}", "data.bad_rows: drop")
     assert len(answers(dropped)) == 4
     assert "8 read as prompt_completion, 4 kept, 4 left out (bad row); " in dropped.err

@@ -102,7 +102,7 @@ def test_a_variable_of_an_outer_make_is_reported_as_such(tmp_path: Path) -> None
     done = subprocess.run(
         ["make", "ci", "ENV=prod"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
     )
-    assert "unknown variable `ENV`, perhaps of another make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, (
+    assert "unknown variable `ENV`, perhaps of an outer make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, (
         done.stderr
     )
 

@@ -43,7 +43,7 @@ def test_resume_and_train_are_refused_while_the_run_is_running(launcher: Launche
         require_one_error(launcher("resume", "RUN=busy"), 2, in_use)
         require_one_error(launcher(*words), 2, "the run `busy` exists already")
         require_one_error(launcher(*words, "LAUNCH_AUTO_RESUME=true"), 2, in_use)
-        assert launch.process.poll() is None, "the run itself goes on"
+        assert launch.process.poll() is None, "the run itself continues"
         launch.process.send_signal(signal.SIGTERM)
         assert launch.end()[0] == 143
 

@@ -209,7 +209,7 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     run = resume_from(whole, tmp_path / "again", 4)
     same_to_the_bit(run, whole)
     assert column(run, "step", "eval") == [4, 8]
-    assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
+    assert len(list(run.tensorboard.iterdir())) == 2, "the curve continues in a second file"
     assert dict(curves(run)["train/loss"]) == pytest.approx(
         dict(zip(column(run, "step"), column(run, "loss"), strict=True))
     )

@@ -130,7 +130,7 @@ def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) ->
     assert done.returncode == 0, done.stderr
     turns = [json.loads(line) for line in done.stdout.splitlines()]
     assert [turn["prompt"] for turn in turns] == [QUESTIONS[0], "Why?", "Why?"]
-    assert "the conversation is forgotten" in done.stderr and "unknown command" in done.stderr
+    assert "the conversation is cleared" in done.stderr and "unknown command" in done.stderr
     assert turns[2]["answer"] + "\n" == why, "after /reset nothing of the history is left"
     streamed = place.run("infer", "RUN=demo", stdin=f"{QUESTIONS[0]}\n")
     assert streamed.returncode == 0 and streamed.stdout.strip() == turns[0]["answer"]

@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: s
         launch.lost("rank 1 of 2 did not join within 1 s", f"joined: 0 ({socket.gethostname()})")
 
 
-# A launch goes on by itself after a lost rank (`launch.max_restarts`).
+# A launch continues by itself after a lost rank (`launch.max_restarts`).
 
 
 def test_a_killed_rank_restarts_to_the_metrics_of_an_undisturbed_run(variables: dict[str, str], config: str) -> None:

@@ -243,7 +243,7 @@ def test_an_unpaired_surrogate_is_refused_in_names_groups_and_text() -> None:
         {"pixel_values": b"x"},
     ],
 )
-def test_pictures_in_a_column_are_refused_as_picture_parts_are(column: Row) -> None:
+def test_pictures_in_a_column_are_refused_like_picture_parts(column: Row) -> None:
     for row in (PAIR, {"messages": [USER, ANSWER]}, {"text": "<image> a"}, {"input_ids": [1, 2]}):
         assert "contains pictures or sounds; only text is trained" in refused({**row, **column}).message
     assert "messages[0]." in refused({"messages": [{**USER, **column}, ANSWER]}).message

@@ -171,7 +171,7 @@ MIXED: dict[str, list[Row]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_columns_of_mixed_types_are_what_datasets_was_given(name: str, encoder: Encoder, tmp_path: Path) -> None:
+def test_columns_of_mixed_types_keep_the_values_given_to_datasets(name: str, encoder: Encoder, tmp_path: Path) -> None:
     """As `load_dataset("json")` types them; nulls in them are real."""
     import datasets
 

@@ -220,7 +220,7 @@ def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
     assert (row["prompt"], row["completion"]) == ("q", "a")
 
 
-def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_filter_accepts_either_name_and_counts_skipped_rows(tmp_path: Path) -> None:
     path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
     source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
     assert [row["question"] for _, row in read_source(source, skipped=left_out) if not isinstance(row, DataError)] == [

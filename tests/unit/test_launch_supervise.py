@@ -166,7 +166,7 @@ def test_cards_are_sampled_and_failing_queries_run_once(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.count("is not sampled any more") == 2
 
 
-# When a launch goes on by itself, how long it waits, and which rank is blamed for standing still.
+# When a launch continues by itself, how long it waits, and which rank is blamed for standing still.
 
 
 LOST = Outcome(

@@ -112,7 +112,7 @@ def gpus(*free: float) -> Hardware:
     return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=64 * GIB)
 
 
-def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
+def test_a_full_gpu_is_named_with_the_way_to_exclude_it() -> None:
     text = message(HardwareError, gpus(23, 0.4, 23), name=SMALL, command_strategy="auto")
     assert "GPU 1 (GPU 1) is full: 0.4 of 24.0 GiB free = 1.7%, less than the 5%" in text
     assert "CUDA_VISIBLE_DEVICES=2,4 skips full GPUs: 46.0 GiB free on 2 of 3 GPUs" in text

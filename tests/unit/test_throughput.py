@@ -74,7 +74,9 @@ def test_measured_energy_is_shown_next_to_its_bound(tmp_path: Path) -> None:
     assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
 
 
-@pytest.mark.parametrize(("steps", "words"), [(4, "runs of 5 steps or more teach"), (5, "the next one goes by this")])
+@pytest.mark.parametrize(
+    ("steps", "words"), [(4, "only runs of 5 steps or more improve"), (5, "the next forecast uses this run")]
+)
 def test_a_run_of_few_steps_does_not_promise_a_better_forecast(tmp_path: Path, steps: int, words: str) -> None:
     forecast = {"tokens_per_second": 300.0, "basis": "a guess: 2 threads"}
     write_json(RunFolder(tmp_path).training_metrics, {"steps": steps, "tokens_per_second": 90.0, "forecast": forecast})
