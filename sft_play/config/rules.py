@@ -64,7 +64,7 @@ def _in_words(config: Config, key: str) -> str:
 
 
 def paths(config: Config) -> Iterator[Conflict]:
-    """Refuse names that are empty or that no file system takes; whether the files exist is checked later."""
+    """Refuse names that are empty or that no file system accepts; whether the files exist is checked later."""
     data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
     named = [
         (

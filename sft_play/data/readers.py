@@ -312,7 +312,7 @@ def _read_arrow(path: Path) -> Iterator[Placed]:
 
 
 def _seekable(path: Path) -> IO[bytes]:
-    """Open a file that is read back and forth; a compressed one is unpacked in memory."""
+    """Open a file for random access; a compressed file is unpacked in memory."""
     stream = open_bytes(path)
     if path.suffix.lower() not in COMPRESSED:
         return stream

@@ -15,7 +15,7 @@ DOES_NOT_FIT = "h200_quad"
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_says_so(name: str) -> None:
+def test_the_global_batch_of_a_preset_is_as_quoted_and_fits_as_its_comment_says(name: str) -> None:
     path = ROOT / "configs" / f"{name}.yaml"
     described, (micro, accumulation) = MADE_FOR[name], QUOTED[name]
     devices = parse_hardware(described).devices

@@ -222,7 +222,7 @@ class RandomStates(NamedTuple):
         return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Restore these states."""
+        """Set the random states of this process to these."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.random.set_rng_state(self.torch)
