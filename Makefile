@@ -32,9 +32,9 @@ override hash := \#
 override read_by_others := $$ " ' ` \ ; & | < > ( ) { } [ ] * ? ~ = : % $(hash)
 override wrong := $(strip $(if $(value VENV),,empty) $(foreach c,$(read_by_others),$(findstring $c,$(value VENV))) \
 	$(if $(filter -%,$(value VENV)),- at its beginning) $(foreach c,blank tab newline,$(if $(findstring $($c),$(value VENV)),$c)))
-$(if $(wrong),$(error `VENV` is `$(value VENV)` (refused: $(wrong)); give a path without blanks and without letters that make or a shell reads))
+$(if $(wrong),$(error `VENV` is `$(value VENV)` (refused: $(wrong)); give a path without spaces and without letters that make or a shell reads))
 # $(call quoted,NAME) is a variable's value for the shell, verbatim. A newline would begin another line of the recipe.
-override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(error `$1` holds a newline; write it on one line),$(value $1)))'
+override quoted = '$(subst ','\'',$(if $(findstring $(newline),$(value $1)),$(error `$1` contains a newline; write it on one line),$(value $1)))'
 override bin := $(VENV)/bin
 override program := @$(bin)/python -m sft_play
 # Three test processes; each keeps a file to itself, since the tests of a file share what they trained.

@@ -125,7 +125,7 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
         numbers = [n for n in STEPS if int(match[1]) <= n <= int(match[2] or match[1])] if match else []
         if not numbers:
             raise UserError(
-                f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, as `3,8-12`"
+                f"`STEPS` is `{options['STEPS']}`; expected numbers and ranges from 0 to {max(STEPS)}, such as `3,8-12`"
             )
         chosen += numbers
     return options, [number for number in STEPS if number in chosen]

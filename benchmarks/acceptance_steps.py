@@ -536,7 +536,7 @@ def evaluation(lab: Lab) -> Iterator[Row]:
     yield Row("`make infer`: letters answered", str(len(answer.strip())))
 
 
-def taught(lab: Lab) -> Iterator[Row]:
+def forecast_by_run(lab: Lab) -> Iterator[Row]:
     """Run `make bench` twice; the first forecasts the second."""
     lab.needs(FORTY_GIB)
     options = {"CONFIG": lab.words(TRAININGS["8B LoRA"])["CONFIG"], "JSON": "1"}
@@ -587,7 +587,7 @@ STEPS: Mapping[int, Step] = {
     3: Step("packing under each attention", 150, attention),
     14: Step("one rank under FSDP2 and ZeRO", 200, lambda lab: each(lab, SHARDED, learns)),
     11: Step("8B: memory, planned and measured", 240, large_memory),
-    15: Step("forecast by a run", 180, taught),
+    15: Step("forecast by a run", 180, forecast_by_run),
     17: Step("8B: other kernels, int8", 240, lambda lab: fast(lab, 20, *OTHER_KERNELS)),
 }
 """Ordered by importance to a user, since a call's time may end before the last step."""

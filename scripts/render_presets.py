@@ -168,7 +168,7 @@ def llama() -> str:
 
 
 def gemma() -> str:
-    """Return a table of Gemma-27B QLoRA on two H200, as quoted and as planned."""
+    """Return a table of Gemma-27B QLoRA on two H200s, as quoted and as planned."""
     quoted, chosen = plan_of("h200_pair", "2xH200", batch_size=4, grad_accum=4), plan_of("h200_pair", "2xH200")
     quoted_sizes, chosen_sizes = groups(quoted, 0), groups(chosen, 0)
     quoted_figures = {"weights": "13.5", "sum": "13.5"}

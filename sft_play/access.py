@@ -68,7 +68,8 @@ def serve_token(address: str) -> str | None:
         )
     if len(token) < LEAST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise UserError(
-            f"`{TOKEN_VARIABLE}` has {len(token)} characters; expected at least {LEAST_TOKEN} of ASCII, without blanks",
+            f"`{TOKEN_VARIABLE}` has {len(token)} characters; expected at least {LEAST_TOKEN} ASCII characters"
+            " without spaces",
             hint=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32)",
         )
     return token

@@ -33,7 +33,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Like `write_text`, for bytes."""
+    """Write bytes like `write_text`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -57,7 +57,7 @@ UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags for files of a run, which follow no link and wait for no pipe."""
 DEEPEST = 100
 LARGEST_JSON_BYTES, LARGEST_LINES_BYTES, LONGEST_LINE_BYTES = 256 * 2**20, 4 * 2**30, 16 * 2**20
-TOO_DEEP = "it is nested too deep"
+TOO_DEEP = "it is nested too deeply"
 
 
 def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -175,7 +175,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def json_rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the JSON objects among lines, skipping other lines and objects that are nested too deep."""
+    """Return the JSON objects among lines, skipping other lines and objects that are nested too deeply."""
     rows: list[dict[str, Any]] = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):

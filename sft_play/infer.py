@@ -95,10 +95,14 @@ def _check_options(options: Mapping[str, str]) -> None:
     if "OUTPUT" in options:
         source, output = Path(options["INPUT"]), Path(options["OUTPUT"])
         if source.exists() and output.exists() and source.samefile(output):
-            raise UserError("`OUTPUT` is the same file as `INPUT`: the questions would be lost", place=str(output))
+            raise UserError(
+                "`OUTPUT` is the same file as `INPUT`: the questions would be lost",
+                place=str(output),
+                hint="choose another OUTPUT=",
+            )
         if output.suffix.lower() not in WRITERS:
             raise UserError(
-                f"`OUTPUT` is written as its name ends: {', '.join(f'`{ending}`' for ending in WRITERS)}",
+                f"`OUTPUT` must end with one of: {', '.join(f'`{ending}`' for ending in WRITERS)}",
                 place=str(output),
                 hint=f"OUTPUT={as_typed(output.with_suffix('.jsonl'))}",
             )
@@ -308,7 +312,7 @@ class Conversation:
                 return 0
             if line.strip() == "/reset":
                 self.messages.clear()
-                tell("the conversation is forgotten")
+                tell("the conversation is cleared")
             elif line.strip().startswith("/"):
                 tell(f"unknown command; {COMMANDS}")
             elif line.strip():
@@ -425,7 +429,7 @@ def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> lis
         raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
     raise_all(faults.errors())
     if not any(row.messages for row in rows):
-        raise DataError("`INPUT` has no prompts", place=str(path))
+        raise DataError("`INPUT` has no prompts", place=str(path), hint="write a prompt in each row or line")
     return rows
 
 
@@ -443,7 +447,8 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     asks = next((column for column in ASKS if row.get(column) is not None), None)
     if asks is None:
         raise DataError(
-            f"no column asks: expected {', '.join(f'`{c}`' for c in ASKS)}; the columns are {names_of(row)}",
+            f"no column contains a prompt: expected {', '.join(f'`{c}`' for c in ASKS)};"
+            f" the columns are {names_of(row)}",
             hint="rename the column of the prompts to `prompt`, or give a text file with one prompt a line",
         )
     form, answer = ASKS[asks]

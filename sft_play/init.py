@@ -42,7 +42,7 @@ def main(_: Call) -> int:
     taken = [name for name in ("Makefile", *FOLDERS) if Path(name).exists()]
     if taken:
         raise UserError(
-            f"`{taken[0]}` is here already, and nothing of yours is replaced", hint="type it in an empty folder"
+            f"`{taken[0]}` exists already, and your files are not replaced", hint="run it in an empty folder"
         )
     for name in FOLDERS:
         shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -145,7 +145,7 @@ def samples_of(model: str, manifest: Mapping[str, Any], count: int, seed: int, w
         holding = (at for at, ids in enumerate(rows["input_ids"]) if folded in tokenizer.decode(ids).casefold())
         indices = list(islice(holding, count))
         if not indices:
-            tell(f"no row holds `{words}`")
+            tell(f"no row contains `{words}`")
     else:
         indices = choose_rows(count, seed, list(rows["source"]))
     return [sample_of(index, rows[index], names, tokenizer, special) for index in indices]
@@ -163,7 +163,7 @@ class TokenSpan:
     trained: bool
     """Whether a loss is computed for these tokens."""
     weight: float
-    """How much each of them counts in it; 0 where none is computed."""
+    """How much each of them counts in it; 0 if none is computed."""
     special: bool
     tokens: int
 

@@ -38,7 +38,8 @@ def main(call: Call) -> int:
         unused = [*sorted(call.options.keys() - {"RUN", "JSON"}), *(override.origin for override in call.overrides)]
         if unused:
             raise UserError(
-                f"`RUN` shows what a run has measured, and `{unused[0]}` is for a new one", hint="give one of them"
+                f"`RUN` shows the profile of an existing run, but `{unused[0]}` is for a new one",
+                hint="give one of them",
             )
         run = find_run(name)
     else:

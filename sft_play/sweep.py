@@ -176,7 +176,7 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
     if call.flag("SUBMIT") and is_queued(name):
         raise UserError(
             f"the sweep `{name}` is in the queue already",
-            hint=f"squeue --me --name={name}; once it ended, type the same again",
+            hint=f"squeue --me --name={name}; when it has ended, type the same command again",
         )
     array = Override(key="slurm.array", text=",".join(map(str, tasks)), origin=call.options["SWEEP"])
     return write_job(_call(call, name, array), tasks)
@@ -239,7 +239,7 @@ def check_unchanged(trial: Trial) -> None:
             raise UserError(
                 f"`{key}` is {new} for the run `{run.name}`, which was started with {old}",
                 place=f"{trial.origin}:{line}",
-                hint="put the value back to continue the sweep; RUN_NAME=other starts another one",
+                hint="restore the value to continue the sweep; RUN_NAME=other starts another one",
             )
 
 

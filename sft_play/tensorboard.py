@@ -105,7 +105,7 @@ def _refuse_other_hosts(call: Call) -> None:
         return
     port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
     raise UserError(
-        f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only: it shows all runs to whoever asks",
+        f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only: it shows all runs to anyone who connects",
         hint=(
             f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open"
             f" http://{HOST}:{port}/"
@@ -182,7 +182,7 @@ def _spawn(folder: Path, port: int) -> TensorBoardServer:
         process.kill()
     process.wait(STOP_SECONDS)
     tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-    raise HardwareError(f"TensorBoard did not start on port {port}; its last words:\n{tail}")
+    raise HardwareError(f"TensorBoard did not start on port {port}; the end of its log:\n{tail}")
 
 
 def answers(url: str) -> bool:

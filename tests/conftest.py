@@ -205,7 +205,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def no_gpu() -> str:
-    """Return why no GPU can be used here, or an empty text."""
+    """Return why no GPU can be used here, or an empty string."""
     try:
         return "" if detect().kind == "cuda" else "no NVIDIA GPU answers on this machine"
     except HardwareError as error:

@@ -209,7 +209,7 @@ def code_files() -> list[str]:
     paths = {name: place / name for name in _git_files("--cached") if not _is_secret(name)}
     new = _git_files("--others", "--exclude-standard")
     if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
-        tell(f"note: git does not track yet, and so does not send: {_listed(behind)}; git add sends them")
+        tell(f"note: not sent, because git does not track it: {_listed(behind)}; `git add` sends them")
     return [n for n, path in paths.items() if not path.is_relative_to(runs) and (path.is_file() or path.is_symlink())]
 
 

@@ -172,7 +172,7 @@ class _Layers:
         """Read a file over the file that it extends."""
         if path.resolve() in (other.resolve() for other in chain):
             circle = " -> ".join(map(str, (*chain, path)))
-            raise UserError(f"`extends` goes round in a circle: {circle}", place=str(chain[0]))
+            raise UserError(f"`extends` forms a cycle: {circle}", place=str(chain[0]))
         root: dict[str, _Placed] = {}
         self.take(read_yaml(path), TOP_KEYS, "the inventory", path, root)
         if parent := root.pop("extends", None):

@@ -59,12 +59,15 @@ def enter_unsloth(command: str) -> None:
     and datasets.
 
     That environment is next to this one and named after it: `.venv-unsloth`. Raise `OtherEnvironment`, `UserError` for
-    a command that starts environments without Unsloth, and `HardwareError` for a training where none is installed.
+    a command that starts other environments, and `HardwareError` for a training where none is installed.
     """
     if command in WITHOUT_UNSLOTH:
         raise UserError(
-            f"`tuning.backend` is `unsloth`, and `{command}` starts environments without it",
-            hint="`tuning.backend: bnb`; or `make train-distributed` on each machine, or `make slurm`, with NUM_NODES",
+            f"`tuning.backend` is `unsloth`, and `{command}` starts other environments, which lack Unsloth",
+            hint=(
+                "set `tuning.backend: bnb`, or use `make train-distributed` on each machine or `make slurm`,"
+                " with NUM_NODES"
+            ),
         )
     python = Path(f"{sys.prefix}-unsloth", "bin", "python")
     if has_unsloth():
@@ -348,7 +351,7 @@ def _command(words: Sequence[str], commands: Mapping[str, Command], targets: Ite
         hint = "`make help` lists the commands that work here too"
         raise UserError(f"`make {name}` works in a clone only", hint=hint)
     if removed := names.REMOVED.get(name):
-        raise UserError(f"`{name}` is not a command any more", hint=removed)
+        raise UserError(f"`{name}` is no longer a command", hint=removed)
     program, make = ("sft-play", "") if targets is None else ("make", "make ")
     close = get_close_matches(name.replace("_", "-"), [*commands, *(targets or ())], n=1, cutoff=0.6)
     raise UserError(
@@ -472,7 +475,7 @@ class _Parser:
                 "make passes on what was typed to an outer make: put `MAKEOVERRIDES =` into that Makefile, and type"
                 " what is meant for this one"
             )
-            return UserError(f"unknown variable `{word.name}`, perhaps of another make", hint=hint)
+            return UserError(f"unknown variable `{word.name}`, perhaps of an outer make", hint=hint)
         return UserError(f"unknown variable `{word.name}`", hint=self.hint(word))
 
     def hint(self, word: _Word) -> str:

@@ -66,7 +66,7 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             f"model.{shape[0]}",
             f"`model.name` and {_keys(shape)} are both given: two shapes for one model",
-            "keep `model.name` for its shape with random weights (`MODEL_NAME=` takes it away), or the shape keys",
+            "keep `model.name` for its shape with random weights (`MODEL_NAME=` clears it), or the shape keys",
         )
     elif not model.name and missing:
         variables = " ".join(f"{variable_name(f'model.{key}')}=..." for key in missing)
@@ -76,14 +76,12 @@ def from_scratch(config: Config) -> Iterator[Conflict]:
             f"set {variables}, or `model.name` for the shape of another model",
         )
     if not model.name and model.revision is not None:
-        yield Conflict(
-            "model.revision", "`model.revision` is given, but there is no `model.name` that it could belong to"
-        )
+        yield Conflict("model.revision", "`model.revision` is set, but `model.name` is not")
     yield from _shape(config)
 
 
 def adapter(config: Config) -> Iterator[Conflict]:
-    """What an adapter to start from goes with."""
+    """Check that the other keys fit a run that starts from an adapter."""
     model, tuning = config.model, config.tuning
     if model.adapter is None:
         if tuning.adapter != "continue":
@@ -145,10 +143,10 @@ def adapters(config: Config) -> Iterator[Conflict]:
 
 
 def new_tokens(config: Config) -> Iterator[Conflict]:
-    """What tokens that the vocabulary lacks go with."""
+    """Check new tokens, and that the other keys allow them."""
     tokens, embeddings = config.data.new_tokens, config.tuning.lora.embeddings
     if twice := next((token for token, count in Counter(tokens).items() if count > 1 or not token.strip()), None):
-        yield Conflict("data.new_tokens", f", and `{twice}` is there twice, or blank", "name each token once")
+        yield Conflict("data.new_tokens", f", and `{twice}` appears twice, or is blank", "name each token once")
     if embeddings == "new" and not tokens:
         yield Conflict("tuning.lora.embeddings", ", but there are no `data.new_tokens`", "`all` trains every row")
     if tokens and config.model.init == "random":
@@ -236,7 +234,7 @@ def entries(config: Config) -> Iterator[Conflict]:
                 yield Conflict(key, f"`{name}.{field}` is empty", "omit it")
         if blank := next((pair for pair in source.columns.items() if not all(map(str.strip, pair))), None):
             text = f"`{name}.columns` has the entry `{blank[0]}: {blank[1]}`; expected the names of two columns"
-            yield Conflict(key, text, "`columns` is written `{question: name in the file}`")
+            yield Conflict(key, text, "write `columns: {question: name in the file}`")
         try:
             Condition(source.filter) if source.filter and source.filter.strip() else None
         except DataError as error:
@@ -253,7 +251,7 @@ def weights(config: Config) -> Iterator[Conflict]:
     """Check that weights are shares: not negative, not all 0, and either on every training source or on none."""
     for key, index, source in sources(config):
         if source.weight is not None and source.weight < 0:
-            yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 leaves a source out")
+            yield Conflict(f"{key}[{index}].weight", "; a share cannot be negative", "0 excludes a source")
         elif source.weight is not None and key == "data.validation":
             text = ", but validation is not mixed: every row is scored"
             yield Conflict(f"{key}[{index}].weight", text, "omit it; `rows` limits a source")
@@ -326,7 +324,7 @@ class Condition:
             tree = _Columns().visit(parsed)
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise self._error(str(error) or "it is nested too deep") from None
+            raise self._error(str(error) or "it is nested too deeply") from None
 
     def __call__(self, row: Row) -> bool:
         def column(name: str) -> Any:
@@ -381,7 +379,7 @@ class _Columns(ast.NodeTransformer):
 
 
 def _dotted(node: ast.AST) -> str:
-    """Return the name of a column, `lang` or `meta.lang`, or an empty text for another expression."""
+    """Return the name of a column, `lang` or `meta.lang`, or an empty string for another expression."""
     if isinstance(node, ast.Name):
         return node.id
     head = _dotted(node.value) if isinstance(node, ast.Attribute) else ""

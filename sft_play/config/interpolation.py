@@ -65,12 +65,14 @@ def _variable(name: str, *default: Any) -> Any:
 
     if not PLAIN_VARIABLE.fullmatch(name) or SECRET_VARIABLE.search(name):
         raise ValueError(
-            f"`{name}` could be a secret, and what a configuration holds is kept in files; `oc.env` takes HOME, USER,"
+            f"`{name}` could be a secret, and configurations are kept in files; `oc.env` takes HOME, USER,"
             " SCRATCH, SLURM_*, SFT_* and names that end in _DIR, _PATH, _FILE, _NAME, _DATA, _MODEL and the like"
         )
     value = oc.env(name, *default)
     if isinstance(value, str) and mask(name, value) != value:
-        raise ValueError(f"the value of `{name}` looks like a secret, and what a configuration holds is kept in files")
+        raise ValueError(
+            f"the value of `{name}` looks like a secret, and what a configuration contains is kept in files"
+        )
     return value
 
 

@@ -115,7 +115,7 @@ def shipped(name: str) -> Path:
 def check_name(name: str, what: str) -> None:
     """Raise `UserError` if `name` cannot be a path."""
     if not is_file_name(name):
-        raise UserError(f"`{what}` is `{quoted(name)}`, which no file can be called")
+        raise UserError(f"`{what}` is `{quoted(name)}`, which cannot be a file name")
 
 
 def file_layers(
@@ -127,7 +127,7 @@ def file_layers(
     """
     if path.resolve() in (other.resolve() for other in chain):
         way = " -> ".join(str(p) for p in (*chain, path))
-        raise UserError(f"`extends` goes round in a circle: {way}", place=str(chain[0]))
+        raise UserError(f"`extends` forms a cycle: {way}", place=str(chain[0]))
     root = read_yaml(path)
     tree = {} if root.value is None else root.value
     if not isinstance(tree, dict):
@@ -242,7 +242,7 @@ def typed_layer(overrides: Iterable[Override], problems: list[UserError]) -> Lay
 def node_of_text(text: str, key: Key) -> YamlNode:
     """Return the value of `text` as `key` takes it: text verbatim, lists and mappings as YAML, else a scalar.
 
-    An empty text or `null` is null if the key allows it. Raise `UserError` for a list or mapping that is not YAML.
+    An empty string or `null` is null if the key allows it. Raise `UserError` for a list or mapping that is not YAML.
     """
     parts = options(key.annotation)
     if text in ("", "null") and type(None) in parts:
@@ -259,7 +259,7 @@ def node_of_text(text: str, key: Key) -> YamlNode:
 
 
 def explain_mismatch(key: Key, text: str) -> str:
-    """Describe what a key takes if `text` is not valid for it; else return an empty text."""
+    """Describe what a key takes if `text` is not valid for it; else return an empty string."""
     try:
         node = as_meant(key.name, node_of_text(text, key))
     except UserError:
@@ -274,7 +274,7 @@ def explain_mismatch(key: Key, text: str) -> str:
 def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]) -> dict[str, Value]:
     """Return each key's value from the last layer that sets it, without values that a later layer contradicts.
 
-    Keys that need this user's own word are not taken from a run's folder.
+    Keys that only this user may set are not read from a run's folder.
     """
     merged: dict[str, Value] = {}
     for number, layer in enumerate(layers):
@@ -283,7 +283,7 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
             if value.of_run and needs_own_word(key):
                 if value.node.plain() not in (_default(key), *WITHOUT_OTHERS):
                     hint = f"type {variable_name(key)}=... with the command if you want it"
-                    notices.append(f"`{key}` is not taken from a run's folder: {hint}")
+                    notices.append(f"`{key}` is not read from a run's folder: {hint}")
             elif key in ours:  # `train.seed: 1` and `train: {seed: 2}` in one file
                 problem = f"`{key}` is given twice, also in {ours[key].origin}"
                 problems.append(UserError(problem, place=value.origin, hint="give it once"))

@@ -98,7 +98,7 @@ def read_config(path: Path, overrides: Iterable[Override] = (), *, of_run: bool 
     """Return the configuration of a run's `config.json`. Raise `CheckpointError` for a file that is not one, else
     `UserError`.
 
-    Keys that need this user's own word (`schema.OWN_WORD`) are skipped, unless this user's command has just written the
+    Keys that only this user may set (`schema.OWN_WORD`) are skipped, unless this user's command has just written the
     file (`of_run=False`).
     """
     problems: list[UserError] = []
@@ -144,8 +144,8 @@ def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple
             f"not the configuration of a run: {text}",
             place=str(path),
             hint=(
-                "if it is damaged, put it back from a backup, or from a run of another RUN_NAME that the same command"
-                " starts: it has the same one"
+                "if it is damaged, restore it from a backup, or copy it from a run that the same command starts under"
+                " another RUN_NAME"
             ),
         ) from None
 
@@ -238,7 +238,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 def own_words(loaded: LoadedConfig) -> list[str]:
-    """Return `NAME=value` words for the keys that need this user's own word, for a command that starts from a copy of
+    """Return `NAME=value` words for the keys that only this user may set, for a command that starts from a copy of
     this configuration.
     """
     config = loaded.config

@@ -64,7 +64,7 @@ def unknown(metric: str) -> tuple[str, str] | None:
         return None
     if metric.startswith(LIBRARY):
         where, _ = library_parts(metric)
-        wrong = ("names no metric of the `evaluate` library", "evaluate:exact_match, or evaluate:path/to/folder")
+        wrong = ("is not a metric of the `evaluate` library", "evaluate:exact_match, or evaluate:path/to/folder")
         return None if where.strip("/ ") and is_file_name(where) else wrong
     if metric in OF_LOSS or metric.startswith(("loss/", "perplexity/")):
         return (
@@ -84,7 +84,7 @@ def metrics_hint(value: object) -> str | None:
     meant = [word if unknown(word) is None else closest_word(word, OF_ANSWERS) for word in words]
     if None in meant:
         return None
-    listed = f"a list is written `[{', '.join(str(word) for word in meant)}]`"
+    listed = f"write a list as `[{', '.join(str(word) for word in meant)}]`"
     fixes = [f"`{better}`" for word, better in zip(words, meant, strict=True) if word != better]
     return f"did you mean {' and '.join(fixes)}? {listed}" if fixes else listed
 
@@ -149,7 +149,7 @@ def best_model(config: Config) -> Iterator[Conflict]:
     better, choice = higher_is_better(bare), train.extra.get("greater_is_better")
     if better is None and choice is None:
         yield Conflict(
-            BEST, ", and whether more of it is better is not known", "set `train.greater_is_better: true` or `false`"
+            BEST, ", and it is not known whether higher is better", "set `train.greater_is_better: true` or `false`"
         )
     elif better is not None and choice is not None and bool(choice) != better:
         text = (
@@ -175,7 +175,7 @@ def needs_evaluation(config: Config) -> Iterator[Conflict]:
 
 
 def never_evaluated(config: Config) -> str:
-    """Return why nothing is evaluated while training, or an empty text."""
+    """Return why nothing is evaluated while training, or an empty string."""
     if config.train.eval_strategy == "no":
         return "`train.eval_strategy` is `no`"
     return "there is no `data.validation`" if not config.data.validation else ""

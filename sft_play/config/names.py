@@ -246,7 +246,7 @@ def plain_word(name: str) -> str:
 
 
 def _section_of(word: str) -> str:
-    """Return the longest section that a word begins with, or an empty text."""
+    """Return the longest section that a word begins with, or an empty string."""
     names = [section.replace(".", "_") for section in sections() if section]
     return max((name for name in names if word.startswith(f"{name}_")), key=len, default="")
 
@@ -270,7 +270,9 @@ def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = st
     if section != "train" or leaf not in REFUSED:
         return None
     instead, why = REFUSED[leaf]
-    return UserError(f"`{key}` is not taken: {why}", place=place, hint=f"use `{spell(instead)}`" if instead else None)
+    return UserError(
+        f"`{key}` is not supported: {why}", place=place, hint=f"use `{spell(instead)}`" if instead else None
+    )
 
 
 def closest_file(path: Path, folder: Path) -> str | None:

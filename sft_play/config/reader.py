@@ -348,14 +348,14 @@ def _value_hint(node: YamlNode, annotation: Any) -> str | None:
         if node.text is None and (int in parts or float in parts) and bare == value.strip():
             return "write the number without quotes"
         if float in parts:
-            return f"a share is written `{float(bare) / 100:g}`"
+            return f"write a share as `{float(bare) / 100:g}`"
     if isinstance(value, str) and (word := closest_word(value, words)):
         return f"did you mean `{word}`?"
     if any(dataclasses.is_dataclass(entry) for entry in entries):
-        return "a list of entries is written `[{path: train.jsonl}]`" if isinstance(value, (str, list, dict)) else None
+        return "write a list of entries as `[{path: train.jsonl}]`" if isinstance(value, (str, list, dict)) else None
     if any(dataclasses.is_dataclass(part) for part in parts):
-        return f"an entry is written `{{path: {shown(node)}}}`" if isinstance(value, str) else None
-    return f"a list is written `[{shown(node)}]`" if isinstance(value, str) and entries else None
+        return f"write an entry as `{{path: {shown(node)}}}`" if isinstance(value, str) else None
+    return f"write a list as `[{shown(node)}]`" if isinstance(value, str) and entries else None
 
 
 def closest_word(value: str, words: Sequence[str]) -> str | None:

@@ -64,7 +64,7 @@ def _in_words(config: Config, key: str) -> str:
 
 
 def paths(config: Config) -> Iterator[Conflict]:
-    """Refuse names that are empty or that no file system takes; whether the files exist is checked later."""
+    """Refuse names that are empty or that no file system accepts; whether the files exist is checked later."""
     data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
     named = [
         (
@@ -160,7 +160,7 @@ def loss(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             "train.label_smoothing_factor",
             f", which goes with `train.loss: nll`, and that is `{train.loss}`",
-            "leave one out",
+            "omit one of them",
         )
 
 
@@ -170,7 +170,7 @@ def offload(config: Config) -> Iterator[Conflict]:
     if train.activation_offload == "off":
         return
     if train.gradient_checkpointing is False:
-        hint = "leave one of the two out"
+        hint = "omit one of the two"
         yield Conflict(key, ", which needs recomputation, but `train.gradient_checkpointing` is `false`", hint)
     if config.tuning.backend == "unsloth":
         yield Conflict(key, ", but unsloth moves the inputs of recomputed layers itself", "omit it")

@@ -51,7 +51,7 @@ class SlurmConfig:
     ) = None
     """Memory per node (`200G`); default: the partition's."""
     constraint: (
-        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without blanks, such as `ib&h100`")]
+        Annotated[str, Pattern(re.compile(r"[\w.,@:+/&|*()\[\]-]+"), "features without spaces, such as `ib&h100`")]
         | None
     ) = None
     """Feature the nodes must have."""
@@ -291,7 +291,7 @@ def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
                 " integer"
             )
             yield Conflict(
-                "kubernetes.tolerations", f"`kubernetes.tolerations` holds `{line}`, which is not valid", hint
+                "kubernetes.tolerations", f"`kubernetes.tolerations` contains `{line}`, which is not valid", hint
             )
 
 
@@ -342,10 +342,10 @@ def environment(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
         if not VARIABLE.fullmatch(name):
             yield Conflict(key, f"`{key}` is `{quoted(name)}`; expected names of environment variables")
         elif SECRET_VARIABLE.search(name):
-            text = f"`{key}` holds `{name}`, a secret by its name, which would be written to the manifest"
+            text = f"`{key}` contains `{name}`, a secret by its name, which would be written to the manifest"
             yield Conflict(key, text, "put the hub's token into a Secret and name that: `kubernetes.token_secret`")
         elif OUR_VARIABLES.fullmatch(name):
-            yield Conflict(key, f"`{key}` holds `{name}`, which the manifests or the operator set")
+            yield Conflict(key, f"`{key}` contains `{name}`, which the manifests or the operator set")
 
 
 KUBERNETES_RULES = (texts, labels, sizes, together, environment)

@@ -390,7 +390,7 @@ further keys of this kind here.
 
 
 def needs_own_word(key: str) -> bool:
-    """Whether a key is one of `OWN_WORD`."""
+    """Return whether a key is one of `OWN_WORD`."""
     return key in OWN_WORD or f"{key.partition('.')[0]}." in OWN_WORD
 
 

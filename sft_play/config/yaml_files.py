@@ -108,7 +108,7 @@ def read_text(path: Path) -> str:
 
 
 def read_plain_yaml(path: Path) -> Any:
-    """Like `read_yaml`, returning ordinary Python."""
+    """Read one document like `read_yaml`, as ordinary Python."""
     return read_yaml(path).plain()
 
 
@@ -134,11 +134,11 @@ def parse_yaml(text: str, name: str) -> YamlNode:
 def _syntax_hint(error: yaml.MarkedYAMLError) -> str | None:
     problem = error.problem or ""
     if "'\\t'" in problem:
-        return "indent with spaces; YAML takes no tabs"
+        return "indent with spaces; YAML does not allow tabs"
     if "mapping values are not allowed" in problem:
         return "look for a missing line break, or put a value with `: ` in it between quotes"
     if "could not find expected ':'" in problem:
-        return "a key is written `key: value`"
+        return "write a key as `key: value`"
     return None
 
 
@@ -150,7 +150,7 @@ class _Builder:
         self.count = 0
 
     def build(self, node: yaml.Node, line: int | None) -> YamlNode:
-        """`line` is that of the value's key; a value may start further down."""
+        """Return a node as a `YamlNode`; `line` is that of its key, since a value may start further down."""
         line = node.start_mark.line + 1 if line is None else line
         self.count += 1
         if self.count > LARGEST_NODES:
@@ -202,7 +202,7 @@ class _Builder:
 PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
-"""Texts that may be literal blocks: printable, and not beginning with a blank, from which the indentation would be
+"""Texts that may be literal blocks: printable, and not beginning with a space, from which the indentation would be
 taken.
 """
 

@@ -44,7 +44,7 @@ class AnswerParts(NamedTuple):
 
 
 Read = Callable[[str], "list[tuple[str, Any]] | None"]
-"""Gives name and arguments of the calls in a text, or `None` where it is not written as the template writes calls."""
+"""Gives name and arguments of the calls in a text, or `None` if it is not written as the template writes calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CallForm:
     """How a template writes calls."""
 
     opening: str
-    """What stands before the first; empty where nothing marks it."""
+    """What stands before the first; empty if nothing marks it."""
     read: Read
     led: bool
     """Whether calls may follow what stands before a text without a thought; where not, that is the head of another
@@ -106,14 +106,12 @@ class Marks:
         return AnswerParts(self._clean(text), self._clean(self._inner(thought)), calls)
 
     def awaits(self, raw: str) -> bool:
-        """Whether an answer that is being made has only begun to write a mark."""
+        """Return whether a partial answer ends within a mark."""
         begun = (self.lead, self.opening, self.form.opening if self.form else "")
         return any(mark.startswith(raw.strip()) for mark in begun)
 
     def called(self, answer: AnswerParts) -> AnswerParts:
-        """Return an answer to a question that is answered by calls, where nothing but their form tells that it is
-        one.
-        """
+        """Return an answer that consists of calls, which only their form reveals."""
         if answer.calls or self.form is None or self.form.opening:
             return answer
         calls = self.form.read(answer.text)
@@ -124,7 +122,7 @@ class Marks:
         return begins or (self.begun and generated)
 
     def _inner(self, thought: str) -> str:
-        """Return what was thought, without what encloses it."""
+        """Return a thought without its marks."""
         inner = thought.strip()
         for mark in (self.lead, self.opening, OPEN):
             inner = inner.removeprefix(mark).strip() if mark else inner
@@ -265,7 +263,7 @@ def _call_form(tokenizer: Any, stops: Sequence[str], lead: str) -> CallForm | No
 
 
 def _before(single: str, double: str) -> str:
-    """Return what stands before the name of every call."""
+    """Return the text before the name of every call."""
     opening = single[: single.index(NAMES[0])]
     if NAMES[1] in double:
         between = double[double.rindex(ARGUMENTS["qKeybz"], 0, double.index(NAMES[1])) : double.index(NAMES[1])]
@@ -285,7 +283,7 @@ def _common_end(first: str, second: str) -> str:
 
 
 def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the JSON objects in a text that stand in no other, with begin and end."""
+    """Yield the outermost JSON objects in a text, with start and end."""
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         end = at + 1
@@ -298,7 +296,7 @@ def _objects(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 
 def _object_reader(written: dict[str, Any]) -> Read:
-    """Read calls that are JSON objects with a name and arguments, or hold such an object."""
+    """Read calls that are JSON objects with a name and arguments, or contain such an object."""
     outer = next(
         (key for key, value in written.items() if isinstance(value, dict) and NAMES[0] in value.values()), None
     )
@@ -325,7 +323,7 @@ def _object_reader(written: dict[str, Any]) -> Read:
 
 
 def _named_reader(before: str) -> Read:
-    """Read calls whose name stands before the JSON object of their arguments."""
+    """Read calls whose name precedes the JSON object of their arguments."""
 
     def read(text: str) -> list[tuple[str, Any]] | None:
         calls, at = [], text.find(before)
@@ -369,7 +367,7 @@ def _read_python(text: str) -> list[tuple[str, Any]] | None:
 
 
 def _decoded(value: Any) -> Any:
-    """Return what JSON in a text says; anything else as it is."""
+    """Return a text parsed as JSON, or unchanged if it is not JSON."""
     if not isinstance(value, str):
         return value
     try:

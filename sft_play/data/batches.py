@@ -84,15 +84,15 @@ class GlobalBatchSampler:
         return next(shares for start, shares in reversed(self.changes) if start <= step)
 
     def holds(self, shares: Sequence[Slots]) -> bool:
-        """Whether slots have room for every step, in no more micro-steps than there are."""
+        """Return whether slots have room for every step, in no more micro-steps than there are."""
         room = sum(micro * (self.turns if self.pack_tokens else steps) for micro, steps in shares)
         return max(steps for _, steps in shares) <= self.turns and (
             room >= self.global_batch or bool(self.pack_tokens and room)
         )
 
     def adopt(self, step: int, shares: Sequence[Slots]) -> None:
-        """Let `shares` hold from an optimizer step on that has not been cut. Raise `ValueError` for one that has, or
-        for too few slots.
+        """Use `shares` from an optimizer step on. Raise `ValueError` for a step that is cut already, or for too few
+        slots.
         """
         if step < self.next_step or not self.holds(shares) or len(shares) != len(self.ranks):
             raise ValueError(

@@ -63,7 +63,7 @@ def _code(split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _repeats(module: str) -> bool:
-    """Whether a module of transformers is mostly what stands in others too: the code of its several hundred models."""
+    """Return whether a module of transformers mostly repeats others, as the code of its several hundred models does."""
     prefixes = ("configuration_", "tokenization_")
     return module.startswith("models/") and not module.rpartition("/")[2].startswith(prefixes)
 

@@ -20,7 +20,7 @@ from sft_play.model.tokenizer import MARKER, write_chat
 KNOWN_TAILS = 8
 _ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)
 _NOT_EXACT = "so the mask cannot be exact"
-_BY_ANSWER = "split the conversation into rows that end at each answer, or take another template: `data.chat_template`"
+_BY_ANSWER = "split the conversation into rows that end at each answer, or use another template: `data.chat_template`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Renderer:
     def rows(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, loss_on: str = "assistant"
     ) -> list[RowText]:
-        """Return the rows of a conversation that ends with an answer. Raise `DataError` where a mask cannot be
+        """Return the rows of a conversation that ends with an answer. Raise `DataError` if a mask cannot be
         exact.
         """
         self._roles = self._roles or role_marks(self.tokenizer, self.stops, self.render)
@@ -122,10 +122,9 @@ class Renderer:
         for stop in self.stops:
             if 0 <= answer.find(stop) < len(answer) - len(stop):
                 raise DataError(
-                    f"the answer of turn {index + 1} holds `{stop}`, which ends a turn: inference would stop there",
+                    f"the answer of turn {index + 1} contains `{stop}`, which ends a turn: inference would stop there",
                     hint=(
-                        "take it out of the text (the template writes it), or leave such rows out with the source's"
-                        " `filter`"
+                        "remove it from the text (the template writes it), or skip such rows with the source's `filter`"
                     ),
                 )
         return prompt, answer
@@ -142,7 +141,7 @@ class Renderer:
                     if body in (words, words.strip()):  # proven on the row itself: prompt, words, end of turn
                         return prompt, body + tail[:end]
         if not full.startswith(prompt):
-            # Harmony leaves the thoughts of calls out once the final answer is there: what it writes of that is seen
+            # Harmony omits the thoughts of calls once the final answer is there: what it writes of that is seen
             # without them.
             bare = [without_thought(turn) for turn in messages[:index]]
             bare_prompt, bare_full = self.render(bare, tools, prompt=True), self.render([*bare, message], tools)
@@ -153,7 +152,7 @@ class Renderer:
     def _located(
         self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, prompt: str, full: str
     ) -> tuple[str, str]:
-        """Return what `answer` does, for an answer whose place is found by putting a marker there."""
+        """Return what `answer` does, finding the place of the answer with a marker."""
         message, number = messages[index], index + 1
         if message.get("tool_calls"):
             if not full.startswith(prompt):
@@ -183,7 +182,7 @@ class Renderer:
         return prompt, body + tail[:end]
 
     def _end(self, text: str, *, blank: bool) -> int:
-        """Return where in `text` the first end of a turn ends; `blank`: only white space may stand before it."""
+        """Return where in `text` the first end of a turn ends; `blank`: only white space may precede it."""
         places = [(text.find(stop), stop) for stop in self.stops if stop in text]
         first, stop = min(places, default=(-1, ""))
         if first < 0 or (blank and text[:first].strip()):
@@ -197,7 +196,7 @@ class Renderer:
         return first + len(stop)
 
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
-        """Return the row of `train.loss_on: all`: every token, those of turns with a weight by that."""
+        """Return the row of `train.loss_on: all`: every token, with the weight of its turn."""
         if all(message.get("train") is False for message in messages):
             raise DataError("every turn has `train: false`, so there is nothing to learn")
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
@@ -222,7 +221,7 @@ class Renderer:
     def _words(
         self, messages: Sequence[Message], index: int, last: int, tools: Sequence[Any] | None, prompt: str
     ) -> tuple[int, int]:
-        """Return where in the prompt of message `last` the words of another message stand."""
+        """Return where the prompt of message `last` contains the text of another message."""
         marked = [
             {**message, "content": MARKER} if at == index else message for at, message in enumerate(messages[:last])
         ]
@@ -243,11 +242,11 @@ class Renderer:
             if not messages:
                 raise DataError(
                     "the conversation begins with an answer, and the chat template writes no prompt for it",
-                    hint="`train: false` on that turn leaves it out of what is learnt; or put a question before it",
+                    hint="set `train: false` on that turn to exclude it, or put a question before it",
                 ) from error
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
-                f"the chat template does not take this conversation ({roles}): {error}",
+                f"the chat template does not accept this conversation ({roles}): {error}",
                 hint="`data.chat_template` chooses another template",
             ) from error
 
@@ -281,9 +280,7 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
 
 
 def without_thought(turn: Message) -> Message:
-    """Return a turn without what was thought; templates that write a thought before calls take it from their words
-    too.
-    """
+    """Return a turn without its thought, which some templates also take from the text before calls."""
     bare = {key: value for key, value in turn.items() if key != "reasoning_content"}
     return {**bare, "content": ""} if turn.get("tool_calls") else bare
 
@@ -301,13 +298,13 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
         r1 = "`data.chat_template: deepseek_r1`" if "<\uff5cAssistant\uff5c>" in prompt else "`data.chat_template`"
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
-            hint=f"the model would be trained on other text than it sees when it answers; take another template: {r1}",
+            hint=f"the model would be trained on other text than it sees at inference; use another template: {r1}",
         )
     return len(head)
 
 
 def _holds(body: str, words: str, lead: str) -> bool:
-    """Whether `body` is an answer's words, after what the template writes before every answer, or after a thought."""
+    """Return whether `body` is an answer's text after what the template writes before answers, or after a thought."""
     own = words.rpartition("</think>")[2]
     for text in (words, words.strip(), words.lstrip(), words.rstrip(), own, own.strip(), own.lstrip(), own.rstrip()):
         if text and body.endswith(text):
@@ -329,12 +326,12 @@ class RoleMarks:
     """Whether they hold special tokens. Plain words (`USER:`) may stand in any text, so all of them must be there."""
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raise `DataError` for a turn that holds them."""
+        """Raise `DataError` for a turn that contains them."""
         for index, turn in enumerate(messages):
             written = [mark for mark in self.marks if mark in turn["content"]]
             if written and (self.special or len(written) == len(self.marks)):
                 raise DataError(
-                    f"turn {index + 1} ({turn['role']}) holds `{written[0]}`, which the chat template writes itself:"
+                    f"turn {index + 1} ({turn['role']}) contains `{written[0]}`, which the chat template writes itself:"
                     " the row was rendered already, and would be rendered twice",
                     hint=(
                         "give the turns without the template's marks (`messages`: a role and its words); or put prompt"
@@ -345,7 +342,7 @@ class RoleMarks:
 
 
 def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
-    """Return the marks of a tokenizer's template; none where it does not write a plain conversation."""
+    """Return the marks of a tokenizer's template; none if it does not write a plain conversation."""
     asked = [{"role": "user", "content": "qFirstz"}]
     conversation = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
     try:
@@ -373,7 +370,7 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
 
 
 def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:
-    """Return the mark of a role in what stands between two turns: a special token, with the word and the token after it
+    """Return the mark of a role in the text between two turns: a special token, with the word and the token after it
     if any.
     """
     text = between.strip()
@@ -464,8 +461,8 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
 WRITING_CALLS = ("qwen3",)
 """The named templates that write tools and calls."""
 HINT = (
-    f"take a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or leave the key out where"
-    " the model's own does (models that were trained to call tools)"
+    f"use a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or omit the key if"
+    " the model's own template does (models that were trained to call tools)"
 )
 _NUMBER = 790_531_000
 """The mark of the first number: a number stays one, since a template may write text otherwise."""
@@ -504,12 +501,12 @@ class _Marks:
 
 
 def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-    """Whether there is anything to prove."""
+    """Return whether there is anything to prove."""
     return bool(tools) or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
 
 
 def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, render: Render) -> None:
-    """Raise `DataError` where the text of a conversation that ends with an answer lacks its tools, or a call, or a
+    """Raise `DataError` if the text of a conversation that ends with an answer lacks its tools, a call or a
     result.
     """
     marks = _Marks()
@@ -532,7 +529,7 @@ def check_answer(
     render: Render,
     end: Callable[[str], int],
 ) -> None:
-    """Raise `DataError` unless `said`, what is learnt of message `index`, holds its calls and its words. `end`: of a
+    """Raise `DataError` unless `said`, what is learnt of message `index`, contains its calls and its words. `end`: of a
     turn in a text.
     """
     message, number = messages[index], index + 1
@@ -548,8 +545,8 @@ def check_answer(
     words = message["content"].rpartition("</think>")[2].strip()
     if words not in learnt:
         raise DataError(
-            f"the chat template does not write the words of turn {number} next to its calls",
-            hint="leave the words out of that turn, or take another template: `data.chat_template`",
+            f"the chat template does not write the text of turn {number} next to its calls",
+            hint="remove the text from that turn, or use another template: `data.chat_template`",
         )
 
 

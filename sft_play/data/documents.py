@@ -30,7 +30,7 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """What a file holds."""
+    """What a file contains."""
 
     text: str
     title: str | None = None
@@ -42,7 +42,7 @@ class Document:
 
 
 def read_document(content: bytes, ending: str, place: str) -> Document | str:
-    """Return a file's content as clean text, or why it gives nothing to learn. Raise `DataError` where it cannot be
+    """Return a file's content as clean text, or why it gives nothing to learn. Raise `DataError` if it cannot be
     read.
     """
     if not content.strip():
@@ -57,7 +57,7 @@ def read_document(content: bytes, ending: str, place: str) -> Document | str:
 def clean(text: str) -> str:
     """Return text in Unicode's composed form with plain spaces and line ends, without control characters.
 
-    Indentation stays, since code and lists mean something by it; spaces at line ends and more than one blank line go.
+    Indentation stays, since code and lists need it; spaces at line ends and more than one blank line go.
     """
     text = unicodedata.normalize(
         "NFC", text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n").replace("\v", "\n")
@@ -165,7 +165,7 @@ def _pdf(data: bytes, place: str) -> Document:
             raise FileNotDecryptedError("a password is needed")
         seconds = LEAST_SECONDS + SECONDS_PER_MIB * len(data) / 2**20
         problem = f"is not read after {seconds:.0f} s of computing"
-        with in_time(seconds, problem, place=place, hint="take it out of the data, or save its text"):
+        with in_time(seconds, problem, place=place, hint="remove it from the data, or save its text"):
             pages = [(page.extract_text() or "").replace("\r\n", "\n").replace("\r", "\n") for page in reader.pages]
         pictures = sum(
             not text.strip() and len(page.images) > 0 for text, page in zip(pages, reader.pages, strict=True)
@@ -198,7 +198,7 @@ def _pdf(data: bytes, place: str) -> Document:
 
 
 def join_pages(pages: Sequence[str]) -> str:
-    """Return the pages as one text: a paragraph that goes on over the page's end is not broken by a blank line."""
+    """Return the pages as one text: no blank line breaks a paragraph that continues on the next page."""
     text = ""
     for page in without_running_lines(pages):
         if text and page:
@@ -222,7 +222,7 @@ def without_running_lines(pages: Sequence[str]) -> list[str]:
 
 
 def without_hyphens(text: str) -> str:
-    """Join words that a line's end broke, careful with real hyphens.
+    """Join words that were hyphenated at line ends, and keep real hyphens.
 
     `docu-⏎ment` becomes `document`. Where the text writes the word with its hyphen elsewhere (`well-known`), or what
     follows begins with a capital (`Franco-⏎Prussian`), the hyphen stays and the word moves up.

@@ -82,7 +82,7 @@ class Example:
 
 
 def answer_of(value: Any, name: str) -> str:
-    """Return `value`, which is text with something in it. Raise `DataError`."""
+    """Return `value`, which must be text and not blank. Raise `DataError`."""
     text = text_of(value, name)
     if not text or text.isspace():
         raise DataError(f"`{name}` is empty, so there is nothing to learn", hint=LEAVE_OUT)
@@ -110,7 +110,7 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         turns = chat_turns(row[column], column)
         if turns and turns[-1]["role"] == "user" and not is_blank(row.get("chosen")):
             raise DataError(
-                f"`chosen` holds the answer to the last of `{column}`: preferences are not trained here",
+                f"`chosen` contains the answer to the last of `{column}`: preferences are not trained here",
                 hint=(
                     f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read"
                 ),
@@ -121,7 +121,7 @@ def _chat(column: str) -> Callable[[Row], Parts]:
 
 
 def _prompt(row: Row) -> Parts:
-    """Text, or lists of messages as TRL writes them: then the prompt's own answers are context and are not trained."""
+    """Return text, or lists of messages as TRL writes them, whose prompt may contain answers that are not trained."""
     prompt, completion = row["prompt"], row["completion"]
     if not is_list(prompt) and not is_list(completion):
         return _turns(row, text_of(prompt, "prompt"), "completion")
@@ -140,7 +140,7 @@ def _prompt(row: Row) -> Parts:
 
 
 def _instruction(row: Row) -> Parts:
-    """Alpaca: the input is added to the instruction and never replaces it."""
+    """Return an Alpaca row's turns: the input is added to the instruction and never replaces it."""
     instruction = text_of(row["instruction"], "instruction")
     context = "" if row.get("input") is None else text_of(row["input"], "input")
     parts = [part for part in (instruction, context) if part.strip()]
@@ -157,7 +157,7 @@ def _history(pairs: Any) -> list[Message]:
     turns: list[Message] = []
     for index, pair in enumerate(() if is_blank(pairs) else list_of(pairs, "history", "pairs: question and answer")):
         if not is_list(pair) or len(pair) != 2:
-            raise DataError(f"`history[{index}]` is not a pair: question and answer")
+            raise DataError(f"`history[{index}]` is not a pair of question and answer")
         turns.append({"role": "user", "content": text_of(pair[0], f"history[{index}][0]")})
         turns.append({"role": "assistant", "content": answer_of(pair[1], f"history[{index}][1]")})
     return turns
@@ -166,7 +166,7 @@ def _history(pairs: Any) -> list[Message]:
 def _text(row: Row) -> Parts:
     text = text_of(row["text"], "text")
     if not text or text.isspace():
-        raise DataError("`text` is empty", hint="`filter: not blank(text)` leaves such rows out")
+        raise DataError("`text` is empty", hint="`filter: not blank(text)` skips such rows")
     return {"text": text}
 
 
@@ -207,14 +207,14 @@ def _tokens(row: Row) -> Parts:
 
 def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
     if any(label < 0 and label != IGNORED for label in labels):
-        raise DataError("`labels` holds a negative number other than -100, which marks what is not trained")
+        raise DataError("`labels` contains a negative number other than -100, which excludes a token from training")
     if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
         raise DataError("`labels` is -100 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
     other = next((at for at, label in enumerate(labels) if label not in (IGNORED, ids[at])), None)
     if other is not None:
         raise DataError(
             f"`labels[{other}]` is {labels[other]} and `input_ids[{other}]` is {ids[other]}",
-            hint="a label is the token at its own place, or -100; training moves them by one itself",
+            hint="a label is the token at the same position, or -100; training shifts labels itself",
         )
 
 
@@ -227,14 +227,15 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
         unread = f"`columns: {{note: {name}}}` gives it a name that is not read"
         if LIKE_A_PART.search(name.lower()) and not (mask and is_list(value) and len(value) == len(ids)):
             raise DataError(
-                f"`{name}` seems to say where what is learnt begins, and is not read",
+                f"`{name}` seems to mark where the learnt part begins, and is not read",
                 hint=f"write `labels`, -100 for what is not learnt; {unread}",
             )
         if not (packed or mask) or not is_list(value):
             continue
         if packed and list(value) != list(range(len(ids))) and len(set(map(str, value))) > 1:
             raise DataError(
-                f"`{name}` says that the row is several rows, which is not read", hint=f"unpack the rows; {unread}"
+                f"`{name}` marks a row that packs several rows, which is not supported",
+                hint=f"unpack the rows; {unread}",
             )
         if mask and len(value) == len(ids):
             weights = all(isinstance(part, (bool, int, float)) and 0 <= part <= 1 for part in value)
@@ -242,7 +243,9 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
             read = f"`columns: {{{other}: {name}}}` if it does"
             if name not in MASKS and other == "loss_mask" and marks_what_is_not_learnt(name.removesuffix("_mask")):
                 read = "where it is 1 for what is not learnt, write `labels`, -100 there"
-            raise DataError(f"`{name}` seems to say which tokens are learnt, and is not read", hint=f"{read}; {unread}")
+            raise DataError(
+                f"`{name}` seems to mark which tokens are learnt, and is not read", hint=f"{read}; {unread}"
+            )
 
 
 def _flags(column: Any, name: str) -> list[int]:
@@ -250,7 +253,7 @@ def _flags(column: Any, name: str) -> list[int]:
     flags = list_of(column, name, "0 and 1")
     others = [flag for flag in flags if type(flag) not in (bool, int) or flag not in (0, 1)]
     if others:
-        raise DataError(f"`{name}` holds {others[0]}; expected 0 and 1")
+        raise DataError(f"`{name}` contains {others[0]}; expected 0 and 1")
     return list(map(int, flags))
 
 
@@ -260,7 +263,7 @@ def _integers(column: Any, name: str, minimum: int) -> list[int]:
         index = next(i for i, value in enumerate(values) if type(value) is not int)
         raise DataError(f"`{name}[{index}]` is {kind_of(values[index])}; expected an integer")
     if (least := min(values, default=minimum)) < minimum:
-        raise DataError(f"`{name}` holds {least}; the least is {minimum}")
+        raise DataError(f"`{name}` contains {least}; the least is {minimum}")
     return values
 
 
@@ -307,7 +310,7 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
 
 
 def recognise(row: Row) -> str:
-    """Return the format whose columns `row` has. Raise `DataError` when none or more than one fits."""
+    """Return the format whose columns `row` has. Raise `DataError` if none or more than one fits."""
     fitting = _fitting(row)
     if len(fitting) == 1:
         return fitting[0]
@@ -342,7 +345,7 @@ def recognise(row: Row) -> str:
 
 
 def _chosen(row: Row) -> str:
-    """Return the `columns` that make a preference row one with its chosen answer."""
+    """Return the `columns` that turn a preference row into a row with its chosen answer."""
     chosen = row["chosen"]
     asks = next((name for name in ("prompt", "question", "instruction") if row.get(name) is not None), None)
     if _is_turns(chosen):
@@ -365,7 +368,7 @@ def _fitting(row: Row) -> list[str]:
 
 
 def understand(placed: Placed, source: int, form: str | None, *, group_by: str | None = None) -> Example:
-    """Return the example of a row that a reader gave; `form` is `None` where the row itself must tell.
+    """Return the example of a row; `form` is `None` if the columns of the row decide.
 
     `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the
     row's place.
@@ -392,11 +395,11 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         error.place = error.place or place
         raise
     except RecursionError:
-        raise DataError("the row is nested too deep", place=place) from None
+        raise DataError("the row is nested too deeply", place=place) from None
 
 
 def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
-    """Put the thought that a column of a single answer holds into that answer."""
+    """Move the thought in a column of a single-answer row into that answer."""
     if form in ("messages", "sharegpt") or messages[-1].get("reasoning_content"):
         return
     if name := next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None):
@@ -404,11 +407,11 @@ def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
 
 
 def _refuse_mask(row: Row) -> None:
-    """Raise `DataError` for a column that seems to say of each turn whether it is learnt."""
+    """Raise `DataError` for a column that seems to mark which turns are learnt."""
     for name, value in row.items():
         if is_list(value) and len(value) > 0 and looks_like_a_mask(name) and all(flag in (0, 1) for flag in value):
             raise DataError(
-                f"`{name}` seems to say which turns are learnt, and is not read",
+                f"`{name}` seems to mark which turns are learnt, and is not read",
                 hint=(
                     f"write `train: false` into the turns that are not; `columns: {{note: {name}}}` gives it a name"
                     " that is not read"
@@ -419,7 +422,7 @@ def _refuse_mask(row: Row) -> None:
 def _tools(row: Row, messages: list[Message]) -> Parts:
     """Return the tools that a row or its system turn describes, and whether calls are learnt that nothing describes.
 
-    Raise `DataError` where a column describes them that is not read.
+    Raise `DataError` if a column describes them that is not read.
     """
     tools = tools_of(row)
     for turn in messages:
@@ -440,7 +443,7 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
 
 
 def group_of(row: Row, column: str) -> str:
-    """Return the value of `data.group_by`. Raise `DataError` where a row has none."""
+    """Return the value of `data.group_by`. Raise `DataError` if a row has none."""
     value = row.get(column)
     if value is None:
         problem = "is empty" if column in row else "is missing"
@@ -461,7 +464,7 @@ def _require(row: Row, form: str) -> None:
     if missing[0] in row:
         raise DataError(
             f"`{missing[0]}` is empty",
-            hint=f"`filter: has({missing[0]})` leaves such rows out, and so does {LEAVE_OUT}",
+            hint=f"`filter: has({missing[0]})` skips such rows, and so does {LEAVE_OUT}",
         )
     others = " or ".join(_fitting(row))
     raise DataError(
@@ -475,8 +478,8 @@ def _require(row: Row, form: str) -> None:
 
 
 def _alike(row: Row, form: str) -> dict[str, str]:
-    """Return the columns of a format -> what `row` calls them: in other capitals, or by another name that data sets
-    have.
+    """Return the columns of a format -> what `row` calls them: in another letter case, or by another common
+    name.
     """
     renamed: dict[str, str] = {}
     for new in (*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])):
@@ -487,7 +490,7 @@ def _alike(row: Row, form: str) -> dict[str, str]:
 
 
 def _suggest_columns(row: Row, form: str) -> str:
-    """Return the `columns` that would give `row` what a format lacks; what it has no name for is left open."""
+    """Return the `columns` that would complete `row` for a format; unknown names are left open."""
     alike, texts = _alike(row, form), [name for name, value in row.items() if isinstance(value, str)]
     if not alike and len(row) == len(texts) == 2:  # of a text and its label the text is longer
         texts.sort(key=lambda name: -len(row[name]))

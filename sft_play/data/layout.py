@@ -62,14 +62,12 @@ def splits_of_folder(folder: Path, source: DataSource) -> Splits:
         if rows:
             require_inside(rows, folder)
             return by_names(rows, folder, documents=endings is DOCUMENTS)
-    hint = f"it holds `{files[0].name}`; plain text is read from files whose names end in `.txt`" if files else None
-    raise DataError(f"the folder holds no {ENDINGS} file", place=source.path, hint=hint)
+    hint = f"it contains `{files[0].name}`; plain text is read from files whose names end in `.txt`" if files else None
+    raise DataError(f"the folder contains no {ENDINGS} file", place=source.path, hint=hint)
 
 
 def splits_of_glob(files: Sequence[Path], pattern: Path, source: DataSource) -> Splits:
-    """Return split -> files of those that a pattern found; all that it found is taken where their names mean no two
-    splits.
-    """
+    """Return split -> files that a pattern matched; all are used unless their names mean several splits."""
     require_inside(files, root_of(pattern))
     splits = by_names(files, root_of(pattern), documents=all(kind(path) in DOCUMENTS for path in files))
     alone = source.split is None and len(splits.keys() - {NO_SPLIT}) < 2
@@ -91,7 +89,7 @@ def choose_split(splits: Splits, source: DataSource) -> list[Path]:
     if len(names) > 1:
         raise DataError(f"there are several splits: {shown}", place=source.path, hint=hint)
     if any(WORDS[held_out].search(names[0].replace("_", "-")) for held_out in ("validation", "test")):
-        raise DataError(f"the only split is {shown}, which is not taken without a word", place=source.path, hint=hint)
+        raise DataError(f"the only split is {shown}, which is used only if you name it", place=source.path, hint=hint)
     return splits[names[0]]
 
 
@@ -138,7 +136,7 @@ def _documents_split(parts: Sequence[str]) -> list[str]:
 
 
 def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) -> Splits | None:
-    """Return the splits of one of the `configs` that a data set's README lists; `None` where it lists none. Raise
+    """Return the splits of one of the `configs` that a data set's README lists; `None` if it lists none. Raise
     `DataError`.
     """
     readme = folder / "README.md"
@@ -185,7 +183,7 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
         return by_names(inside, below, documents=False) if inside else None
     splits = {split: _matching(patterns, below, files) for split, patterns in _patterns(config["data_files"]).items()}
     if not splits:
-        raise DataError(f"the configuration `{name}` names no file", place=str(readme))
+        raise DataError(f"the configuration `{name}` does not name any file", place=str(readme))
     if empty := next((split for split, matching in splits.items() if not matching), None):
         raise DataError(f"there is no file for the split `{empty}` of the configuration `{name}`", place=str(readme))
     return splits
@@ -203,7 +201,7 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
 
 
 def _matching(patterns: Sequence[str], below: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files that one of the hub's patterns means: `*` stays within a folder, `**` does not."""
+    """Return the files that match one of the hub's patterns: `*` stays within a folder, `**` does not."""
     written = "|".join(f"(?:{_regex(pattern.removeprefix('./'))})" for pattern in patterns)
     inside = [file for file in files if file.is_relative_to(below)]
     return [file for file in inside if re.fullmatch(written, file.relative_to(below).as_posix())]

@@ -205,7 +205,7 @@ class RowProblems:
         """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
         if self._stream is not None:
             self._stream.close()
-            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop leaves them out" if self.good else ""
+            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop skips them" if self.good else ""
             print(
                 f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}",
                 file=sys.stderr,
@@ -284,7 +284,7 @@ class Gatherer:
         if not self.examples:
             raise DataError(
                 f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, "
-                "and a hash of each one's content or group chooses",
+                "and a hash of content or group assigns each row",
                 hint="give more rows, another fraction, or a separate file: DATA_VAL_PATH=",
             )
         if not len(self.writer.lengths):
@@ -364,13 +364,13 @@ def ids_of_new_tokens(tokens: Sequence[str], tokenizer: Any) -> dict[str, int]:
         if tokenizer(text, add_special_tokens=False)["input_ids"].count(number) < 2:
             raise DataError(
                 f"`data.new_tokens` names `{token}`, which the chat template or the tokenizer splits",
-                hint="take one without blanks at its ends, and that no other token begins or ends with",
+                hint="use one without spaces at its ends, with which no other token begins or ends",
             )
     return ids
 
 
 def _keys(content: bytes) -> Iterator[bytes]:
-    """Yield the keys that stand one after another in a prepared split's `keys.bin`."""
+    """Yield the keys in a prepared split's `keys.bin`."""
     yield from (content[start : start + KEY_BYTES] for start in range(0, len(content), KEY_BYTES))
 
 
@@ -467,7 +467,7 @@ class SourceRows(NamedTuple):
     source: int
     """Index into the split's sources."""
     form: str | None
-    """The source's format; `None` where it is not known yet."""
+    """The source's format; `None` if it is not known yet."""
     rows: Sequence[Placed]
 
 
@@ -562,7 +562,7 @@ _of_process: list[_Maker] = []
 
 
 def _begin(make: _Maker) -> None:
-    """Called once in each process."""
+    """Set up a process of the pool."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # they may go to all; the parent decides
         signal.signal(number, signal.SIG_IGN)
@@ -572,7 +572,7 @@ def _begin(make: _Maker) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its processes, so they watch it."""
+    """End this process when its parent ends: a killed parent cannot end its processes."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only processes of the pool watch"
     connection.wait([parent.sentinel])
@@ -584,8 +584,7 @@ def _encode(work: SourceRows) -> Chunk:
 
 
 def is_held_out(key: str, group: str | None, fraction: float) -> bool:
-    """Whether a row belongs to validation: decided by its group where it has one, else by its content, and by nothing
-    else.
+    """Return whether a row belongs to validation: decided only by its group or, without one, by its content.
 
     So a row keeps its side when rows are added, removed or moved, and a larger `fraction` only adds rows to validation.
     `key` is `Example.key`; `group` is the value of `data.group_by`; `fraction` is in [0, 1).

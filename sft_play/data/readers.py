@@ -30,10 +30,10 @@ SHOWN_CHARACTERS, SHOWN_COLUMNS = 60, 8
 """Of a row in a message."""
 HEADER_BYTES = 1 << 16
 BOM = "\ufeff".encode()
-QUOTES = "a value that holds the separator, a line end or a quote is quoted, and a quote in it is written twice"
+QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
-LEAVE_OUT = "`DATA_BAD_ROWS=drop` leaves such rows out and counts them"
+LEAVE_OUT = "`DATA_BAD_ROWS=drop` skips such rows and counts them"
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx or pdf"
 
@@ -118,7 +118,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 
 def _rows_in(document: Any) -> list[str]:
-    """Return the names of an object's lists of objects that are no turns."""
+    """Return the names of an object's lists of objects that are not turns."""
     lists = [
         name for name, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)
     ]
@@ -126,12 +126,12 @@ def _rows_in(document: Any) -> list[str]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object whose keys are all different. Raise `DataError`: of two values one would be lost."""
+    """Return a JSON object. Raise `DataError` for a duplicate key, since one of its values would be lost."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise DataError(
-            f"the key `{twice}` is there more than once", hint=f"only the last would be read: {show_row(unique)}"
+            f"the key `{twice}` appears more than once", hint=f"only the last would be read: {show_row(unique)}"
         )
     return unique
 
@@ -142,7 +142,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_once)
 def _parse(text: str, path: Path, line: int) -> Any:
     try:
         return DECODER.decode(text)
-    except DataError as error:  # a key that is there twice
+    except DataError as error:  # a duplicate key
         error.place = f"{path}:{line}" if "\n" not in text else str(path)
         raise
     except json.JSONDecodeError as error:
@@ -151,7 +151,7 @@ def _parse(text: str, path: Path, line: int) -> Any:
             place=f"{path}:{line + error.lineno - 1}:{error.colno}",
             hint=f"the line reads: {' '.join(text[:200].split())[:100]}",
         ) from None
-    except (RecursionError, ValueError) as error:  # nested too deep, or a number of more digits than Python converts
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of more digits than Python converts
         raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}", place=f"{path}:{line}") from None
 
 
@@ -181,7 +181,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
             header = reader.fieldnames or []
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
-                raise DataError(f"the header names `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
+                raise DataError(f"the header contains `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
             last = reader.line_num
             for row in reader:
                 last = reader.line_num
@@ -189,7 +189,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                     row[header[0]] = first.removeprefix("\ufeff")
                 if list(row.values()) == header:
                     joined = DataError(
-                        "the row is the header again: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
+                        "the row repeats the header: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
                     )
                     yield f"{path}:{last}", joined
                     continue
@@ -271,7 +271,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
 
 
 def _longest_text(stream: IO[bytes], column: Any) -> int:
-    """Return the most bytes of a text that each row of a column may have, though the file holds it once; 0 where none
+    """Return the most bytes of a text that each row of a column may have, though the file contains it once; 0 if none
     is shared.
 
     Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as
@@ -312,7 +312,7 @@ def _read_arrow(path: Path) -> Iterator[Placed]:
 
 
 def _seekable(path: Path) -> IO[bytes]:
-    """Open a file that is read back and forth; a compressed one is unpacked in memory."""
+    """Open a file for random access; a compressed file is unpacked in memory."""
     stream = open_bytes(path)
     if path.suffix.lower() not in COMPRESSED:
         return stream
@@ -325,7 +325,7 @@ def placed_rows(batches: Iterable[Any], place: str) -> Iterator[Placed]:
     number = 0
     for batch in batches:
         if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
-            raise DataError(f"two columns have the name `{twice[0]}`", place=place)
+            raise DataError(f"two columns are named `{twice[0]}`", place=place)
         decoders = {field.name: decoder(field.type) for field in batch.schema}
         for start in range(0, batch.num_rows, BATCH_ROWS):  # writers may put a complete table into one batch
             part = batch.slice(start, BATCH_ROWS)
@@ -373,9 +373,7 @@ def _bytes(values: Any) -> int:
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of an Arrow type, as pyarrow gives it, into what a JSON file would hold, at any
-    depth.
-    """
+    """Return the function that converts pyarrow's value of an Arrow type into what a JSON file would contain."""
     from pyarrow import types
 
     if isinstance(getattr(kind, "extension_name", None), str):
@@ -386,7 +384,9 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     if types.is_struct(kind):
         fields = {field.name: decoder(field.type) for field in kind}
         if len(fields) < kind.num_fields:
-            raise DataError(f"a struct has two fields of one name; it has {names_of(field.name for field in kind)}")
+            raise DataError(
+                f"a struct has two fields with the same name; it has {names_of(field.name for field in kind)}"
+            )
         return lambda value: value and _without_nulls({name: decode(value[name]) for name, decode in fields.items()})
     if types.is_map(kind):
         key_of, value_of = decoder(kind.key_type), decoder(kind.item_type)

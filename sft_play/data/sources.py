@@ -186,7 +186,7 @@ def _commit(source: DataSource) -> str | None:
 def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> DataError:
     first = first_line(error)
     if rows:
-        return DataError(f"reading broke off after row {rows:,}: {first}", place=source.path, hint="try again")
+        return DataError(f"reading stopped after row {rows:,}: {first}", place=source.path, hint="try again")
     if not hub_reachable():
         return DataError(
             "there is no such file, and the hub cannot be reached",
@@ -263,20 +263,20 @@ def files_sha256(paths: Sequence[Path]) -> str:
 
 
 def is_hub(source: DataSource) -> bool:
-    """Whether a source is a dataset of the hub. Raise `DataError` when it is nothing."""
+    """Return whether a source is a dataset of the hub. Raise `DataError` if it is neither that nor a file."""
     return not source.path.startswith(BUILTIN) and files_of(source) is None
 
 
 def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
-    """Raise `DataError` for what only a hub dataset understands: nothing that was typed is ignored."""
+    """Raise `DataError` for options of hub datasets on a local source: nothing typed is ignored."""
     for name in ("split", "config", "revision"):
         if name not in allowed and getattr(source, name) is not None:
             raise DataError(
-                f"`{name}: {getattr(source, name)}` is given, but only a hub dataset has one", place=source.path
+                f"`{name}: {getattr(source, name)}` is set, but only hub datasets have it", place=source.path
             )
     if source.streaming:
         raise DataError(
-            "`streaming: true` is given, but only a hub dataset is streamed",
+            "`streaming: true` is set, but only hub datasets are streamed",
             place=source.path,
             hint="files are read row by row in any case",
         )
@@ -331,7 +331,7 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
             count += 1
             yield placed
         if not count and skipped.counts.total() == before:
-            raise DataError("the file holds no row", place=str(path))
+            raise DataError("the file contains no row", place=str(path))
 
 
 # Which rows of a source are taken.
@@ -387,7 +387,7 @@ JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
     (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|\w+_weight"), _number),
     (re.compile(r"label|status|verdict|preference|feedback"), _verdict),
 )
-"""Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing where
+"""Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing if
 they do not.
 """
 HELD_OUT: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
@@ -404,9 +404,7 @@ def _keepers(column: str, chat: bool) -> tuple[Callable[[str, Any], str], ...]:
 
 
 def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
-    """Yield rows; one that a column judges, which no `filter` looks at, is an error: the wrong answers would be
-    learnt.
-    """
+    """Yield rows; one that a column judges is an error unless a `filter` uses it: wrong answers would be learnt."""
     heeded = Condition(source.filter).names if source.filter is not None else set()
     chats = [
         set(columns)
@@ -422,7 +420,7 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                 yield (
                     place,
                     DataError(
-                        f"`{judged[0]}` says whether the row is to be learnt, and is not read",
+                        f"`{judged[0]}` seems to say whether to learn the row, and is not read",
                         place=place,
                         hint=f"`filter: {judged[1]}` keeps what is good, `filter: has({judged[0]})` all",
                     ),
@@ -476,7 +474,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
             hint=(
                 f"the other way round: `columns: {{{', '.join(f'{new}: {old}' for old, new in columns.items())}}}`"
                 if all(name in row for name in columns)
-                else "`columns` is written `{question: name in the file}`"
+                else "write `columns: {question: name in the file}`"
             ),
         )
     used = set(columns.values())

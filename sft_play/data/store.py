@@ -98,7 +98,7 @@ class SourceTally:
         self.there = skipped.there
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
-        """Return what is said of the source. `lengths`: tokens of its prepared rows; `content`: a hash of its files."""
+        """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
         counts = asdict(self)
         there = counts.pop("there")
         return counts | {
@@ -167,7 +167,7 @@ def split_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a split that is there as it was written; removes what is damaged and returns `None`.
+    """Return the manifest of an intact split; remove a damaged one and return `None`.
 
     Every file is read, once in a launch: neither its size nor its time tells of bits that a disk lost. Training reads
     them anyway.
@@ -320,7 +320,7 @@ class TokenRow(NamedTuple):
     trained: int
     """Tokens that a loss is computed for: the first one follows nothing, and never is."""
     weights: NDArray[np.float32] | None = None
-    """How much each token counts in the loss, 0 where it is not learnt; `None`: all that are count 1."""
+    """How much each token counts in the loss, 0 if it is not learnt; `None`: all that are count 1."""
 
 
 class Made(NamedTuple):
@@ -400,7 +400,7 @@ class SplitWriter:
         return hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
 
     def publish(self, manifest: Mapping[str, Any]) -> None:
-        """Write what is left and makes the folder visible; of two processes that race, one publishes."""
+        """Write the remaining rows and make the folder visible; of two processes that race, one publishes."""
         self._flush()
         self._writer.close()
         self._stream.close()
@@ -437,11 +437,11 @@ class SplitWriter:
 class Rows:
     """The rows of a folder that `data.store` or `datasets.save_to_disk` wrote, mapped from disk.
 
-    `rows[7]` is a row as a dictionary, `rows["labels"]` yields a column. `columns` limits what a row holds.
+    `rows[7]` is a row as a dictionary, `rows["labels"]` yields a column. `columns` limits what a row contains.
     """
 
     def __init__(self, folder: str | Path, columns: Sequence[str] = ()) -> None:
-        """Raise `FileNotFoundError` when there are no rows."""
+        """Raise `FileNotFoundError` if there are no rows."""
         files = sorted(Path(folder).glob("*.arrow"))
         if not files:
             raise FileNotFoundError(2, "no rows here", str(folder))

@@ -50,8 +50,8 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds, up to a size that rows and documents can have: a few bytes must not become all of
-    the memory.
+    """What a compressed file contains, up to a size that rows and documents can have: a few bytes must not fill the
+    memory.
     """
 
     def __init__(self, path: Path, stream: IO[bytes]) -> None:

@@ -49,7 +49,7 @@ class EncodedExample:
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
     overlong: int = 0
-    """Tokens of an example that is longer than `model.max_seq_len`; 0 where it is not, and for documents made into
+    """Tokens of an example that is longer than `model.max_seq_len`; 0 if it is not, and for documents made into
     chunks.
     """
 
@@ -148,7 +148,7 @@ class Encoder:
         largest = max(ids, default=0)
         if largest >= self.vocabulary:
             raise DataError(
-                f"`input_ids` holds {largest}, but the tokenizer has {self.vocabulary} tokens",
+                f"`input_ids` contains {largest}, but the tokenizer has {self.vocabulary} tokens",
                 hint="were the rows made with another tokenizer?",
             )
         row = without_tail(Encoded(ids, ids if example.labels is None else example.labels, [], "", example.weights))
@@ -354,7 +354,7 @@ class RowTokens:
         if bos is not None and ids[0] == bos and bos not in self.stops and ids[1:2] == [bos]:
             raise DataError(
                 "the chat template writes the beginning-of-sequence token twice",
-                hint="take one `bos_token` out of the template",
+                hint="remove one `bos_token` from the template",
             )
 
     def _fast(self, texts: Sequence[str]) -> list[list[int]]:
@@ -369,7 +369,7 @@ class RowTokens:
         return [list(ids) for ids in encoded]
 
     def _continues_plainly(self) -> bool:
-        """Whether the end of a turn splits the text before anything else does, and a text has the same tokens after it
+        """Return whether the end of a turn is split off before anything else, and a text has the same tokens after it
         as alone.
         """
         added = self.tokenizer.added_tokens_decoder
@@ -455,7 +455,7 @@ class Cut:
 def truncate(
     messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False
 ) -> Cut | None:
-    """Return the longest end of a conversation that fits; `None` where its last answer does not, unless `answers` may
+    """Return the longest end of a conversation that fits; `None` if its last answer does not, unless `answers` may
     be cut.
 
     Raise `DataError` as `encode` does.
@@ -552,7 +552,7 @@ def chunks(row: Encoded, limit: int) -> list[Encoded]:
 def _shorten(
     messages: Sequence[Message], limit: int, encode: Encode, count: Count, *, answers: bool = False
 ) -> Cut | None:
-    """Return one exchange whose longest read turns lost their beginning, but never all of it; `None` where it does not
+    """Return one exchange whose longest read turns lost their beginning, but never all of it; `None` if it does not
     fit even so.
 
     `messages` end with an answer. `answers` lets an answer that is longer than half a row lose its end: half a row of

@@ -81,7 +81,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def chat_turns(value: Any, name: str) -> list[Message]:
-    """Return a list of turns made uniform: `role` and `content`, or ShareGPT's `from` and `value`. Raise `DataError`.
+    """Return turns, `role` and `content` or ShareGPT's `from` and `value`, in the common form. Raise `DataError`.
 
     Calls that follow the answer they belong to, or one another, become one turn, as chat templates take them.
     """
@@ -98,7 +98,7 @@ def chat_turns(value: Any, name: str) -> list[Message]:
 
 
 def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Message, bool]:
-    """Return one turn made uniform, and whether its role says that it is calls. Raise `DataError`."""
+    """Return a turn in the common form, and whether its role marks it as calls. Raise `DataError`."""
     column = name.partition("[")[0]
     if not isinstance(message, Mapping):
         raise DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
@@ -163,7 +163,7 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
 
 
 def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
-    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing where these
+    """Return, for a hint, the `columns` that name a column's turns, keys and roles as formats do; nothing if these
     names are read.
     """
     new = new or column
@@ -202,8 +202,8 @@ def _looks_like_media(key: str) -> bool:
 
 
 def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
-    """Raise `DataError` for a column, or a key of a turn, that holds pictures or sounds: its text would be learnt
-    blind.
+    """Raise `DataError` for a column, or a key of a turn, that contains pictures or sounds: its text would be learnt
+    without them.
     """
     for key, value in row.items():
         some = next(iter(value), None) if is_list(value) else value
@@ -213,7 +213,7 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
         if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
             column = f"{name.partition('[')[0]}.note" if name else "note"
             raise DataError(
-                f"`{name}{'.' if name else ''}{key}` holds pictures or sounds; only text is trained",
+                f"`{name}{'.' if name else ''}{key}` contains pictures or sounds; only text is trained",
                 hint=(
                     f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without"
                     " them"
@@ -223,13 +223,13 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
 
 @functools.lru_cache(4096)
 def looks_like_a_mask(key: str) -> bool:
-    """Whether a key or column is named as if it said what is learnt."""
+    """Return whether a key or column is named as if it said what is learnt."""
     return LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
 
 
 @functools.lru_cache(4096)
 def marks_what_is_not_learnt(key: str) -> bool:
-    """Whether a mask is named as if it were 1 where nothing is learnt: its opposite must not be taken for it."""
+    """Return whether a mask is named as if it were 1 where nothing is learnt: its opposite must not be taken for it."""
     return key not in MASKS and MARKS_WHAT_IS_NOT_LEARNT.search(key.lower()) is not None
 
 
@@ -254,7 +254,7 @@ def weight_of(value: Any, name: str) -> float:
 
 
 def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | float | None:
-    """Return what a turn's other keys say under any name of `MASKS`, `None` where they say nothing. Raise
+    """Return what a turn's other keys say under any name of `MASKS`, `None` if they say nothing. Raise
     `DataError`.
     """
     column = name.partition("[")[0]
@@ -267,7 +267,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             if not isinstance(value, (bool, int, float)):
                 raise DataError(f"`{name}.{key}` is {kind_of(value)}; expected true or false")
             if value not in (0, 1):
-                hint = "0 leaves the turn out of training, 1 trains it; what is between is a `weight`"
+                hint = "0 excludes the turn from training, 1 trains it; write a value between as `weight`"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
             flags[key] = bool(value)
         elif looks_like_a_mask(key):
@@ -277,16 +277,16 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             if marks_what_is_not_learnt(key):
                 learnt = "where it marks what is not learnt, write `train: false` into those turns; "
             raise DataError(
-                f"`{name}.{key}` seems to say what of the turn is learnt, and is not read",
+                f"`{name}.{key}` seems to mark which part of the turn is learnt, and is not read",
                 hint=f"{learnt}else {hint}" if isinstance(value, (bool, int, float)) else hint,
             )
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
-            raise DataError(f"`{name}.{key}` seems to be calls of tools, and is not read", hint=hint)
+            raise DataError(f"`{name}.{key}` seems to contain tool calls, and is not read", hint=hint)
     if role != "assistant" and flags.get(WEIGHT) is True:
         del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
     if len(set(map(bool, flags.values()))) > 1:
-        raise DataError(f"`{name}` says of itself that it is learnt and that it is not: {names_of(flags)}")
+        raise DataError(f"`{name}` is marked both as learnt and as not learnt: {names_of(flags)}")
     return flags.get(WEIGHT, next(iter(flags.values()), None))
 
 
@@ -345,7 +345,7 @@ def tools_of(row: Mapping[str, Any], name: str = "") -> list[Any] | None:
     lists = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
     described = [(key, tools) for key, tools in lists if tools]
     if any(tools != described[0][1] for _, tools in described):
-        raise DataError(f"tools are described twice, and not alike: {names_of(name + key for key, _ in described)}")
+        raise DataError(f"the tools are described twice, differently: {names_of(name + key for key, _ in described)}")
     return described[0][1] if described else None
 
 
@@ -362,7 +362,7 @@ def _tools(value: Any, name: str) -> list[Any]:
 
 
 def describes_tools(value: Any) -> bool:
-    """Whether a column looks like descriptions of functions."""
+    """Return whether a column looks like descriptions of functions."""
     try:
         tools = _tools(value, "")
     except DataError:
@@ -382,11 +382,9 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
         if role not in FOLLOWERS[before]:
             order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
             after = f"after {before}" if before else "at the start"
-            hint = (
-                f"{after} comes {' or '.join(FOLLOWERS[before])}; put two turns of one role together, or leave one out"
-            )
+            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; join the two turns of one role, or omit one"
             raise DataError(
-                f"the roles are out of order: {role} {after} (turn {index + 1}); they come as {order}", hint=hint
+                f"the roles are out of order: {role} {after} (turn {index + 1}); expected {order}", hint=hint
             )
         before = role
     if not any(turn["role"] == "assistant" for turn in turns):
@@ -397,7 +395,7 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:
-    """Whether a function is called that no text before the call names; for rows without tools."""
+    """Return whether a function is called that no text before the call names; for rows without tools."""
     described = ""
     for turn in messages:
         if any(call["function"]["name"] not in described for call in turn.get("tool_calls", ())):
@@ -407,7 +405,7 @@ def calls_undescribed(messages: Sequence[Message]) -> bool:
 
 
 def is_filled(value: Any, within: bool) -> bool:
-    """Whether arguments of calls in a value, or all of it (`within`), hold a struct of Arrow's that lost its nulls."""
+    """Return whether call arguments in a value, or all of it (`within`), have an Arrow struct that lost its nulls."""
     if isinstance(value, Mapping):
         lost = within and isinstance(value, Filled)
         return lost or any(is_filled(part, within or key in ARGUMENTS) for key, part in value.items())
@@ -418,15 +416,15 @@ def is_filled(value: Any, within: bool) -> bool:
 
 
 def text_of(value: Any, name: str) -> str:
-    """Return `value`, which is text that a tokenizer can read. Raise `DataError`."""
+    """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
         raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
     if not value.isascii():
         try:
             value.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer can read it
+        except UnicodeEncodeError as error:  # JSON can write an unpaired surrogate; no tokenizer can read it
             raise DataError(
-                f"`{name}` holds half of a surrogate pair at character {error.start + 1}, which is no text"
+                f"`{name}` contains an unpaired surrogate at character {error.start + 1}, which is not valid text"
             ) from None
     return value
 
@@ -446,28 +444,26 @@ def json_of(value: Any, name: str, depth: int = 0) -> Any:
     if is_list(value):
         return [json_of(part, f"{name}[{index}]", depth + 1) for index, part in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"`{name}` is {value}, which JSON does not have", hint="write null, or text")
+        raise DataError(f"`{name}` is {value}, which JSON cannot represent", hint="write null, or text")
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise DataError(
-        f"`{name}` is {kind_of(value)}, which JSON does not have; expected text or a number", hint="write it as text"
+        f"`{name}` is {kind_of(value)}, which JSON cannot represent; expected text or a number", hint="write it as text"
     )
 
 
 def is_blank(value: Any) -> bool:
-    """Whether a column or key that may be left out is: null, an empty list, or text without a letter. No number is, nor
-    `false`.
-    """
+    """Return whether a value counts as missing: null, an empty list or blank text, but not a number or `false`."""
     return value is None or (isinstance(value, str) and not value.strip()) or (is_list(value) and not len(value))
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list, of whatever type a reader makes them."""
+    """Return whether a value is a list, of whatever type a reader makes them."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
-    """Return `found`, which is a list, or JSON of one in a string. Raise `DataError`."""
+    """Return a list, or the list that a JSON string contains. Raise `DataError`."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, name)
     if not is_list(value):
@@ -476,10 +472,10 @@ def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Return what JSON in a string says. Raise `DataError`."""
+    """Return a string parsed as JSON. Raise `DataError`."""
     try:
         return DECODER.decode(text.strip())
-    except DataError as error:  # a key that is there twice
+    except DataError as error:  # a duplicate key
         raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
     except json.JSONDecodeError as error:
         python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
@@ -487,4 +483,4 @@ def parse_json(text: str, name: str) -> Any:
             f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
         ) from None
     except (RecursionError, ValueError):
-        raise DataError(f"`{name}` is JSON nested too deep") from None
+        raise DataError(f"`{name}` is JSON nested too deeply") from None

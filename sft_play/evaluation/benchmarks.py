@@ -103,7 +103,7 @@ def measure(
             # Written after each task, so that a later failure costs only its own task.
             write_json(folder / BENCHMARKS, measured)
     else:
-        tell("measured before: weights, tasks and versions are the same")
+        tell("already measured: weights, tasks and versions are the same")
     figures = {name: value for task in tasks for name, value in measured["requests"][task]["tasks"].items()}
     return {"lm_eval": measured["lm_eval"], "tasks": figures}
 

@@ -100,7 +100,7 @@ def _metric(metric_name: str | None, metrics: Sequence[str]) -> str | None:
 
 
 def _labels(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Return label -> each side's `precision`, `recall`, `f1`; none where one side was not scored by labels."""
+    """Return label -> each side's `precision`, `recall`, `f1`; none if one side was not scored by labels."""
     tables = [side.scores.get("classification") or {} for side in sides]
     return {name: values for name, values in _side_by_side(tables).items() if None not in values}
 
@@ -368,7 +368,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
     """Return the rows that all sides answered, and notes for the user about the others.
 
     Rows are the same if number, reference and prompt are. Under another tokenizer or template every prompt differs:
-    then number and reference are enough, and a note says so. Raise `DataError` when there is no common row.
+    then number and reference are enough, and a note says so. Raise `DataError` if there is no common row.
     """
     first, notes = sides[0], []
 

@@ -105,7 +105,7 @@ def main(call: Call) -> int:
     scores = read_scores(folder)
     # Scores that a time budget cut short are never reused.
     if scores and scores.get("complete") is not False and scores.get("settings", {}).get("key") == settings["key"]:
-        tell("scored before: weights, data and settings are the same")
+        tell("already scored: weights, data and settings are the same")
     else:
         from sft_play.evaluation.held_out import score_run
 

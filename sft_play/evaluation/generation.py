@@ -64,7 +64,7 @@ def prompt_ids(
 
     `variables` are passed to the chat template.
 
-    Raise `DataError` when the chat template refuses the conversation (roles that it does not know, or in a wrong order)
+    Raise `DataError` if the chat template refuses the conversation (roles that it does not know, or in a wrong order)
     or omits its tools, a call or a result.
     """
     import jinja2
@@ -257,7 +257,7 @@ class AnswerBatch:
     ids: Tensor
     """[B, T]"""
     mask: Tensor
-    """[B, T], 0 where padded."""
+    """[B, T], 0 if padded."""
     places: list[int]
     """Index of each row's prompt."""
     tokens_left: Tensor

@@ -18,7 +18,7 @@ OTHER = "(no label)"
 
 
 def label_of(text: str) -> str:
-    """Return `text` as it is compared: in lower case, with single blanks."""
+    """Return `text` as it is compared: in lower case, with single spaces."""
     return " ".join(text.casefold().split())
 
 
@@ -34,7 +34,7 @@ def macro_f1(references: Sequence[str], answers: Sequence[str]) -> Callable[[Any
     """
     labels = _labels(references)
     if len(labels) > MOST_LABELS:
-        raise DataError(f"the references hold {len(labels)} different texts; labels are at most {MOST_LABELS}")
+        raise DataError(f"the references contain {len(labels)} different texts; labels are at most {MOST_LABELS}")
     number = {label: index for index, label in enumerate(labels)}
     reference_labels = np.array([number[label_of(text)] for text in references])
     answer_labels = np.array([number.get(label_of(text), len(labels)) for text in answers])

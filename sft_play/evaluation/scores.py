@@ -218,17 +218,17 @@ class LibraryMetric:
     """`evaluate:NAME_OR_PATH[:SCORE]`."""
 
     def __init__(self, metric: str) -> None:
-        """Load the metric. Raise `DataError` when it cannot be loaded."""
+        """Load the metric. Raise `DataError` if it cannot be loaded."""
         self.metric = metric
         self.where, self.score_name = library_parts(metric)
         self._module = _load(self.metric, self.where)
 
     def check(self) -> None:
-        """Score two sample answers. Raise `DataError` when the metric returns no number."""
+        """Score two sample answers. Raise `DataError` if the metric returns no number."""
         self.compute(["the first text", "another one"], ["the first text", "a different one"])
 
     def compute(self, references: Sequence[str], answers: Sequence[str]) -> float:
-        """Return the metric of all answers together. Raise `DataError` when it fails or returns no single number."""
+        """Return the metric of all answers together. Raise `DataError` if it fails or returns no single number."""
         try:
             scores = self._module.compute(predictions=list(answers), references=list(references))
         except Exception as error:  # third-party code may raise anything
@@ -241,7 +241,7 @@ class LibraryMetric:
         """Return per-answer scores, if their mean is the score of all answers, and that score with its interval.
 
         If the answers cannot be scored together, those that cannot be scored individually are skipped; the interval's
-        `n` counts the others. Raise `DataError` when none can be scored.
+        `n` counts the others. Raise `DataError` if none can be scored.
         """
         single = [self._score_of([reference], [answer]) for reference, answer in zip(references, answers, strict=True)]
         total = self._score_of(references, answers)
@@ -259,7 +259,7 @@ class LibraryMetric:
         return None, Interval.around(total, [value for value in again if value is not None] or [total], n=len(answers))
 
     def _score_of(self, references: Sequence[str], answers: Sequence[str]) -> float | None:
-        """Return the metric, or `None` when it fails or is not finite, as for an answer without words."""
+        """Return the metric, or `None` if it fails or is not finite, as for an answer without words."""
         try:
             return self.compute(references, answers)
         except DataError:
@@ -289,7 +289,8 @@ def _load(metric: str, where: str) -> Any:
     local, reached = path.exists(), True
     if not local and (where.startswith((".", "/", "~")) or where.endswith(".py")):
         raise DataError(
-            f"the metric `{metric}` does not exist: no folder or script `{where}`", hint="a folder holds NAME/NAME.py"
+            f"the metric `{metric}` does not exist: no folder or script `{where}`",
+            hint="a folder contains NAME/NAME.py",
         )
     if not may_run("metrics"):
         raise DataError(
@@ -304,7 +305,7 @@ def _load(metric: str, where: str) -> Any:
 
     evaluate.disable_progress_bar()
     try:
-        with _commas_read():
+        with _comma_imports_split():
             return evaluate.load(str(path) if local else where, keep_in_memory=True)
     except ImportError as error:
         raise DataError(f"the metric `{metric}` needs a package that is not installed: {error}") from error
@@ -319,8 +320,8 @@ def _load(metric: str, where: str) -> Any:
 
 
 @contextlib.contextmanager
-def _commas_read() -> Iterator[None]:
-    """Let the library read `import a, b`, in which it would take `a,` for a package."""
+def _comma_imports_split() -> Iterator[None]:
+    """Let the library parse `import a, b`, in which it mistakes `a,` for a package."""
     from evaluate import loading
 
     def read(path: str) -> list[tuple[Any, ...]]:
@@ -356,7 +357,7 @@ class Scored:
 
 
 def scorer_of(name: str) -> Score:
-    """Return the function that computes an entry of `eval.metrics`. Raise `DataError` when it cannot be loaded."""
+    """Return the function that computes an entry of `eval.metrics`. Raise `DataError` if it cannot be loaded."""
     if name.startswith(LIBRARY):
         return LibraryMetric(name).score
     assert name in OF_ANSWERS, "the rules of the configuration know every metric"
@@ -371,7 +372,7 @@ def score_answers(
     """Score `answers` by the metrics `names` (`eval.metrics`); a metric that fails becomes a warning.
 
     `other_calls` marks answers whose tool calls differ from the reference's: these never match exactly, even if the
-    words do after normalisation. Raise `ValueError` when there are no answers.
+    words do after normalisation. Raise `ValueError` if there are no answers.
     """
     if not answers:
         raise ValueError("no answers to score")

@@ -109,7 +109,7 @@ def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
 def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
     """Return the job with the port of the workers' store, and the plan, which node 0 makes for all machines.
 
-    Raise `DataError` where machines prepared different data, `CheckpointError` for parts of checkpoints on several
+    Raise `DataError` if machines prepared different data, `CheckpointError` for parts of checkpoints on several
     disks, or `HardwareError`, the same on every machine.
     """
     machines, config, planned = job.machines, job.loaded.config, list[Plan]()

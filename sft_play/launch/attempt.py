@@ -412,7 +412,7 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
 
 
 def _held(before: Hardware, now: Hardware, devices: Collection[int]) -> dict[int, int]:
-    """Return index -> bytes that were free before and are not now; empty where the driver has disappeared."""
+    """Return index -> bytes that were free before and are not now; empty if the driver has disappeared."""
     if now.kind != before.kind:
         return {}
     pairs = enumerate(zip(before.devices, now.devices, strict=False))

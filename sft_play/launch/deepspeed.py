@@ -240,7 +240,7 @@ def settings_from_run(
     allowed, notices = dict(settings), list[str]()
     for section in OWN_WORD:
         if allowed.pop(section, None) is not None:
-            notices.append(f"{path}: `{section}` is not taken from a run: only your DeepSpeed JSON can set it")
+            notices.append(f"{path}: `{section}` is not read from a run: only your DeepSpeed JSON can set it")
     for section, names in WRITTEN.items():
         part = allowed.get(section)
         if isinstance(part, dict):
@@ -256,7 +256,7 @@ def settings_from_run(
 def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> UserDeepSpeed:
     """Check settings that were read from `path`, with `source` for line numbers.
 
-    DeepSpeed's own models check the values later (`ask_deepspeed`). Raise `UserError` where no plan is possible.
+    DeepSpeed's own models check the values later (`ask_deepspeed`). Raise `UserError` if no plan is possible.
     """
     problems = [
         UserError(text, place=source.place(path, key), hint=hint) for key, text, hint in _refused_keys(settings)
@@ -285,7 +285,7 @@ def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
         hint = "`//` and `/* */` comments and trailing commas are fine"
         raise UserError(f"not JSON: {error.msg}", place=place, hint=hint) from error
     if not isinstance(value, dict):
-        raise UserError(f"holds a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
+        raise UserError(f"contains a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
     # JSON is YAML except for tabs; this also refuses duplicate keys.
     return value, parse_yaml(text.replace("\t", " "), str(path))
 
@@ -299,12 +299,12 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     yield from _misshapen(settings)
     for key in settings.keys() - TOP_LEVEL:
         if key in NOT_OURS:
-            yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "take the key out"
+            yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "remove the key"
         elif key in REMOVED:
-            yield key, f"`{key}` is no longer in DeepSpeed, which would end with it", "take the key out"
+            yield key, f"`{key}` is no longer in DeepSpeed, which would end with it", "remove the key"
         else:
             close = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.7)
-            hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; take the key out"
+            hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; remove the key"
             yield key, f"unknown DeepSpeed key `{key}`", hint
     for part in OFFLOAD:
         if _at(settings, f"zero_optimization.{part}.device") == "nvme":
@@ -312,7 +312,7 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
             yield key, f"`{key}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
     for key, (values, why) in ONLY.items():
         if (value := _at(settings, key)) not in (None, "auto", *values):
-            yield key, f"`{key}` is `{_json(value)}`: {why}", "take the key out"
+            yield key, f"`{key}` is `{_json(value)}`: {why}", "remove the key"
 
 
 def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -400,7 +400,7 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             refuse(
                 f"zero_optimization.{key}",
                 f"`zero_optimization.{key}` is `true`, which DeepSpeed does on GPUs only",
-                "take the key out",
+                "remove the key",
             )
     _fill_automatic(settings, ours, "", refuse)
     raise_all(problems)
@@ -431,7 +431,7 @@ def _refused(user: UserDeepSpeed, settings: Mapping[str, Any], key: str, words: 
     value = _at(settings, key) if key else None
     what = "the settings: " if value is None else f"`{key}` is `{_json(value)}`; "
     return UserError(
-        f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or take the key out"
+        f"{what}DeepSpeed says: {words}", place=user.place(key), hint="correct the value, or remove the key"
     )
 
 

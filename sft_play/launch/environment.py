@@ -58,7 +58,7 @@ def proof(key: str, *words: object) -> str:
 
 
 def proves(key: str, claim: object, *words: object) -> bool:
-    """Whether a peer's claim is the proof of these words by the key."""
+    """Return whether a peer's claim is the proof of these words by the key."""
     return isinstance(claim, str) and hmac.compare_digest(claim.encode(errors="replace"), proof(key, *words).encode())
 
 
@@ -70,7 +70,7 @@ def free_port() -> int:
 
 
 def port_is_free(port: int, address: str = "") -> bool:
-    """Whether a listener could be opened on `port`; the default address is every interface."""
+    """Return whether a listener could be opened on `port`; the default address is every interface."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -122,7 +122,7 @@ def loopback_interface() -> str:
 
 
 def holder_of(port: int) -> str:
-    """Return `: NAME (process N) has it` for the listener on `port`; empty where it cannot be determined."""
+    """Return `: NAME (process N) has it` for the listener on `port`; empty if it cannot be determined."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
@@ -135,7 +135,7 @@ def holder_of(port: int) -> str:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Whether `MASTER_ADDR`, a name or an address, is this machine's. Raise `UserError` if it cannot be resolved."""
+    """Return whether `MASTER_ADDR`, a name or address, is this machine's. Raise `UserError` if it does not resolve."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except socket.gaierror as error:
@@ -190,7 +190,7 @@ class Node:
     interface: str | None = None
     """Network interface towards other nodes."""
     key: str | None = field(default=None, repr=False)
-    """Secret of the nodes of this run; `None` where the network is trusted."""
+    """Secret of the nodes of this run; `None` if the network is trusted."""
 
     @property
     def master(self) -> str:

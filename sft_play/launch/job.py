@@ -188,7 +188,7 @@ def _deepspeed(
             raise UserError(
                 f"`launch.strategy` is `{configured}`, but the DeepSpeed JSON has stage {user.stage}",
                 place=user.place("zero_optimization.stage"),
-                hint="make the two agree, or leave one of them out",
+                hint="make the two agree, or omit one of them",
             )
     return user
 
@@ -201,7 +201,7 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
             raise UserError(
                 f"`train.{key}` is `{str(current).lower()}`, but `{choices.path}` asks for `{str(value).lower()}`",
                 place=loaded.origins[f"train.{key}"],
-                hint="make the two agree, or leave one of them out",
+                hint="make the two agree, or omit one of them",
             )
     return set_train(loaded, choices.train, dict.fromkeys(choices.train, str(choices.path)))
 

@@ -98,7 +98,7 @@ class Watch:
                 self.loss, self.lost_at = loss, now
 
     def is_over(self, *, stopping: bool) -> bool:
-        """Whether to end all ranks: at once for what the launcher observed, otherwise after a grace period.
+        """Return whether to end all ranks: at once for what the launcher observed, otherwise after a grace period.
 
         `stopping`: the ranks were asked to save and leave, so that a rank that has left is no loss, and the others may
         take their time.
@@ -110,7 +110,7 @@ class Watch:
         return bool(self.loss.text) or (not stopping and time.monotonic() - self.lost_at > grace)
 
     def saves(self, rank: int) -> bool:
-        """Whether a rank's latest heartbeat says that it writes a checkpoint."""
+        """Return whether a rank's latest heartbeat says that it writes a checkpoint."""
         beat = self.beats.latest.get(rank)
         return (
             beat is not None
@@ -189,7 +189,7 @@ class Watch:
 
 
 def is_worker(arguments: Sequence[str]) -> bool:
-    """Whether a command line is a worker's; a forked process has its parent's until it executes its program."""
+    """Return whether a command line is a worker's; a forked process has its parent's until it executes its program."""
     modules = {after for before, after in pairwise(arguments) if before == "-m"}
     return AGENT_MODULE not in modules and WORKER_MODULE in modules
 
@@ -321,7 +321,7 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
 
 
 def _orphans_may_save(process: subprocess.Popen[bytes], stop: Stop, watch: Watch) -> bool:
-    """Whether workers outlive a parent that a request to stop has ended; pass the request on to them."""
+    """Return whether workers outlive a parent that a request to stop has ended; pass the request on to them."""
     if process.returncode is not None and -process.returncode in STOPS:
         stop.note(-process.returncode)
     return stop.requested and any(is_alive(worker) for worker in watch.workers)
@@ -375,7 +375,7 @@ class Stop:
             process.terminate()
 
     def is_done(self, watch: Watch) -> bool:
-        """Whether all workers have left with a record, so that their parent's clean-up need not be awaited."""
+        """Return whether all workers have left with a record, so that their parent's clean-up need not be awaited."""
         gone = bool(watch.workers) and not any(is_alive(worker) for worker in watch.workers)
         return self.requested and gone and all(watch.run.rank_exit(rank).is_file() for rank in watch.ranks)
 
@@ -394,7 +394,7 @@ def adopt_orphans() -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process is running; a zombie is not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

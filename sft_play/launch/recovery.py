@@ -98,7 +98,7 @@ def rows_of(plan: Plan, outcome: Outcome) -> int:
 
 
 def has_grown(plan: Plan, outcome: Outcome) -> bool:
-    """Whether the failed rank had more rows at a time than planned, by shares from training (`training.balance`)."""
+    """Return whether training (`training.balance`) gave the failed rank more rows at a time than planned."""
     failed = _failed(plan, outcome)
     return (
         outcome.doing.get("phase") != "evaluating"

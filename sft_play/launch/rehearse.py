@@ -92,7 +92,7 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
     if hardware.described or options.request.num_nodes > 1:
         raise UserError(
             "`SOURCE=probe` measures on this machine, and the plan is for other hardware",
-            hint="SOURCE=trace plans for what is not here",
+            hint="SOURCE=trace plans for absent hardware",
         )
     cache_folder().mkdir(parents=True, exist_ok=True)
     job = job_of(call, loaded, options)

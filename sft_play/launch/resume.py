@@ -161,7 +161,7 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
         f"`{run.name}` {had}, and no valid checkpoint to continue from: it would train again from its start, over what"
         " is there",
         place=str(run.checkpoints),
-        hint=f"put the checkpoints back, then: make resume RUN={run.typed}; or start again under a new RUN_NAME",
+        hint=f"restore the checkpoints, then: make resume RUN={run.typed}; or start again under a new RUN_NAME",
     )
 
 
@@ -205,7 +205,7 @@ def steps_asked(config: Config, plan: Plan) -> int:
 
 
 def is_longer(config: Config, plan: Plan) -> bool:
-    """Whether this configuration asks for more steps than the last plan of a complete run."""
+    """Return whether this configuration asks for more steps than the last plan of a complete run."""
     return steps_asked(config, plan) > (plan.steps or 0)
 
 

@@ -198,18 +198,18 @@ def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any
 
 
 def has_started(run: RunFolder) -> bool:
-    """Whether workers were ever started in this folder, by its events or, as these may be lost, by workers' files."""
+    """Return whether workers ever started in this folder, by its events or, as these may be lost, by workers' files."""
     return any(event.get("event") in {"started", "resumed"} for event in read_events(run)) or has_trained(run)
 
 
 def has_trained(run: RunFolder) -> bool:
-    """Whether this folder has files that only workers write: a checkpoint, complete or not, a model, or metrics."""
+    """Return whether this folder has files of workers: a checkpoint, even a partial one, a model, or metrics."""
     measured = run.metrics.is_file() and run.metrics.stat().st_size > 0
     return measured or run.model.is_dir() or any(run.checkpoints.glob("step-*"))
 
 
 def started_by(run: RunFolder, node_rank: int) -> bool:
-    """Whether this node has started its workers in this folder, or the run has ended."""
+    """Return whether this node has started its workers in this folder, or the run has ended."""
     return any(event.get("node") == node_rank or event.get("event") in FINAL_EVENTS for event in read_events(run))
 
 
@@ -246,7 +246,7 @@ def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Whether the run's last event says that it finished, and its model exists."""
+    """Return whether the run's last event says that it finished, and its model exists."""
     events = [event for event in read_events(run) if event.get("node", 0) == 0]
     return bool(events) and events[-1].get("event") == "finished" and (run.model / "stamp.json").is_file()
 
@@ -293,7 +293,7 @@ def cannot_continue(run: RunFolder, path: Path) -> CheckpointError:
         text = f"`{run.name}` never started, so there is nothing to continue from"
         return CheckpointError(text, hint="start it again under another RUN_NAME")
     newest = newest_valid(run, sizes_only=True)[0]
-    hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
+    hint = "restore it from a backup, or copy it from a run that the same command starts under another RUN_NAME"
     if newest:
         hint += f"; infer, eval and merge still take RUN={run.typed} CHECKPOINT={newest.name}"
     return CheckpointError(

@@ -426,7 +426,7 @@ def main(call: Call) -> int:
 
 
 def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
-    """Whether a run matches `WHERE`: a `filter` of rows in which `=` compares and a bare word on the right is text."""
+    """Return whether a run matches `WHERE`, a `filter` in which `=` compares and a bare word on the right is text."""
     if condition is None:
         return True
     try:

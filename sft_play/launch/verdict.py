@@ -93,7 +93,7 @@ class Outcome:
     cause: Cause | None = None
     """Why a rank was lost (code 75); otherwise `None`."""
     doing: Mapping[str, Any] = field(default_factory=dict)
-    """The rank's activity: `phase`, `step`, `micro_step`, `rows`; empty where it is not known."""
+    """The rank's activity: `phase`, `step`, `micro_step`, `rows`; empty if it is not known."""
     stop: Mapping[str, Any] = field(default_factory=dict)
     """Facts of a stop on request: `signal`, `step`, `phase`, `saved`, `note`."""
 
@@ -110,7 +110,7 @@ class Loss:
     cause: Cause
     rank: int | None
     text: str = ""
-    """A line for the user; empty where the records and the agent's log say more."""
+    """A line for the user; empty if the records and the agent's log say more."""
     lines: tuple[str, ...] = ()
     """Further lines: where each rank stands."""
     hint: str = ""
@@ -174,7 +174,7 @@ def outcome_of(
     if asked and (seen_first is not None or not peers):
         return Outcome(code=failed[0]["code"], stop=stop_facts(run, (), failed))
     if not permanent and alone and (failed or agent_code < 0):
-        return _vanished(run, alone[0], "vanished without a word", memory_kill)
+        return _vanished(run, alone[0], "vanished without a record", memory_kill)
     if not permanent and peers and all(r["code"] in (130, 143) for r in failed):  # torchrun asked the others to leave
         rank, words = next(iter(peers.items()))
         return _recorded(run, {"rank": rank, "code": LOST, "error": words, "cause": PEER})
@@ -372,7 +372,7 @@ COLLECTIVE = re.compile(r"/torch/distributed/|/accelerate/utils/operations\.py$|
 
 
 def main_frames(stacks: str) -> list[tuple[str, str]]:
-    """Return (file, function) of each frame of the training thread, innermost first; empty where it is not found."""
+    """Return (file, function) of each frame of the training thread, innermost first; empty if it is not found."""
     for thread in re.split(r"\n(?=Thread |Current thread )", stacks):
         frames = [(match["file"], match["function"]) for match in FRAME.finditer(thread)]
         if any(MAIN.search(file) for file, _ in frames):

@@ -138,7 +138,7 @@ def _spikes(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def is_terminal(console: TextIO) -> bool:
-    """Whether the console can show a panel."""
+    """Return whether the console can show a panel."""
     return console.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 

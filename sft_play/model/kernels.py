@@ -91,7 +91,7 @@ def _row_by_row(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return [1, T, H, D]; only rows longer than the window get a mask, each of its size."""
+    """Return attention [1, T, H, D], one row at a time; only rows longer than the window get a mask."""
     outputs = []
     scale = states[0].shape[-1] ** -0.5 if scaling is None else scaling
     first = 0 if sinks is None else 1

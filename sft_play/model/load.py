@@ -116,7 +116,7 @@ def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> N
         if split is not None and (foreign := Rows(split.path).first_token_from(embeddings)):
             token, source = foreign
             raise DataError(
-                f"a row holds the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's"
+                f"a row contains the token `{tokenizer.convert_ids_to_tokens(token)}` (number {token}), but the model's"
                 f" embeddings have {embeddings} rows, and its tokenizer {len(tokenizer)} tokens",
                 place=split.sources[source].name if source < len(split.sources) else prepared.model.name,
                 hint=(
@@ -184,7 +184,8 @@ def settings_of(architecture: dict[str, Any]) -> Any:
         if values.get("auto_map"):
             raise code_not_trusted("model", "config.json")
         raise DataError(
-            f"transformers {transformers.__version__} knows no `model_type: {family}`", hint="a newer transformers may"
+            f"transformers {transformers.__version__} does not know `model_type: {family}`",
+            hint="a newer version may know it",
         )
     for own in ("quantization_config", "auto_map", "architectures", "torch_dtype", "dtype"):
         values.pop(own, None)
@@ -230,7 +231,7 @@ def read_model(
         )
     except pickle.UnpicklingError as error:  # from torch's `weights_only`: none of the file's code has run
         raise CheckpointError(
-            f"the weights of `{settings.name}` are a pickle that holds more than tensors, and is not loaded",
+            f"the weights of `{settings.name}` are a pickle that contains more than tensors, and is not loaded",
             place=str(folder),
             hint="do not trust this model; use one with safetensors",
         ) from error
@@ -325,7 +326,7 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
         )
     if method not in _LIBRARIES:
         raise UserError(
-            f"the base model is quantised by `{method}`, and adapters are not trained over that here",
+            f"the base model is quantised by `{method}`, and adapters over such a base are not supported",
             hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
     library = _LIBRARIES[method]

@@ -139,7 +139,7 @@ def find_targets(model: nn.Module, typed_names: str | Sequence[str]) -> Targets:
             raise UserError(
                 "`tuning.lora.target_modules: auto` finds no linear layer in this model",
                 hint=(
-                    "type the names of the layers; it holds"
+                    "type the names of the layers; it contains"
                     f" {_some(sorted({_leaf(n) for n, _ in model.named_modules() if n}))}"
                 ),
             )

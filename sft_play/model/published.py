@@ -209,8 +209,8 @@ def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
             f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         )
         raise CheckpointError(
-            f"the weights hold {shown}, which the model in `config.json` does not have: its answers would differ from"
-            " those of the published model",
+            f"the weights contain {shown}, which the model in `config.json` does not have: its answers would"
+            " differ from those of the published model",
             place=str(folder),
             hint=f"{_more_layers(outline, refused)}correct `config.json`, or download the model again",
         )
@@ -240,7 +240,7 @@ def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *,
             continue
         if stage or model.get_parameter(tied) is model.get_parameter(own):  # ZeRO-3 compares nothing
             raise CheckpointError(
-                f"`{tied}` and `{own}` differ, and `config.json` says `tie_word_embeddings: true`",
+                f"`{tied}` and `{own}` differ, but `config.json` says `tie_word_embeddings: true`",
                 place=str(folder / "config.json"),
                 hint="set it to false there",
             )

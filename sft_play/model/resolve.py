@@ -88,7 +88,7 @@ def _folder(name: str) -> Path | None:
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        hint = "take the model that the file was made from, by its hub id or as a folder"
+        hint = "use the model that the file was made from, by its hub id or as a folder"
         raise DataError("GGUF files cannot be trained", place=name, hint=hint)
     if path.is_file():
         raise DataError("is a file; a model is a folder or a hub id", place=name, hint=f"perhaps `{path.parent}`")
@@ -146,7 +146,7 @@ def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
         return DataError(f"is neither a folder nor a hub id: {error}", place=model.name)
     if isinstance(error, errors.HfHubHTTPError):
         return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later")
-    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model"
+    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model"
     return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
 
 
@@ -173,7 +173,7 @@ def tokenizer_sha256(folder: Path) -> list[str]:
     return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
-# Whether a folder holds a complete model: config, every weight file to its last byte, and a tokenizer.
+# Whether a folder contains a complete model: config, every weight file to its last byte, and a tokenizer.
 
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -193,12 +193,12 @@ def check_folder(folder: Path, place: str) -> None:
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise DataError("this is an adapter, not a model", place=place, hint="set `model.name` to the base model")
-        hint = "a model folder holds config.json, weights and a tokenizer"
+        hint = "a model folder contains config.json, weights and a tokenizer"
         raise DataError("the model has no `config.json`", place=place, hint=hint)
     refuse_embedded_adapter(folder, place)
     config = folder / "config.json"
     if "model_type" not in read_object(config, follow=True):
-        raise DataError("is not JSON, or names no `model_type`: transformers cannot load it", place=str(config))
+        raise DataError("is not JSON or has no `model_type`, so transformers cannot load it", place=str(config))
     _check_weights(folder, place)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise DataError("the model has no tokenizer", place=place, hint="it needs `tokenizer.json`")
@@ -229,23 +229,23 @@ def check_trained(folder: Path, *, ours: bool = True) -> None:
 
 
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
-    """Raise `CheckpointError` if an adapter was trained over another model than `base`, by its stamp or shapes."""
+    """Raise `CheckpointError` if an adapter belongs to another base model than `base`, by its stamp or shapes."""
     folder = Path(parent.path)
     hint = (
-        "omit `model.name`: it is then the adapter's own base; for one that was merged, `make merge` the adapter's run"
-        " first"
+        "omit `model.name` to use the adapter's own base; if that base was merged, `make merge` the adapter's run first"
     )
     if stamp := own_stamp(folder):
-        for what, then, now in (
-            (f"over `{stamp.base_model}`", stamp.base_fingerprint, base.fingerprint),
-            ("with another tokenizer or chat template", stamp.tokenizer_fingerprint, base.tokenizer_fingerprint),
+        adapter = f"the adapter `{parent.name}` was trained"
+        for problem, then, now in (
+            (f"{adapter} over `{stamp.base_model}`, not `{base.name}`", stamp.base_fingerprint, base.fingerprint),
+            (
+                f"{adapter} with another tokenizer or chat template than that of `{base.name}`",
+                stamp.tokenizer_fingerprint,
+                base.tokenizer_fingerprint,
+            ),
         ):
             if then != now:
-                raise CheckpointError(
-                    f"the adapter `{parent.name}` was trained {what}, not as `{base.name}` is here",
-                    place=parent.path,
-                    hint=hint,
-                )
+                raise CheckpointError(problem, place=parent.path, hint=hint)
     shapes = {name: shape for path in weight_files(Path(base.path)) for name, shape in _shapes(path).items()}
     for name, shape in _shapes(folder / ADAPTER_WEIGHTS).items():
         match = OF_LAYER.fullmatch(name)
@@ -258,7 +258,7 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
                 f"the adapter `{parent.name}` does not fit `{base.name}`: its `{name}` is {shape}, and the model's"
                 f" weight is {of_base}",
                 place=parent.path,
-                hint="set `model.name` to the model that it was trained over",
+                hint="set `model.name` to the base model of this adapter",
             )
 
 
@@ -281,7 +281,7 @@ def refuse_embedded_adapter(folder: Path, place: str) -> None:
     """
     if (folder / "adapter_config.json").is_file():
         raise DataError(
-            "this model folder holds an adapter too (`adapter_config.json`)",
+            "this model folder contains an adapter too (`adapter_config.json`)",
             place=place,
             hint="merge the adapter into the model first, or move `adapter_config.json` and its weights away",
         )
@@ -293,7 +293,7 @@ def _check_weights(folder: Path, place: str) -> None:
         gguf = next(folder.glob("*.gguf"), None)
         if gguf:
             message = f"the model has no weights that can be trained: `{gguf.name}` is a GGUF file"
-            raise DataError(message, place=place, hint="take the model that the GGUF file was made from")
+            raise DataError(message, place=place, hint="use the model that the GGUF file was made from")
         raise DataError(
             "the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)"
         )
@@ -359,13 +359,13 @@ def is_about_trust(error: BaseException) -> bool:
 def code_not_trusted(what: str, place: str) -> DataError:
     """Return the refusal of a model or tokenizer (`what`) that needs its own code."""
     return DataError(
-        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; such code does not"
-        " run unasked",
+        f"the {what} comes with its own Python code (`auto_map`), without which it cannot be loaded; it is not run"
+        " without your consent",
         place=place,
         hint=(
-            "read that code; to let it run, set `model.trust_remote_code: true`, and for a model of the hub"
-            " `model.revision` to the full commit that you have read; where a run's configuration has set it, type"
-            " MODEL_TRUST_REMOTE_CODE=true with the command"
+            "read that code, then set `model.trust_remote_code: true` and, for a model of the hub, `model.revision` to"
+            " the full commit that you have read; if a run's configuration sets them already, add"
+            " MODEL_TRUST_REMOTE_CODE=true to the command"
         ),
     )
 

@@ -348,7 +348,7 @@ def write_chat(
         {"thinking": turn["reasoning_content"], **turn} if "reasoning_content" in turn else turn for turn in messages
     ]
     if WANTS_NINE.search(str(tokenizer.chat_template)):
-        turns = _with_ids_of_nine(turns)
+        turns = _with_mistral_ids(turns)
     message = f"the chat template did not finish within {SECONDS:g} s of CPU time"
     limit = in_time(SECONDS, message, place=place, hint=HINT)
     try:
@@ -363,8 +363,8 @@ WANTS_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")
 """Part of Mistral's templates, which refuse calls without an id of nine characters; data sets have other ids."""
 
 
-def _with_ids_of_nine(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return turns whose calls have such ids, named by their results; results without an id follow the calls' order."""
+def _with_mistral_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return turns whose call ids have nine characters; results without an id belong to the calls in order."""
 
     def short(name: str) -> str:
         return name if re.fullmatch("[a-zA-Z0-9]{9}", name) else text_sha256(name)[:9]
@@ -410,7 +410,7 @@ def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _heed_limits()
+    _install_time_limit()
     _passed.clear()
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_SECONDS)
@@ -428,7 +428,7 @@ _passed: list[int] = []
 
 
 @functools.cache
-def _heed_limits() -> None:
+def _install_time_limit() -> None:
     """Install the signal handler once, since that takes longer than rendering a short conversation."""
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -367,7 +367,7 @@ def write_with_new_tokens(config: Config, base: ResolvedModel, target: Path) -> 
     if existing := quantisation_of(folder):
         raise DataError(
             f"`data.new_tokens` needs plain embeddings, and the base is quantised ({quantisation_name(existing)})",
-            hint="take the unquantised model; `tuning.mode: qlora` quantises it",
+            hint="use the unquantised model; `tuning.mode: qlora` quantises it",
         )
     dtype = stored_dtype(folder)
     model = read_model(folder, config.model, dtype=getattr(torch, dtype))
@@ -434,7 +434,7 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     if existing is None:
         if config.tuning.mode == "qlora":
             tell(
-                "QLoRA: the base is read again unquantised; the adapters, trained over its quantised form, are merged"
+                "QLoRA: the base is read again unquantised; the adapters, trained on its quantised form, are merged"
                 " into that"
             )
         return read_model(folder, config.model, dtype=torch.float32)

@@ -32,12 +32,12 @@ ROPE_THETA, LONG_ROPE_THETA = 10_000.0, 500_000.0
 
 
 def is_scratch(model: ModelConfig) -> bool:
-    """Whether the model's shape comes from configuration keys instead of another model's `config.json`."""
+    """Return whether the model's shape comes from configuration keys instead of another model's `config.json`."""
     return model.init == "random" and not model.name
 
 
 def trains_tokenizer(model: ModelConfig) -> bool:
-    """Whether the tokenizer is trained on the training data: configured, or the default for a model from scratch."""
+    """Return whether the tokenizer is trained on the training data: on request, or by default for a new model."""
     return model.tokenizer == "train" or (is_scratch(model) and model.tokenizer is None)
 
 
@@ -92,7 +92,7 @@ REACH_SECONDS = 4.0
 
 
 def hub_reachable() -> bool:
-    """Whether the hub answers within a few seconds; never under `HF_HUB_OFFLINE`."""
+    """Return whether the hub answers within a few seconds; never under `HF_HUB_OFFLINE`."""
     if is_offline():
         return False
     proxied = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
@@ -134,7 +134,7 @@ COUNT_VERSION = 2
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
-    """Return the shape of the configured model. Raise `DataError` where it cannot be determined."""
+    """Return the shape of the configured model. Raise `DataError` if it cannot be determined."""
     if is_scratch(model):
         return shape_from_config(scratch_architecture(model))
     path, row = config_file(model), known_models().get(model.name)
@@ -144,10 +144,10 @@ def shape_of(model: ModelConfig) -> ModelShape:
 
 
 def check_length(model: ModelConfig, positions: int) -> None:
-    """Raise `UserError` where rows may be longer than the model's `positions`."""
+    """Raise `UserError` if rows may be longer than the model's `positions`."""
     if model.max_seq_len > positions:
         raise UserError(
-            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` knows {positions} positions",
+            f"`model.max_seq_len` is {model.max_seq_len}, but `{label(model)}` has {positions} positions",
             hint=f"MODEL_MAX_SEQ_LEN={positions} at most",
         )
 
@@ -173,13 +173,13 @@ def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
     try:
         config = read_json(path)
         if not isinstance(config, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it contains no JSON object")
         return shape_of_config(config, str(path), trusts_code=trusts_code)
     except FileNotFoundError:
         raise DataError(
             "the folder has no `config.json`",
             place=str(path.parent),
-            hint="a model folder holds config.json, weights and a tokenizer",
+            hint="a model folder contains config.json, weights and a tokenizer",
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"cannot be read: {error}", place=str(path)) from None
@@ -211,7 +211,7 @@ EXPANDED = frozenset({"mxfp4", "fp8", "mxfp8"})
 
 
 def is_expanded(config: Mapping[str, Any]) -> bool:
-    """Whether the preparation expands these weights: MXFP4, such as OpenAI's gpt-oss, or FP8, such as DeepSeek V3."""
+    """Return whether preparation expands these weights: MXFP4 (OpenAI's gpt-oss) or FP8 (DeepSeek V3)."""
     parts = (config, config.get("text_config") or {})
     return any((part.get("quantization_config") or {}).get("quant_method") in EXPANDED for part in parts)
 
@@ -323,7 +323,7 @@ def _fetch_config(model: ModelConfig) -> Path:
     unreachable = DataError(
         "no such folder, and the hub cannot be reached",
         place=model.name,
-        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that holds the model",
+        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model",
     )
     if not hub_reachable():
         raise unreachable
@@ -344,7 +344,7 @@ def _fetch_config(model: ModelConfig) -> Path:
 
 
 def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
-    """Return the parsed `config.json`. Raise `DataError` where no file, the table or the hub has it."""
+    """Return the parsed `config.json`. Raise `DataError` if neither a file, the table nor the hub has it."""
     if prepared is None and is_scratch(model):
         return scratch_architecture(model)
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)

@@ -224,7 +224,7 @@ def rows_each(rows: int, world: int) -> int:
 
 
 def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -> str:
-    """Return how a typed micro-batch changes a global batch that was left to `auto`; empty where it does not."""
+    """Return how a typed micro-batch changes a global batch that was left to `auto`; empty if it does not."""
     rows = global_rows(train, world)
     if train.batch_size == "auto" or train.global_batch_size != "auto":
         return ""

@@ -178,7 +178,7 @@ def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision)
 
 
 def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | None:
-    """Return why `varlen` cannot be this model's attention, or `None` when it can."""
+    """Return why `varlen` cannot be this model's attention, or `None` if it can."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own attention"
     if shape.model_type not in VARLEN_MODEL_TYPES:
@@ -192,7 +192,7 @@ def _without_varlen(config: Config, shape: ModelShape, by_rows: bool) -> str | N
 
 
 def why_padded(request: Request, setup: Setup, rows: int, row_tokens: int) -> str:
-    """Return why the rows of the largest micro-batch cannot be flattened; empty where they can."""
+    """Return why the rows of the largest micro-batch cannot be flattened; empty if they can."""
     family, backend, attention = request.shape.model_type, request.config.tuning.backend, setup.attn_implementation
     if backend == "unsloth":
         return "unsloth keeps rows apart only by an attention mask"
@@ -246,8 +246,7 @@ def _check_optimizer(config: Config, shape: ModelShape, setup: Setup) -> None:
     if OPTIMIZERS[optimizer].whole and not whole:
         divider = setup.strategy if setup.tensor_parallel == 1 else "`launch.tensor_parallel`"
         raise UserError(
-            f"`{OPTIM}` is `{optimizer}`, which needs every parameter in one piece, and {divider} shares"
-            " parameters out",
+            f"`{OPTIM}` is `{optimizer}`, which needs complete parameters, but {divider} shards them",
             place=OPTIM,
             hint="`make train` or `make train-distributed`, or `train.optim: auto`",
         )
@@ -346,7 +345,7 @@ def check_schedule(config: Config, rate: float) -> None:
 
 
 def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"]:
-    """Return the kernels for norms, rotary embeddings and SwiGLU. Raise `HardwareError` where typed ones cannot run."""
+    """Return the kernels for norms, rotary embeddings and SwiGLU. Raise `HardwareError` if typed ones cannot run."""
     config, shape, kind = request.config, request.shape, request.hardware.kind
     configured = config.train.kernels
     if configured == "off":
@@ -441,7 +440,7 @@ def _positions(config: Config, shape: ModelShape, size: int) -> int:
 
 
 def _why_unchunked(config: Config, shape: ModelShape, setup: Setup) -> str | None:
-    """Return why head and loss cannot be chunked, or `None` when they can."""
+    """Return why head and loss cannot be chunked, or `None` if they can."""
     if config.tuning.backend == "unsloth":
         return "unsloth has its own loss"
     if shape.model_type not in CHUNKED_HEAD_MODEL_TYPES:

@@ -222,7 +222,7 @@ def _in_use(label: str, device: Device, holders: list[dict[str, Any]]) -> dict[s
 
 
 def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:
-    """Return the processes that hold memory of a GPU; empty where the driver does not report them (WSL, containers)."""
+    """Return the processes that hold memory of a GPU; empty if the driver does not report them (WSL, containers)."""
     import psutil
 
     holders = []

@@ -62,7 +62,7 @@ class Shown:
 
 
 def open_nvml() -> Any | None:
-    """Return the initialised `pynvml` module, or `None` where there is no NVIDIA driver.
+    """Return the initialised `pynvml` module, or `None` if there is no NVIDIA driver.
 
     Raise `HardwareError` for a driver that fails, as after an update without a restart.
     """
@@ -100,7 +100,7 @@ def versions_of(nvml: Any) -> tuple[str, str]:
 
 
 def all_hidden() -> bool:
-    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU."""
+    """Return whether `CUDA_VISIBLE_DEVICES` hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in NOTHING
 
 
@@ -155,7 +155,7 @@ def _visible_at_once(nvml: Any, shown: list[Shown]) -> list[Shown]:
 
 
 def _is_split(nvml: Any, card: Shown) -> bool:
-    """Whether MIG is enabled."""
+    """Return whether MIG is enabled."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(card.handle)[0])
     except nvml.NVMLError:  # cards and drivers that do not know MIG
@@ -163,7 +163,7 @@ def _is_split(nvml: Any, card: Shown) -> bool:
 
 
 def _slices(nvml: Any, card: Shown) -> list[Shown]:
-    """Return the MIG slices of a card. Raise `HardwareError` where this user may use none."""
+    """Return the MIG slices of a card. Raise `HardwareError` if this user may use none."""
     slices: list[Shown] = []
     reason = "it has none"
     for place in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(card.handle))):
@@ -249,12 +249,12 @@ def _no_answer(index: int, count: int, error: Exception) -> HardwareError:
 
 
 def is_wsl() -> bool:
-    """Whether this is Linux under Windows (WSL2), by the kernel's name."""
+    """Return whether this is Linux under Windows (WSL2), by the kernel's name."""
     return "microsoft" in os.uname().release.lower()
 
 
 def other_gpu() -> str:
-    """Return why another manufacturer's GPU is not used; empty where none is known."""
+    """Return why another manufacturer's GPU is not used; empty if none is known."""
     if Path("/dev/kfd").exists():
         return "an AMD GPU is here (`/dev/kfd`), and training runs on the CPU: ROCm is not supported"
     if os.uname().sysname == "Darwin":
@@ -392,7 +392,7 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def supports(architectures: Sequence[str], capability: str) -> bool:
-    """Whether a torch build runs on a card: `sm_XY` of the same major and no newer minor version, or PTX no newer."""
+    """Return whether a torch build runs on a card: `sm_XY` of its major and no newer minor version, or no newer PTX."""
     card = number(capability)
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")

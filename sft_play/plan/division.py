@@ -255,7 +255,7 @@ def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: di
         if wish == "auto":
             return off(f"{capacity} would fit")
         raise UserError(
-            f"`train.packing` is `on`, but {capacity} of the {max(micros)} in a micro-batch would fit",
+            f"`train.packing` is `on`, but only {capacity} of the {max(micros)} packs in a micro-batch fit",
             hint="a smaller `model.max_seq_len`, TRAIN_GRADIENT_CHECKPOINTING=true, or TRAIN_PACKING=off",
         )
     bound, slots = packs.bound if packs else plain.global_batch, sum(micros)
@@ -284,7 +284,7 @@ def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: di
 
 
 def _unpackable(request: Request, setup: Setup, longest: int) -> str:
-    """Return why rows cannot be packed; empty where they can."""
+    """Return why rows cannot be packed; empty if they can."""
     # A pack is several flattened rows, such as two of half its length.
     return choices.why_padded(request, setup, 2, -(-longest // 2))
 

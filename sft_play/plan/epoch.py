@@ -132,7 +132,7 @@ class Mixture:
 
 
 def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
-    """Return the mixture of the sources, or `None` where they have no weights.
+    """Return the mixture of the sources, or `None` if they have no weights.
 
     Raise `DataError` for an empty source with a weight, and where all weights are 0.
     """
@@ -145,7 +145,7 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
         if source.weight and not (source.tokens and source.rows):
             raise DataError(
                 f"source `{source.name}` has the weight {source.weight:g}, but gave no rows",
-                hint="`make inspect` shows why its rows were dropped; leave the source out, or give it the weight 0",
+                hint="`make inspect` shows why its rows were dropped; omit the source, or give it the weight 0",
             )
     if total <= 0:
         raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="omit them")
@@ -193,7 +193,7 @@ def row_order(data: DataConfig, split: PreparedSplit, seed: int) -> RowOrder:
 
 
 def label_share(split: PreparedSplit | None) -> float:
-    """Return an upper bound of a micro-batch's share of label tokens: rows as long, and with as many labels, as any."""
+    """Return the largest possible share of label tokens in a micro-batch: the most labels over the longest row."""
     return min(1.0, (split.most_labels or split.longest) / split.longest) if split and split.longest else 1.0
 
 
@@ -204,7 +204,7 @@ def row_tokens(request: Request) -> int:
 
 
 def step_count(request: Request, global_batch: int, reasons: dict[str, str]) -> tuple[int | None, int | None]:
-    """Return the optimizer steps in total and per epoch, `None` where they are not known yet."""
+    """Return the optimizer steps in total and per epoch, `None` if they are not known yet."""
     config, split = request.config, request.train_split
     mixture = mixture_of(config.data, split.sources) if split else None
     rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
@@ -297,7 +297,7 @@ class Packs:
 
 
 def packs_of(request: Request, global_batch: int) -> Packs | None:
-    """Return the packs of the prepared rows, or `None` where the lengths of the rows are not known."""
+    """Return the packs of the prepared rows, or `None` if the lengths of the rows are not known."""
     config, split = request.config, request.train_split
     if split is None or not split.rows:
         return None

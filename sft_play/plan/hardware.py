@@ -81,7 +81,7 @@ class Hardware:
     listed: int = 0
     """Entries of a description that `+` joins, such as 2 of `12GB+8GB`; 0 without a description."""
     driver: str | None = None
-    """Version of NVIDIA's driver; `None` where it was not read."""
+    """Version of NVIDIA's driver; `None` if it was not read."""
     driver_cuda: str | None = None
     """The newest CUDA that the driver supports, such as `13.0`."""
     unused: str = ""
@@ -124,7 +124,7 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
     """Return the bytes per second that a network such as `1Gbit` carries. Raise `HardwareError`."""
     match = NETWORK.fullmatch(text.strip())
     if not match or float(match.group(1)) <= 0:
-        raise HardwareError(f"{named} `{text}`; expected such as `1Gbit`", place=place)
+        raise HardwareError(f"{named} `{text}`; expected a speed such as `1Gbit`", place=place)
     # Ethernet and TCP headers leave 94 % of the line rate.
     return float(match.group(1)) * (1e9 if match.group(2).upper() == "G" else 1e6) / 8 * 0.94
 
@@ -384,7 +384,7 @@ def _cgroups() -> list[Path]:
 
 
 def fast_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices faster than fp32 ones (AMX, or AVX-512 with bf16)."""
+    """Return whether this CPU multiplies bfloat16 matrices faster than fp32 ones (AMX, or AVX-512 with bf16)."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split()
         return "amx_bf16" in flags or "avx512_bf16" in flags

@@ -46,7 +46,7 @@ NATIVE = (
     " blocks"
 )
 ROUTER_LOSS = (
-    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is no sum over"
+    "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is not a sum over"
     " micro-batches"
 )
 LONGEST_ROW = 2**22
@@ -302,7 +302,7 @@ def _on_the_host(
 ) -> list[str]:
     """Report what is kept in host memory, and return remedies when that memory is too small.
 
-    Raise `HardwareError` when it is too small for `train.activation_offload`.
+    Raise `HardwareError` if it is too small for `train.activation_offload`.
     """
     hardware, processes = request.hardware, request.ranks.local
 
@@ -397,7 +397,7 @@ def _fewer(request: Request) -> list[tuple[str, Request]]:
 
 
 def _check_loading(request: Request, setup: Setup) -> None:
-    """Raise `HardwareError` where loading in this machine's processes needs more memory than the machine has."""
+    """Raise `HardwareError` if loading in this machine's processes needs more memory than the machine has."""
     config, hardware, processes = request.config, request.hardware, request.ranks.local
     need = loading_host_bytes(config, request.shape, setup, processes)
     if hardware.ram_known and need > hardware.ram_bytes:

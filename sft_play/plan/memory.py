@@ -266,7 +266,7 @@ def gathered_share(setup: Setup) -> float:
 
 
 def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:
-    """Whether this model has fused experts that QLoRA quantises."""
+    """Return whether this model has fused experts that QLoRA quantises."""
     return shape.expert_parameters > 0 and not shape.quantized_bits and quantises_experts(config.tuning, strategy)
 
 
@@ -307,7 +307,7 @@ def frozen_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float
 
 
 def _bits(config: Config, shape: ModelShape) -> int:
-    """Return the bits of a quantised weight; 0 where none is quantised."""
+    """Return the bits of a quantised weight; 0 if none is quantised."""
     if not shape.quantised_parameters:
         return 0
     return shape.quantized_bits or {"nf4": 4, "int8": 8}[config.tuning.quantization] * (config.tuning.mode == "qlora")

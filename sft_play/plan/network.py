@@ -82,7 +82,7 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
 
 
 def have_nvlink(devices: tuple[Device, ...]) -> bool:
-    """Whether all of a machine's cards have chips that are sold with NVLink."""
+    """Return whether all of a machine's cards have chips that are sold with NVLink."""
     return all(device.compute_capability in NVLINK_CHIPS for device in devices)
 
 
@@ -222,7 +222,7 @@ def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
 
 
 def may_quantise(config: Config) -> bool:
-    """Whether `TUNING_MODE=qlora` would have an effect and be accepted: all weights of a random model are trained."""
+    """Return whether `TUNING_MODE=qlora` has an effect and is accepted: all weights of a random model are trained."""
     return config.tuning.mode != "qlora" and config.model.init != "random"
 
 
@@ -341,7 +341,7 @@ def check_slices(request: Request) -> dict[str, str]:
 def attention_for_slices(request: Request, why: str | None) -> str:
     """Return the attention that computes slices of sequences.
 
-    Raise `UserError` where the family does not support it, or with `why` it cannot run.
+    Raise `UserError` if the family does not support it, or with `why` it cannot run.
     """
     family = request.shape.model_type
     if family not in SLICED_MODEL_TYPES:
@@ -394,7 +394,7 @@ def _passes(request: Request, setup: Setup) -> int:
 
 
 def _apart(request: Request) -> bool:
-    """Whether a network connects the ranks of a group: between machines, or as described by `8GB+8GB@1Gbit`."""
+    """Return whether a network connects the ranks of a group: between machines, or as described by `8GB+8GB@1Gbit`."""
     nodes = request.ranks.nodes
     joined = len(nodes) == 1 and request.hardware.network_bytes_per_second is not None
     return joined or any(ranks % request.group_size for ranks in nodes)
@@ -424,8 +424,8 @@ def stages_of(request: Request, setup: Setup, reasons: dict[str, str]) -> tuple[
         )
     if shape.model_type in NOT_STAGED_MODEL_TYPES:
         raise UserError(
-            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be stages, since they read more"
-            " than the layer before",
+            f"`launch.strategy: pipeline`: the layers of `{shape.model_type}` cannot be split into stages: they read"
+            " more than the output of the previous layer",
             hint="`make train-fsdp` shards the weights of any model",
         )
     devices = request.ranks.devices[:stages]

@@ -181,13 +181,13 @@ class Plan(Setup):
     work: Work | None = None
     """What later forecasts compare this run by, with what arithmetic alone predicts for it."""
     energy_kwh: float | None = None
-    """Upper bound for all steps, from the GPUs' power limits; `None` where a limit is not known."""
+    """Upper bound for all steps, from the GPUs' power limits; `None` if a limit is not known."""
     cost: float | None = None
     """Cost of all steps, in the currency of `PRICE_PER_HOUR`; `None` without a price."""
     nf4_experts: bool = False
     """Whether fused experts are quantised too, as nf4."""
     node_ranks: tuple[int, ...] = ()
-    """Number of ranks of each node; empty where all nodes have the same number."""
+    """Number of ranks of each node; empty if all nodes have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()
     """Cost of each way to share gradients over the network (`plan.network.exchanges`); empty without a network."""
     kernels: Literal["off", "liger"] = "off"
@@ -236,7 +236,7 @@ class Plan(Setup):
             return Plan.from_json(value)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = "it is missing" if isinstance(error, FileNotFoundError) else first_line(error)
-            hint = "put it back from a backup, or from a run of another RUN_NAME that the same command starts"
+            hint = "restore it from a backup, or copy it from a run that the same command starts under another RUN_NAME"
             raise CheckpointError(f"not the plan of a run: {why}", place=str(path), hint=hint) from error
 
     @staticmethod

@@ -46,7 +46,7 @@ class RankLayout:
 
 
 def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
-    """Whether `HARDWARE` describes one card for each machine, as in `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3`.
+    """Return whether `HARDWARE` describes one card for each machine, as in `HARDWARE=12GB+8GB+8GB@1Gbit NUM_NODES=3`.
 
     Like cards count too where each is listed (`8GB+8GB`), whereas `2x8GB` means two cards in each machine.
     """
@@ -109,7 +109,8 @@ def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
         raise HardwareError(
             f"GPU {index} of node {node} ({device.name}) is full: {free}",
             hint=(
-                "`make memory-check` there says who holds it; omit it by NUM_GPUS or CUDA_VISIBLE_DEVICES on that node"
+                "`make memory-check` there lists the programs that use it; exclude it with NUM_GPUS or"
+                " CUDA_VISIBLE_DEVICES on that node"
             ),
         )
 
@@ -122,7 +123,7 @@ def devices_for(
 ) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
-    Raise `HardwareError` when there are too few, or when other programs fill one that would be used.
+    Raise `HardwareError` if there are too few, or when other programs fill one that would be used.
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:
@@ -163,11 +164,13 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     share = first.free_bytes / max(1, first.memory_bytes)
     usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
     if not usable:
-        hint = "`make memory-check` says who holds them; wait, or end those programs"
+        hint = "`make memory-check` lists the programs that use them; wait, or end those programs"
     else:
         free = sum(device.free_bytes for _, device in usable) / GIB
         hint = f"{visible_variable(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
-        hint += f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` says who holds the rest"
+        hint += (
+            f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` lists the programs that use the rest"
+        )
     raise HardwareError(
         f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of"
         f" {first.memory_bytes / GIB:.1f} GiB free = {share:.1%}, less than the {FULL:.0%} that CUDA and the first"

@@ -46,7 +46,7 @@ def remedies(request: Request, decide: Decide, setup: Setup, rows: int, before: 
     """
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
-        """Return the effect of an override; `None` where it is refused for another reason, saves nothing, or needs more
+        """Return the effect of an override; `None` if it is refused for another reason, saves nothing, or needs more
         host memory than the machine has.
         """
         plan = try_plan(request, changed, decide)

@@ -174,11 +174,11 @@ class Request:
         return sum(self.parts(setup, micro_batch).values())
 
     def fits(self, setup: Setup, micro_batches: tuple[int, ...]) -> bool:
-        """Whether each of these micro-batches fits its rank."""
+        """Return whether each of these micro-batches fits its rank."""
         return all(rows <= most for rows, most in zip(micro_batches, self.largest(setup), strict=True))
 
     def largest(self, setup: Setup) -> tuple[int, ...]:
-        """Return the most rows that fit each rank, or all stages of each pipeline; 0 where not even one row fits."""
+        """Return the most rows that fit each rank, or all stages of each pipeline; 0 if not even one row fits."""
         if setup.stages:
             each = [self.largest_in(self.on(setup, rank), room) for rank, room in enumerate(self.rank_room)]
             return self._least_of_groups(each)
@@ -261,7 +261,7 @@ Decide = Callable[[Request], Plan]
 
 
 def try_plan(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return the changed plan, or the error with how far it is from fitting; `None` where the rules would refuse it."""
+    """Return the changed plan, or the error with how far it is from fitting; `None` if the rules would refuse it."""
     before, after = ({conflict.message for conflict in check_rules(case.config, {})} for case in (request, changed))
     if after - before:
         return None
@@ -283,7 +283,7 @@ class Remedy:
     saving_bytes: int
     fits: bool
     slower: float | None
-    """Time per token relative to that without the remedy, by arithmetic; `None` where arithmetic cannot predict it."""
+    """Time per token relative to that without the remedy, by arithmetic; `None` if arithmetic cannot predict it."""
     host_bytes: int = 0
     """Host memory for what is offloaded."""
 

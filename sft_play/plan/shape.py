@@ -68,11 +68,11 @@ class Matrices:
         return next(other, lora.r)
 
     def is_called(self, target: str) -> bool:
-        """Whether their name ends with a typed target."""
+        """Return whether their name ends with a typed target."""
         return f".{self.name}".endswith(f".{pattern_of(target)}")
 
     def is_meant_by(self, target: str) -> bool:
-        """Whether a typed target puts adapters on them; a single word never means experts."""
+        """Return whether a typed target puts adapters on them; a single word never means experts."""
         takes_it = {"linear": self.auto, "experts": "." in target, "ends": True, "vision": False}[self.kind]
         return takes_it and self.is_called(target)
 
@@ -500,7 +500,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
     if lora.dropout and on_experts:
         raise UserError(
             f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
-            hint="set `tuning.lora.dropout: 0`, or leave the experts out of `tuning.lora.target_modules`",
+            hint="set `tuning.lora.dropout: 0`, or omit the experts from `tuning.lora.target_modules`",
         )
 
 
@@ -521,7 +521,7 @@ def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:
 
 
 def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:
-    """Whether fused experts are held in nf4 like linear layers.
+    """Return whether fused experts are held in nf4 like linear layers.
 
     int8 does not support them, FSDP2 and ZeRO-3 would have to shard their packed bytes, and PEFT 0.21 does not put
     adapters on such a weight.
@@ -536,7 +536,7 @@ def quantises_experts(tuning: TuningConfig, strategy: str) -> bool:
 
 
 def fuses_adapters(strategy: str, lora: LoraSettings) -> bool:
-    """Whether a linear layer and its adapter run as one function (`model.kernels`).
+    """Return whether a linear layer and its adapter run as one function (`model.kernels`).
 
     That requires complete weights outside their own forward pass, while ZeRO-3 and FSDP2 gather them in hooks.
     """

@@ -106,7 +106,7 @@ def _span(values: Iterable[int]) -> str:
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """Return a table of each rank's part of a step; empty where all parts are equal."""
+    """Return a table of each rank's part of a step; empty if all parts are equal."""
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"
@@ -297,7 +297,11 @@ steps, first saves) still matters.
 def _cause(measured: Mapping[str, Any], basis: str | None) -> str:
     """Return what may explain the difference between speed and forecast, as far as it is known after the run."""
     teaches = (measured.get("steps") or 0) >= LEAST_STEPS
-    later = "the next one goes by this run" if teaches else f"runs of {LEAST_STEPS} steps or more teach the next ones"
+    later = (
+        "the next forecast uses this run"
+        if teaches
+        else f"only runs of {LEAST_STEPS} steps or more improve the next ones"
+    )
     causes = [f"the forecast was a guess; {later}"] if basis and basis.startswith("a guess") else []
     if (seconds := measured.get("training_seconds")) and seconds < SHORT_SECONDS:
         causes.append("start-up counts in so short a run")

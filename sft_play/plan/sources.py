@@ -53,7 +53,8 @@ def parse_source(text: str | None, default: Source) -> Source:
     sources: dict[str | None, Source] = {None: default, "formula": "formula", "trace": "trace", "probe": "probe"}
     if text not in sources:
         raise UserError(
-            f"`SOURCE` is `{text}`; expected `formula`, `trace` or `probe`", hint="omit it for the best that is known"
+            f"`SOURCE` is `{text}`; expected `formula`, `trace` or `probe`",
+            hint="omit it for the best available source",
         )
     return sources[text]
 
@@ -117,7 +118,7 @@ def memory_of(config: Config, prepared: Prepared | None) -> TracedMemory:
 
 
 def _is_near(request: Request) -> bool:
-    """Whether the formula's peak is near enough to the limit for its error to matter."""
+    """Return whether the formula's peak is near enough to the limit for its error to matter."""
     try:
         plan = make_plan(replace(request, memory=rank_memory))
     except DoesNotFitError:
@@ -256,7 +257,7 @@ def plan_for(
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:
-    """Whether a run would have more than one process, by its hardware or by what was typed."""
+    """Return whether a run would have more than one process, by its hardware or by what was typed."""
     asked = (request.num_gpus or 1) > 1 or request.num_nodes > 1 or loaded.config.launch.strategy != "auto"
     return asked or (hardware.kind == "cuda" and len(hardware.devices) > 1 and request.num_gpus != 1)
 
@@ -395,7 +396,7 @@ def assemble(
 
 
 def _grows_segments(setup: Setup) -> bool:
-    """Whether workers run the allocator that a trace replays, `expandable_segments`, where the user did not choose."""
+    """Return whether workers run the allocator that a trace replays, `expandable_segments`, unless the user chose."""
     own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
 
@@ -426,7 +427,7 @@ def save_probe(path: Path, measurements: Sequence[Probed]) -> None:
 
 
 def load_probe(path: Path) -> list[Probed]:
-    """Return the measurements of all ranks; empty where no probe was made."""
+    """Return the measurements of all ranks; empty if no probe was made."""
     rows: list[dict[str, Any]] = read_json(path) if path.is_file() else []
     return [Probed(**row) for row in rows]
 

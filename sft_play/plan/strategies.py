@@ -39,7 +39,7 @@ SMALL_OPTIMIZER = "adamw_bnb_8bit"
 
 
 def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
-    """Return the strategy of a command. Raise `UserError` where the configuration contradicts it."""
+    """Return the strategy of a command. Raise `UserError` if the configuration contradicts it."""
     config, launch = request.config, request.launch
     configured, command = config.launch.strategy, launch.command_strategy
     obeys = {
@@ -102,7 +102,7 @@ def _check(request: Request, chosen: str) -> None:
         raise UserError(
             f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is"
             " known",
-            hint="TRAIN_SPIKE_GUARD=report, or leave updates out with `make train-distributed` or `make train-fsdp`",
+            hint="TRAIN_SPIKE_GUARD=report, or skip updates with `make train-distributed` or `make train-fsdp`",
         )
     profile = config.train.profile
     if profile.memory and hardware.kind == "cpu":
@@ -164,7 +164,7 @@ def settle(
 
 
 def is_automatic(config: Config, launch: LaunchRequest) -> bool:
-    """Whether the strategy is left to the plan."""
+    """Return whether the strategy is left to the plan."""
     return launch.command_strategy == "auto" and config.launch.strategy == "auto"
 
 
@@ -206,7 +206,7 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return a plan under FSDP2, the error where it does not fit, or `None` where it is refused for another reason."""
+    """Return a plan under FSDP2, the error where it does not fit, or `None` if it is refused for another reason."""
     if conflict_for(request.config.tuning, "fsdp2", len(request.config.data.new_tokens)):
         return None
     try:
@@ -218,7 +218,7 @@ def _shards(request: Request, decide: Decide) -> Plan | DoesNotFitError | None:
 
 
 def _if_quantised(request: Request, setup: Setup) -> str:
-    """Return a note that quantised weights would fit on each rank; empty where they would not."""
+    """Return a note that quantised weights would fit on each rank; empty if they would not."""
     if setup.device != "cuda" or not may_quantise(request.config):
         return ""
     quantising = request.with_keys({"tuning.mode": "qlora"})
@@ -318,7 +318,7 @@ def has_bitsandbytes() -> bool:
 
 
 def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> str | None:
-    """Return why this backend, quantisation or adapter cannot be combined with a strategy, or `None` when it can.
+    """Return why this backend, quantisation or adapter cannot be combined with a strategy, or `None` if it can.
 
     `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. The reasons were measured with the pinned versions, as
     docs/models.md describes.

@@ -60,7 +60,7 @@ TYPICAL_FLOPS, TYPICAL_BANDWIDTH, TYPICAL_NETWORK = 1e14, 1e12, 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Expected speed, `None` where it is not known; no decision depends on it."""
+    """Expected speed, `None` if it is not known; no decision depends on it."""
 
     tokens_per_second: float | None
     """Total of all ranks."""
@@ -285,6 +285,6 @@ def _useful_flops(request: Request) -> float:
 
 
 def _utilisation(request: Request, tokens_per_second: float) -> float | None:
-    """Return the MFU at a speed, or `None` where a device's peak is not known."""
+    """Return the MFU at a speed, or `None` if a device's peak is not known."""
     peaks = [device.peak_flops for device in request.ranks.devices if device.peak_flops]
     return _useful_flops(request) * tokens_per_second / sum(peaks) if len(peaks) == len(request.ranks.devices) else None

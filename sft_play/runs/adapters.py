@@ -172,7 +172,7 @@ def _from_hub(name: str, place: str | None) -> Path:
         except (OSError, ValueError, HfHubHTTPError) as error:
             why = error
     raise UserError(
-        f"there is no folder `{name}`, and the hub did not give it: {first_line(why)}", place=place, hint=hint
+        f"there is no folder `{name}`, and the hub did not provide it: {first_line(why)}", place=place, hint=hint
     )
 
 

@@ -50,7 +50,7 @@ def newest_valid(run: RunFolder, *, sizes_only: bool = False) -> tuple[Path | No
 
     A replacement that its process did not finish is undone first. `sizes_only`: see `verify`.
     """
-    _give_names_back(run)
+    _undo_replacements(run)
     skipped: list[str] = []
     for checkpoint in list_checkpoints(run):
         reason = verify(checkpoint, sizes_only=sizes_only)
@@ -119,7 +119,7 @@ def clean_up(run: RunFolder) -> list[str]:
     """
     if not run.checkpoints.is_dir():
         return []
-    _give_names_back(run)
+    _undo_replacements(run)
     notes = []
     for path in sorted(run.checkpoints.iterdir()):
         if match := UNFINISHED.fullmatch(path.name):
@@ -137,8 +137,8 @@ def discard(run: RunFolder, step: int) -> None:
     shutil.rmtree(partial_folder(run, step), ignore_errors=True)
 
 
-def _give_names_back(run: RunFolder) -> None:
-    """Undo replacements that their process did not complete."""
+def _undo_replacements(run: RunFolder) -> None:
+    """Undo replacements of checkpoints whose process ended before it completed them."""
     for path in run.checkpoints.glob(".step-*.replaced"):
         target = run.checkpoints / path.name[1:].removesuffix(".replaced")
         if not target.exists():

@@ -302,7 +302,7 @@ def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
         f"{gone}: was it moved or deleted while it trained?",
         place=str(run.path),
         hint=(
-            f"where it was moved, put it back, then: make resume RUN={run.typed} (or, as it is now: make resume"
+            f"if it was moved, move it back, then: make resume RUN={run.typed} (or, as it is now: make resume"
             " RUN=FOLDER)"
         ),
     )

@@ -261,7 +261,7 @@ def read_facts(checkpoint: Path) -> StatesFacts:
         raise CheckpointError(text, place=str(checkpoint), hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"it cannot be read: {error}", place=str(path), hint="take an earlier checkpoint"
+            f"it cannot be read: {error}", place=str(path), hint="use an earlier checkpoint"
         ) from error
 
 

@@ -137,7 +137,9 @@ class Prepared:
         try:
             return record_of(read_json(path, follow=False), Prepared)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"not what preparation found: {first_line(error)}", place=str(path)) from error
+            raise CheckpointError(
+                f"not a valid record of the preparation: {first_line(error)}", place=str(path)
+            ) from error
 
 
 def day_of(path: Path) -> str | None:

@@ -86,9 +86,7 @@ def _spikes(rows: Sequence[Row], spikes: Sequence[Row]) -> Iterator[Finding]:
     if latest:
         norm = latest[-1].get("norm")
         text = f"the gradient norm jumped at step {latest[-1]['step']}" + (f" to {norm:.3g}" if norm else "")
-        yield _warning(
-            "spike", text, "`logs/spikes.jsonl` names the rows; TRAIN_SPIKE_GUARD=skip leaves such updates out"
-        )
+        yield _warning("spike", text, "`logs/spikes.jsonl` names the rows; TRAIN_SPIKE_GUARD=skip skips such updates")
 
 
 def _warning(name: str, text: str, remedy: str) -> Finding:

@@ -155,7 +155,7 @@ RULES: Mapping[str, Rule] = {
         "warn", "the chat template writes conversations otherwise: look for its change", "warn", "warn", "warn"
     ),
     "plan": Rule("allow", "losses may differ in the last digits"),
-    "settings": Rule("refuse", "a run keeps its configuration: put these keys of `config.json` back"),
+    "settings": Rule("refuse", "a run keeps its configuration: restore these keys of `config.json`"),
     "data_files": Rule("allow", "nothing while `train_data`, the rows made from them, is the same"),
     "code": Rule("warn", "another version of SFT-Play continues this run"),
     "git": Rule("allow", "nothing: it says where configuration and data came from"),
@@ -210,7 +210,7 @@ def refuse(differences: Sequence[StampDifference], what: str) -> list[str]:
     refused = [difference for difference in differences if difference.verdict == "refuse"]
     if refused:
         raise CheckpointError(
-            f"{what} was made by something else: " + "; ".join(str(difference) for difference in refused),
+            f"{what} does not match: " + "; ".join(str(difference) for difference in refused),
             hint="start a new run for what is new; the old one is unchanged",
         )
     return [f"note: {safe_text(str(difference))}" for difference in differences]
@@ -225,7 +225,7 @@ def _changed(part: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 
 def _commits(old: Stamp, new: Stamp) -> str:
-    """Return which hub data sets were read at another commit and how to read that one, or an empty text."""
+    """Return which hub data sets were read at another commit and how to read that one, or an empty string."""
     before, after = old.data_files or {}, new.data_files or {}
     moved = {
         name: content

@@ -249,7 +249,7 @@ def _commands(spec: Spec, paths: list[Path]) -> list[str]:
 
 
 def _namespace(spec: Spec) -> str:
-    """Return kubectl's option for the namespace, preceded by a blank, or an empty text."""
+    """Return kubectl's option for the namespace, preceded by a space, or an empty string."""
     return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
 
 

@@ -249,7 +249,7 @@ def options(job: BatchJob) -> list[str]:
 
 
 def _for_sbatch(value: str) -> str:
-    """Return a value as sbatch reads it in a script: quoted if it contains a blank, a quote, a backslash or `#`."""
+    """Return a value as sbatch reads it in a script: quoted if it contains a space, a quote, a backslash or `#`."""
     if not any(letter.isspace() or letter in "\"'\\#" for letter in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -283,7 +283,7 @@ class Engine:
         return self._at_once - len(batch.places) if self._refills else 0
 
     def is_asked(self) -> bool:
-        """Whether requests wait."""
+        """Return whether requests wait."""
         return not self._waiting.empty()
 
     @property

@@ -68,7 +68,7 @@ def of_type(kind: type, name: str) -> Check:
 
 
 def anything(value: Any) -> Any:
-    """Take what says who asks, and does not change the answer."""
+    """Accept parameters that identify the client and do not change the answer."""
     return value
 
 
@@ -137,7 +137,7 @@ LONGEST_TEMPLATE_VALUE = 64
 
 
 def _template_variables(value: Any) -> dict[str, Any]:
-    """Take short values of known names: a request that brings a template would run it, for ever and in C."""
+    """Take short values of known names: a request that brings a template would run it, forever and in C."""
     short = isinstance(value, dict) and all(
         item is None or (isinstance(item, bool | int | float | str) and len(str(item)) <= LONGEST_TEMPLATE_VALUE)
         for item in value.values()

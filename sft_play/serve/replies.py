@@ -189,14 +189,14 @@ def _messages_of(value: Any, instructions: str | None) -> Any:
         elif kind == "message":
             messages.append({key: item[key] for key in ("role", "content") if key in item})
         elif kind != "reasoning":
-            raise Refused(f"`input` holds an item of type `{kind}`, which is not read here", param="input")
+            raise Refused(f"`input` contains an item of type `{kind}`, which is not read here", param="input")
     return [*first, *messages]
 
 
 def _functions_of(tools: Any) -> Any:
     """Return the functions of `tools` as a chat has them: one level deeper."""
     if any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools or ()):
-        raise Refused("`tools` holds another type than `function`", param="tools")
+        raise Refused("`tools` contains another type than `function`", param="tools")
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in tools or ()

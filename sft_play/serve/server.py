@@ -171,7 +171,7 @@ def _announce(name: str, place: Place, *, as_json: bool) -> None:
 
 
 def application(engine: Engine, name: str, place: Place) -> App:
-    """Return the ASGI application of one model, behind the check of who asks."""
+    """Return the ASGI application of one model, behind the access check."""
     from sft_play.serve.parameters import ENDPOINTS, Refused
 
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}

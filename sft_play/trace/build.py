@@ -191,7 +191,7 @@ def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Return the text model's layers, first to last. Raise `ValueError` where they are not one list."""
+    """Return the text model's layers, first to last. Raise `ValueError` if they are not one list."""
     holder, name = list_of_layers(model)
     return list(getattr(holder, name))
 

@@ -67,7 +67,7 @@ def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
 
 
 def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
-    """Return the tokens of two short rows in which everything is affine, or `None` where the row itself is traced.
+    """Return the tokens of two short rows in which everything is affine, or `None` if the row itself is traced.
 
     They have two chunks at least (one alone is another case), as many tokens left over in the last one as the long row,
     and labels for two chunks of the head, if that has such. Two traces are to save time.

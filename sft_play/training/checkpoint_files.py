@@ -173,7 +173,7 @@ def _write_model(
             shutil.copy2(path, partial / path.name)
         published.copy_code(_model_of(trainer), partial)  # not the checkpoint's code, which may come from elsewhere
         if not any(partial.glob("*.safetensors")):
-            raise CheckpointError("the best checkpoint holds no weights", place=str(best))
+            raise CheckpointError("the best checkpoint contains no weights", place=str(best))
     replace(context.stamp, step=step).save(partial)
     sync_below(partial)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -27,24 +27,24 @@ class Profiler(TrainerCallback):
     """Record the steps that `train.profile` names, after one step that warms the profiler up."""
 
     def __init__(self, context: TrainContext, watch: Stopwatch) -> None:
-        self.asked, self.lap, self.done = context.config.train.profile, Lap(watch), False
+        self.settings, self.lap, self.done = context.config.train.profile, Lap(watch), False
         self.folder, self.name = context.run.profile, f"rank{context.ranks.rank}"
         self.gpu = context.ranks.device.type == "cuda"
         self.profile: profile | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.folder.mkdir(exist_ok=True)
-        if self.asked.memory:
+        if self.settings.memory:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump_memory())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step + 2 == self.asked.start:
+        if state.global_step + 2 == self.settings.start:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
-            plan = schedule(wait=0, warmup=1, active=self.asked.steps, repeat=1)
+            plan = schedule(wait=0, warmup=1, active=self.settings.steps, repeat=1)
             self.profile = profile(activities=activities, schedule=plan, on_trace_ready=self._keep)
             self.profile.start()
-        elif state.global_step + 1 == self.asked.start:
+        elif state.global_step + 1 == self.settings.start:
             self.lap.take()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -56,7 +56,7 @@ class Profiler(TrainerCallback):
             self.profile.stop()
         if not self.done:
             print(
-                f"note: `train.profile` measured nothing: step {self.asked.start} did not run here",
+                f"note: `train.profile` measured nothing: step {self.settings.start} did not run here",
                 file=sys.stderr,
             )
 
@@ -64,7 +64,7 @@ class Profiler(TrainerCallback):
         """Write the trace and its summary: seconds per step, and how they are spent."""
         self.done, lap = True, self.lap.take()
         trace.export_chrome_trace(str(self.folder / f"{self.name}.pt.trace.json.gz"))
-        if self.asked.memory:
+        if self.settings.memory:
             self._dump_memory()
         events: Sequence[Any] = trace.events() or ()
         steps = [event.time_range for event in events if event.name.startswith("ProfilerStep") and not _on_gpu(event)]
@@ -79,7 +79,7 @@ class Profiler(TrainerCallback):
         write_json(
             self.folder / f"{self.name}.json",
             {
-                "start": self.asked.start,
+                "start": self.settings.start,
                 "steps": count,
                 "device": "cuda" if self.gpu else "cpu",
                 "step_seconds": wall / 1e6 / count,

@@ -32,7 +32,7 @@ def accept(cache: Path, tmp_path: Path):
     return run
 
 
-def test_without_a_gpu_it_says_so_and_changes_nothing(accept, tmp_path: Path) -> None:
+def test_without_a_gpu_acceptance_is_refused_and_changes_nothing(accept, tmp_path: Path) -> None:
     done = accept()
     assert (done.code, done.out) == (3, "")
     assert "`make accept-gpu` needs an NVIDIA GPU, and no NVIDIA driver answers on this machine" in done.err
@@ -49,7 +49,7 @@ def test_a_smaller_card_skips_what_does_not_fit_it(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tiny: Path, tmp_path: Path) -> None:
+def test_a_failed_step_is_reported_and_a_later_call_completes_the_page(accept, tiny: Path, tmp_path: Path) -> None:
     work, written = tmp_path / "work", tmp_path / "page.md"
     done = accept("STEPS=11", f"SMALL={tiny}", "SECONDS=200")
     assert done.code == 1 and "8b.yaml" in written.read_text(encoding="utf-8"), "no step has made the model yet"
@@ -64,9 +64,7 @@ def test_a_failed_step_is_reported_and_a_later_call_adds_to_the_page(accept, tin
 
 
 @pytest.mark.slow
-def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(
-    cache: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_call_stops_its_trainings_and_keeps_its_rows(cache: Path, tiny: Path, tmp_path: Path) -> None:
     places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}", f"SMALL={tiny}", "STEPS=0,4,5"]
     env, results = (
         environment(cache, tmp_path / "runs", {"CUDA_VISIBLE_DEVICES": ""}),
@@ -90,9 +88,7 @@ def test_a_call_that_is_ended_takes_its_trainings_along_and_keeps_its_rows(
     assert steps["0"]["rows"] and "5" not in steps
 
 
-def test_a_step_without_time_is_not_begun_and_what_an_earlier_call_measured_stays(
-    accept, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_step_without_time_is_not_started_and_earlier_measurements_stay(accept, tiny: Path, tmp_path: Path) -> None:
     done = accept("STEPS=9,10", f"SMALL={tiny}", "SECONDS=1")
     assert done.code == 1 and "10  8B: every weight: not started, no time is left" in done.err
     assert not (tmp_path / "page.md").exists()

@@ -50,11 +50,11 @@ CASES = {
         GOOD + "train: {report_to: wandbb}\n", [],
         "names `wandbb`, which is not a tracker\n\nhint: did you mean `wandb`?"
     ),
-    "percent": (GOOD, ["DATA_VALIDATION=10%"], "a share is written `0.1`"),
+    "percent": (GOOD, ["DATA_VALIDATION=10%"], "write a share as `0.1`"),
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
     "a neighbour": ("extends: x\n", [], "did you mean `x.yaml`, the file next to this one?"),
-    "a circle": ("extends: x.yaml\n", [], "round in a circle"),
+    "a circle": ("extends: x.yaml\n", [], "forms a cycle"),
     "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is ``; expected a number > 0"),
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
     "a short name": (GOOD, ["TRAIN_OPTIM=adamw"], "did you mean `adamw_torch`?"),
@@ -80,7 +80,7 @@ CASES = {
     "no metric": (GOOD, ["EVAL_METRICS=[happiness]"], ", or evaluate:NAME for one of"),
     "a metric twice": (GOOD, ["EVAL_METRICS=[f1, 'evaluate:my/f1']"], "2 entries that are called `f1`"),
     "no list": (
-        GOOD, ["EVAL_METRICS=rogueL,blue"], "did you mean `rougeL` and `bleu`? a list is written `[rougeL, bleu]`"
+        GOOD, ["EVAL_METRICS=rogueL,blue"], "did you mean `rougeL` and `bleu`? write a list as `[rougeL, bleu]`"
     ),
     "nearly a source": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=loss/chats"], "did you mean `eval_loss/chat`?"),
     "best by answers": (NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=rougeL"], "set `train.predict_with_generate: true`"),

@@ -22,7 +22,7 @@ PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 SCHEMA = jsonschema.Draft7Validator(json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8")))
 
 
-# make takes blanks before a value away, so those cannot be typed to it
+# make removes spaces before a value, so those cannot be typed to it
 typed_text = (
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
     .map(str.lstrip)

@@ -119,12 +119,12 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert words.out.splitlines() == [f"{name}: {summary[name]['split']['path']}" for name in ("train", "validation")]
     assert data(*lines, "data.duplicates: keep").json["train"]["sources"][0]["kept"] == 34
     refused = data(*lines, words=("MODEL_MAX_SEQ_LEN=1024",))
-    assert refused.code == 2 and "knows 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
+    assert refused.code == 2 and "has 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
     none = data(f"data.train_path: {train}", "data.validation: []")
     assert none.code == 0 and none.json["validation"] is None
 
 
-def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(tmp_path: Path, tiny: Path) -> None:
+def test_a_second_preparation_reads_the_cache_without_heavy_packages(tmp_path: Path, tiny: Path) -> None:
     """Run it in a separate process, as the launcher does."""
     file = write_rows(tmp_path / "rows.jsonl", pairs(40))
     document = configured(tmp_path, tiny, [f"data.train_path: {file}", "data.validation: 0.2"])
@@ -154,7 +154,7 @@ def test_a_second_preparation_takes_all_from_the_cache_without_a_heavy_package(t
     assert (prepared.model.source, prepared.model.path) == ("folder", str(tiny.resolve()))
 
 
-def test_the_same_rows_for_every_number_of_processes(
+def test_every_number_of_processes_prepares_the_same_rows(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [*pairs(1500), *pairs(20)])
@@ -235,7 +235,7 @@ def test_a_damaged_cache_is_rebuilt(damage: str, data: Data, tmp_path: Path) -> 
     assert arrow.read_bytes() == written and len(answers(again)) == 5
 
 
-def test_two_processes_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp_path: Path) -> None:
+def test_two_processes_can_prepare_the_same_rows_at_once(data: Data, tiny: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", pairs(300))
     lines = [f"data.train_path: {file}", "data.validation: 0.1"]
     document = configured(tmp_path, tiny, lines)
@@ -313,7 +313,7 @@ LONG_PROMPT = {"prompt": "a long question that goes on and on, " * 30, "completi
             pairs(2),
             "data.validation: 0.0001",
             4,
-            ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of each",),
+            ("`data.validation: 0.0001` leaves no row for validation: there are 2, and a hash of content",),
         ),
     ],
 )
@@ -340,9 +340,7 @@ def test_bad_rows_stop_or_are_skipped_and_one_file_lists_them(data: Data, tmp_pa
     stopped = data(f"data.train_path: {file}")
     assert stopped.code == 4
     assert f"{file}:2:1: is not JSON" in stopped.err and "(2 such rows; the first is here)" in stopped.err
-    assert (
-        "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop leaves them out" in stopped.err
-    )
+    assert "bad rows: 4, each with its reason in " in stopped.err and "; DATA_BAD_ROWS=drop skips them" in stopped.err
     dropped = data(f"data.train_path: {file}", "data.bad_rows: drop")
     assert len(answers(dropped)) == 4
     assert "8 read as prompt_completion, 4 kept, 4 left out (bad row); " in dropped.err
@@ -460,8 +458,8 @@ def test_a_row_that_json_cannot_write_is_a_bad_row_with_its_place(data: Data, tm
     dated = tmp_path / "dated.parquet"
     parquet.write_table(Table.from_pylist([row(1, datetime.date(2026, 1, 1))]), dated)
     for file, place, message in (
-        (half, ":2", "half of a surrogate pair"),
-        (dated, ", row 1", "is date, which JSON does not have"),
+        (half, ":2", "an unpaired surrogate"),
+        (dated, ", row 1", "is date, which JSON cannot represent"),
     ):
         refused = data(f"data.train_path: {file}", "data.chat_template: qwen3", "model.max_seq_len: 512")
         assert (

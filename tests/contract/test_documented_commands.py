@@ -29,7 +29,7 @@ def parts(command: DocumentedCommand) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("command", UNIQUE, ids=lambda command: f"{command.document}:{command.line}")
-def test_the_program_takes_what_documents_say(command: DocumentedCommand, in_process: Program) -> None:
+def test_the_program_accepts_what_documents_say(command: DocumentedCommand, in_process: Program) -> None:
     for words in parts(command):
         if not words or words[0] not in COMMANDS:  # install, test, check: the Makefile's own, held by test_makefile.py
             continue
@@ -60,7 +60,7 @@ def test_examples_each_have_a_readme_with_one_command() -> None:
 @pytest.mark.parametrize(
     "name", ["benchmarks", "benchmarks-evaluation", "benchmarks-preparation", "benchmarks-saving", "memory"]
 )
-def test_a_page_of_figures_holds_its_bounds(name: str) -> None:
+def test_a_page_of_figures_keeps_within_its_bounds(name: str) -> None:
     introduction, mark, measured = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition(MARK)
     assert f"write=docs/{name}.md" in introduction and mark and measured
     assert "NOT ALL" not in measured
@@ -121,7 +121,7 @@ def test_links_in_documents_have_a_target(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_that_is_named_exists(page: Path) -> None:
+def test_code_named_in_documents_exists(page: Path) -> None:
     for name, word in re.findall(r"`([a-z_/0-9]+\.py)(?:: (\w+))?", page.read_text(encoding="utf-8")):
         files = [
             path

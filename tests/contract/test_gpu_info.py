@@ -67,7 +67,7 @@ def test_a_model_that_does_not_fit_is_an_error(program: Program, tmp_path: Path)
     assert "not even one row" in full.err and "hint: " in full.err
 
 
-def test_a_chip_without_own_memory_is_listed_with_the_machines(program: Program, tmp_path: Path) -> None:
+def test_a_chip_without_separate_memory_is_listed_with_the_machines(program: Program, tmp_path: Path) -> None:
     """GB10 and Jetson: the driver knows no memory of the GPU, nor who holds it."""
     env = Machine(cards=(Gpu("NVIDIA GB10", 0, 0, (12, 1), unified=True),)).environment(tmp_path / "nvml")
     facts = program("gpu-info", "JSON=1", env=env).json

@@ -211,7 +211,7 @@ def test_files_of_another_user_are_read_but_not_continued(tmp_path: Path, comple
     assert "cp -r" in str(refused.value.hint)
 
 
-def test_a_trackers_own_links_are_no_danger(tmp_path: Path) -> None:
+def test_a_trackers_own_links_are_accepted(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     (run.path / "wandb" / "run-1").mkdir(parents=True)
     (run.path / "wandb" / "latest-run").symlink_to("run-1")

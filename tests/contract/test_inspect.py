@@ -64,7 +64,7 @@ def test_samples_are_searched_by_their_text(in_process: Program, arguments: list
     assert "".join(piece["text"] for piece in pieces if piece["trained"]) == "Nobody.<|im_end|>"
     assert sum(piece["tokens"] for piece in pieces) == sample["tokens"]
     assert sum(piece["tokens"] for piece in pieces if piece["trained"]) == sample["trained"]
-    assert "no row holds `zebra`" in in_process(*arguments, "SEARCH=zebra").err
+    assert "no row contains `zebra`" in in_process(*arguments, "SEARCH=zebra").err
 
 
 def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: list[str], tmp_path: Path) -> None:

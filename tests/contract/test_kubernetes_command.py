@@ -63,7 +63,7 @@ def test_bad_input_is_one_error_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_files_of_others_are_not_written_over(in_process: Program, tmp_path: Path) -> None:
+def test_files_of_others_are_not_overwritten(in_process: Program, tmp_path: Path) -> None:
     mine, words = tmp_path / "pytorchjob.yaml", ("kubernetes", *TWO, f"OUT={tmp_path}")
     mine.write_text("kind: PyTorchJob # mine\n")
     done = in_process(*words, "KUBERNETES_CREATE_CLAIMS=true", "KUBERNETES_STORAGE_CLASS=nfs")
@@ -71,7 +71,7 @@ def test_files_of_others_are_not_written_over(in_process: Program, tmp_path: Pat
     assert mine.read_text() == "kind: PyTorchJob # mine\n" and not (tmp_path / "claims.yaml").exists()
 
 
-def test_the_example_of_two_l40s_pods(in_process: Program, tmp_path: Path) -> None:
+def test_the_example_of_two_l40s_pods_is_planned_and_rendered(in_process: Program, tmp_path: Path) -> None:
     """28 rows per GPU fit, 56 make a step; both kinds are rendered by the commands of its README."""
     plan, *renders = [shlex.split(command.text) for command in documented_commands() if command.document == EXAMPLE]
     done = in_process(*plan[1:], "JSON=1")

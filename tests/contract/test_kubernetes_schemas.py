@@ -45,7 +45,7 @@ def builtin_problem(document: Document) -> str | None:
 
 
 def lost(written: Any, accepted: Any, where: str = "") -> Iterator[str]:
-    """Yield fields that a model dropped as unknown or filled with an empty text because they were missing."""
+    """Yield fields that a model dropped as unknown or filled with an empty string because they were missing."""
     if isinstance(written, Mapping) and isinstance(accepted, Mapping):
         yield from (f"{where}.{key}" for key in written if key not in accepted)
         yield from (f"{where}.{key}: missing" for key, value in accepted.items() if key not in written and value == "")

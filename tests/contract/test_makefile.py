@@ -88,11 +88,11 @@ def make(
         (["check", "TESTS=tests/unit"], "takes no TESTS"),
         (["bench-training", "CONFIG=$(shell false)"], "takes no CONFIG"),
         (["plan", "tickets.yaml"], "`tickets.yaml` is no target: make plan CONFIG=tickets.yaml"),
-        (["test", "TESTS=a\ntouch x"], "holds a newline; write it on one line"),
+        (["test", "TESTS=a\ntouch x"], "contains a newline; write it on one line"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_targets_that_are_no_commands_refuse_variables_and_newlines_too(words: list[str], message: str) -> None:
+def test_targets_that_are_not_commands_refuse_variables_and_newlines_too(words: list[str], message: str) -> None:
     done = make("-n", *words)
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
@@ -102,7 +102,7 @@ def test_a_variable_of_an_outer_make_is_reported_as_such(tmp_path: Path) -> None
     done = subprocess.run(
         ["make", "ci", "ENV=prod"], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=60, check=False
     )
-    assert "unknown variable `ENV`, perhaps of another make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, (
+    assert "unknown variable `ENV`, perhaps of an outer make" in done.stderr and "MAKEOVERRIDES =" in done.stderr, (
         done.stderr
     )
 
@@ -159,11 +159,11 @@ def test_values_reach_the_program_verbatim(goal: str, name: str, value: str, tmp
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, "", "a\nb", "~/v", "a:b", "a=b", "a%b", "(a", "-x"])
-def test_a_folder_that_make_or_a_shell_would_read_is_refused(value: str) -> None:
+def test_a_folder_name_with_characters_special_to_make_or_a_shell_is_refused(value: str) -> None:
     done = make("-n", "config", f"VENV={value}")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"`VENV` is `{value}` (refused: " in done.stderr
-    assert "give a path without blanks" in done.stderr
+    assert "give a path without spaces" in done.stderr
 
 
 def test_make_passes_on_a_failing_exit_code() -> None:

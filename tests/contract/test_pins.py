@@ -57,7 +57,7 @@ def test_all_dependencies_are_pinned_and_installed_in_that_version() -> None:
         waiting += [(Requirement(text), {"", *requirement.extras}) for text in importlib.metadata.requires(name) or []]
 
 
-def test_where_all_was_installed_a_missing_program_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_is_a_failure_if_all_were_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUIRED, "required")
     with pytest.raises(pytest.fail.Exception, match="not installed: no-such-program"):
         need("sh", "no-such-program")

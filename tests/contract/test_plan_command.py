@@ -127,7 +127,7 @@ def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: P
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
     ],
 )
-def test_wrong_calls_of_plan_are_refused(
+def test_invalid_calls_of_plan_are_refused(
     in_process: Program, tmp_path: Path, words: list[str], code: int, parts: list[str]
 ) -> None:
     done = in_process("plan", "CONFIG=configs/quickstart.yaml", *words)
@@ -156,7 +156,7 @@ def test_a_pipeline_shows_layers_and_the_rows_that_every_stage_sees(in_process: 
 
 
 @pytest.mark.parametrize(("command", "words"), [("plan", ()), ("train-deepspeed", ("NUM_GPUS=2", "RUN_NAME=never"))])
-def test_all_faults_of_a_deepspeed_json_before_anything_starts(
+def test_all_faults_of_a_deepspeed_json_are_reported_before_anything_starts(
     command: str, words: tuple[str, ...], in_process: Program, tiny_config: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"

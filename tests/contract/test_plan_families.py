@@ -58,7 +58,7 @@ def test_adapters_and_experts_of_a_mixture_are_described(program: Program, tmp_p
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("nobody_knows_it", "knows no `model_type: nobody_knows_it`"),
+        ("nobody_knows_it", "does not know `model_type: nobody_knows_it`"),
         ("paligemma", "`paligemma` is not a language model of transformers"),
     ],
 )

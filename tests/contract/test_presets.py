@@ -15,7 +15,7 @@ DOES_NOT_FIT = "h200_quad"
 
 
 @pytest.mark.parametrize("name", QUOTED)
-def test_the_global_batch_is_the_quoted_one_and_fits_exactly_where_the_comment_says_so(name: str) -> None:
+def test_the_global_batch_of_a_preset_is_as_quoted_and_fits_as_its_comment_says(name: str) -> None:
     path = ROOT / "configs" / f"{name}.yaml"
     described, (micro, accumulation) = MADE_FOR[name], QUOTED[name]
     devices = parse_hardware(described).devices
@@ -65,7 +65,7 @@ def test_presets_are_planned_on_all_hardware_that_they_claim(name: str, hardware
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_shows_what_the_plan_says(page: str) -> None:
+def test_the_page_matches_the_plan(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert rendered(page) == text, f"{page} is stale: run `python scripts/render_presets.py`"
 
@@ -80,7 +80,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:60])
-def test_speeds_are_the_plans(in_process: Program, words: list[str]) -> None:
+def test_speeds_on_the_page_are_those_of_the_plan(in_process: Program, words: list[str]) -> None:
     assert len(COMMANDS) >= 5
     plan = in_process("plan", *words, "JSON=1").json
     for speed in [row["tokens_per_second"] for row in plan.get("scale", [])] or [plan["tokens_per_second"]]:

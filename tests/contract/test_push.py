@@ -51,7 +51,7 @@ def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
 
 
-def test_a_card_holds_no_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> None:
+def test_a_card_does_not_contain_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tuned"
     shutil.copytree(runs / "tuned", folder)
     path, evil = folder / "model" / "stamp.json", "<script>alert(1)</script> [x](javascript:alert(1)) `"

@@ -250,12 +250,12 @@ def test_the_time_left_goes_by_the_steps_that_were_made(runs: Path) -> None:
     assert record_of(RunFolder(runs / "first"))["seconds_left"] == 60.0
 
 
-def test_the_curves_of_a_million_rows_are_thinned(runs: Path) -> None:
+def test_the_curves_of_a_million_rows_are_downsampled(runs: Path) -> None:
     _, curves = million_rows(runs)
     assert curves["train"]["step"][-1] == 999_999
     assert len(curves["eval"]["step"]) == 100, "every evaluation is there"
 
 
 @pytest.mark.quiet
-def test_a_million_rows_are_up_within_two_seconds(runs: Path) -> None:
+def test_a_report_of_a_million_rows_is_served_within_two_seconds(runs: Path) -> None:
     assert million_rows(runs)[0] < 2

@@ -160,7 +160,7 @@ def test_stop_signals_even_a_suspended_holder_of_the_lock_and_mentions_a_batch_s
         ("logs RUN=now rank=1", "`RANK=1`"),
     ],
 )
-def test_wrong_calls_of_runs_stop_and_logs_are_refused(
+def test_invalid_calls_of_runs_stop_and_logs_are_refused(
     in_process: Program, tmp_path: Path, words: str, message: str
 ) -> None:
     run = make_run(tmp_path / "runs", "now", "started")

@@ -151,7 +151,7 @@ def test_no_letter_of_a_token_is_printed(token: str) -> None:
         "hf_x.jsonl",
     ],
 )
-def test_text_that_is_no_token_is_unchanged(text: str) -> None:
+def test_text_that_is_not_a_token_is_unchanged(text: str) -> None:
     assert without_tokens(text) == text
 
 
@@ -343,7 +343,7 @@ def test_a_merged_model_has_the_code_that_its_base_has(
 @pytest.mark.parametrize(
     "way", ["config.json", "mine.json in a run", "mine.yaml in a run", "mine.yaml in a cache", "own.yaml below a run"]
 )
-def test_a_copied_configuration_is_no_consent_even_with_omissions(
+def test_a_copied_configuration_does_not_imply_consent_even_with_omissions(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A `config.json` without origins counts as a user's file; a file that a stranger's extends counts as the
@@ -421,12 +421,12 @@ def test_pickled_weights_run_nothing(model: Path, program: Program, tmp_path: Pa
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
         (model / name).write_bytes(pickle.dumps(Evil(mark)))
     done = program("train", f"CONFIG={trainable(tmp_path, model)}", "RUN_NAME=demo", timeout=240)
-    done.refused(5, "a pickle that holds more than tensors")
+    done.refused(5, "a pickle that contains more than tensors")
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["rows.pkl", "rows.pt", "rows.npy", "rows.tar.gz", "rows.py"])
-def test_files_that_could_run_or_unpack_are_no_data(name: str, tmp_path: Path) -> None:
+def test_files_that_could_run_or_unpack_are_refused_as_data(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(DataError):
@@ -489,7 +489,7 @@ def test_links_in_a_model_folder_do_not_lead_out(model: Path, outside: Path) -> 
     assert model_files(model) and "LICENSE.txt" not in {path.name for path in model_files(model)}
 
 
-def test_a_pipe_or_a_device_in_a_folder_ends_no_command_in_waiting(model: Path) -> None:
+def test_no_command_waits_for_a_pipe_or_a_device_in_a_folder(model: Path) -> None:
     config = model / "config.json"
     facts = describe(model, [config])
     (model / "extra.json").symlink_to("/dev/zero")

@@ -93,7 +93,7 @@ def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> N
     for token, message in (
         ("", "openssl rand"),
         ("tooshort", "at least 16"),
-        ("with a blank in the middle", "without blanks"),
+        ("with a blank in the middle", "without spaces"),
     ):
         done = in_process("serve", "RUN=gone", "HOST=0.0.0.0", env={TOKEN_VARIABLE: token})
         assert (

@@ -61,7 +61,7 @@ def test_answers_are_accepted_as_variables(setup: Program, arguments: str, expec
         ("STRATEGY=single NUM_GPUS=2", 2, "the number of processes is 2"),
     ],
 )
-def test_wrong_answers_are_refused(setup: Program, arguments: str, code: int, message: str) -> None:
+def test_invalid_answers_are_refused(setup: Program, arguments: str, code: int, message: str) -> None:
     setup(*arguments.split()).refused(code, message)
     assert list(Path().iterdir()) == []
 

@@ -94,7 +94,7 @@ def test_faults_of_rows_and_their_text_are_reported_together_and_only_once(tiny:
     done = prepare(tmp_path, tiny, [{"path": data}])
     rows, answer = (
         "`messages[2].role` is `note` (3 such rows; the first is here)",
-        "the answer of turn 2 holds `<|im_end|>`",
+        "the answer of turn 2 contains `<|im_end|>`",
     )
     done.refused(4, rows, f"error: {data}:4: {answer}")
     assert done.err.count("error: ") == 2

@@ -52,5 +52,5 @@ def test_without_unsloth_a_plan_is_made_and_training_names_its_installation(unsl
 def test_commands_that_start_other_environments_are_refused_by_name(in_process: Program) -> None:
     in_process("kubernetes", "CONFIG=run_unsloth").refused(2, "`tuning.backend` is `unsloth`", "`kubernetes`")
     for command in ("train-cluster", "cluster-check"):
-        with pytest.raises(UserError, match=f"`{command}` starts environments without it"):
+        with pytest.raises(UserError, match=f"`{command}` starts other environments, which lack Unsloth"):
             Call(command=command, options={"CONFIG": "run_unsloth"}).load_config()

@@ -85,7 +85,7 @@ def run(installed: Path, tmp_path: Path, cache: Path) -> Run:
     return run
 
 
-def test_help_and_presets_need_no_clone(run: Run, tmp_path: Path) -> None:
+def test_help_and_presets_work_without_a_clone(run: Run, tmp_path: Path) -> None:
     assert str(ROOT) not in run("python", "-c", "import sft_play.init as i; print(i.SHIPPED)")
     pins = "from sft_play.config.layers import SHIPPED; print((SHIPPED / 'constraints-unsloth.txt').read_text())"
     assert "unsloth==" in run("python", "-c", pins)
@@ -124,7 +124,7 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
     assert pages and all((tmp_path / name).is_file() for name in pages), hint
     assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
     assert "did you mean `make plan`" in run("make", "plann", code=1)
-    assert "nothing of yours is replaced" in run("sft-play", "init", code=2)
+    assert "your files are not replaced" in run("sft-play", "init", code=2)
 
 
 def test_commands_are_printed_as_they_are_typed_here(run: Run, tmp_path: Path) -> None:

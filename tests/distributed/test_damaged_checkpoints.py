@@ -41,7 +41,7 @@ def run(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.Tem
     return must_train(make_run(folder / "run", tiny, trial))
 
 
-def test_damage_to_any_file_means_the_checkpoint_before(run: RunFolder) -> None:
+def test_damage_to_any_file_means_the_previous_checkpoint(run: RunFolder) -> None:
     newest, before = run.checkpoint(4), run.checkpoint(2)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
     names = {path.relative_to(newest).as_posix() for path in files}
@@ -63,7 +63,9 @@ def test_damage_to_any_file_means_the_checkpoint_before(run: RunFolder) -> None:
     assert newest_valid(run) == (newest, [])
 
 
-def test_resume_says_which_file_and_takes_the_one_before(tiny: Path, cache: Path, tmp_path: Path) -> None:
+def test_resume_names_the_damaged_file_and_uses_the_previous_checkpoint(
+    tiny: Path, cache: Path, tmp_path: Path
+) -> None:
     """With two of three checkpoints damaged in different ways the run still ends with the same bits."""
     rows = ragged_rows(tmp_path / "train.jsonl", 12)
     config = tmp_path / "demo.yaml"

@@ -53,7 +53,7 @@ def test_scores_are_printed_written_and_shown_again_at_once(place: Place) -> Non
     assert sum(each) / len(each) == pytest.approx(scores["rougeL"]["mean"], abs=1e-12)
 
     shown = place.call("eval", "RUN=one")
-    assert "scored before" in shown.err
+    assert "already scored" in shown.err
     for part in (f"{scores['loss']:.4f}", f"{scores['rougeL']['mean']:.4f}", "n = 7"):
         assert part in shown.out
 
@@ -104,7 +104,7 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert own.read_bytes() == before, "the run's own scores are left alone"
     again = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
     imported = subprocess.run(again, env=place.environment, capture_output=True, text=True, check=True).stderr
-    assert "scored before" in imported and re.search(r"\| +sft_play\.", imported)
+    assert "already scored" in imported and re.search(r"\| +sft_play\.", imported)
     assert not re.findall(r"\| +(?:torch|transformers|datasets)$", imported, re.M), "kept scores need nothing heavy"
 
     words = (
@@ -116,7 +116,7 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     plain = place.scores(*words)
     assert plain["weights"] == "base"
     assert plain["loss"] > scores["loss"], "two steps at a high rate lower the loss"
-    assert "scored before" in place.call("eval", *words).err
+    assert "already scored" in place.call("eval", *words).err
 
     comparison = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
     assert comparison["losses"]["loss"] == [scores["loss"], plain["loss"]]
@@ -186,7 +186,7 @@ def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
         ("compare RUNS=one,one@base DATA=unscored.jsonl", 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
 )
-def test_wrong_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
+def test_invalid_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
     place.call(*words.split()).refused(code, message)
 
 
@@ -220,7 +220,7 @@ def test_standard_benchmarks_score_a_run_and_a_plain_model(place: Place) -> None
     scores = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
     accuracy = scores["tasks"]["tiny_choice"]
     assert accuracy["n"] == 8 and 0 <= accuracy["metrics"]["acc"]["value"] <= 1
-    assert "measured before" in place.call("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8").err
+    assert "already measured" in place.call("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8").err
     assert "tiny_choice" in place.call("eval", "RUN=one").out, "the table of scores shows them too"
     plain = place.scores(f"MODEL={place.folder / 'model'}", f"BENCHMARKS={task}")
     assert plain["tasks"]["tiny_choice"]["n"] == 12

@@ -60,5 +60,5 @@ def test_a_family_trains_resumes_merges_and_answers(name: str, mode: str, cache:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_MAKE_TEST else pytest.mark.long) for name in FAMILIES]
 )
-def test_each_family_keeps_what_its_row_in_the_table_says(name: str) -> None:
+def test_each_family_matches_its_row_in_the_table(name: str) -> None:
     assert kept_cells(name) == read_table(PAGE.read_text(encoding="utf-8"), KEPT)[name]

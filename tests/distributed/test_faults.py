@@ -35,7 +35,7 @@ def require_one_error(done: Done, code: int, *parts: str) -> None:
 
 
 @pytest.mark.long
-def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
+def test_resume_and_train_are_refused_while_the_run_is_running(launcher: Launcher) -> None:
     words = ("train", f"CONFIG={launcher.config}", "RUN_NAME=busy")
     with launcher.start(*words[:2], "TRAIN_MAX_STEPS=4000", "TRAIN_SAVE_STEPS=1000", name="busy") as launch:
         launch.wait_for_step(1)
@@ -43,7 +43,7 @@ def test_resume_and_train_of_a_run_that_is_running(launcher: Launcher) -> None:
         require_one_error(launcher("resume", "RUN=busy"), 2, in_use)
         require_one_error(launcher(*words), 2, "the run `busy` exists already")
         require_one_error(launcher(*words, "LAUNCH_AUTO_RESUME=true"), 2, in_use)
-        assert launch.process.poll() is None, "the run itself goes on"
+        assert launch.process.poll() is None, "the run itself continues"
         launch.process.send_signal(signal.SIGTERM)
         assert launch.end()[0] == 143
 
@@ -194,7 +194,7 @@ def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
 
 
 @pytest.mark.parametrize("home", [None, "/gone", "/proc"])
-def test_a_user_without_a_home_gets_the_variables_that_replace_it(launcher: Launcher, home: str | None) -> None:
+def test_a_user_without_a_home_is_told_which_variables_replace_it(launcher: Launcher, home: str | None) -> None:
     for command in ("train", "plan", "runs"):
         words = () if command == "runs" else (f"CONFIG={launcher.config}",)
         done = as_stranger(launcher, command, *words, **({"HOME": home} if home else {}))
@@ -224,12 +224,12 @@ def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp
 
 
 @pytest.mark.cold
-def test_python_without_docstrings_is_not_what_libraries_get(launcher: Launcher) -> None:
+def test_libraries_do_not_run_under_python_without_docstrings(launcher: Launcher) -> None:
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one", PYTHONOPTIMIZE="2")
     assert done.code == 0 and len(metrics(launcher.runs / "one")) == 2, done.err
 
 
-def test_a_batch_that_cannot_be_handed_over_ends_the_wait_at_once() -> None:
+def test_a_batch_that_cannot_be_transferred_ends_the_wait_at_once() -> None:
     from torch.utils.data import DataLoader
 
     from sft_play.training.loading import begin_loading

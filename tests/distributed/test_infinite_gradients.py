@@ -68,7 +68,7 @@ def test_an_infinite_gradient_stops_at_once_without_a_scaler(strategy: str, tmp_
 
 
 @pytest.mark.parametrize("ranks", [((4, 2),), pytest.param(HALVES, marks=pytest.mark.long)])
-def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+def test_a_scaler_that_skips_every_update_ends_the_run(ranks: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
     plan = (("precision", "fp16"),)
     strategy = "single" if len(ranks) == 1 else "ddp"
     run = spoilt_run(
@@ -88,7 +88,7 @@ def test_a_scaler_that_leaves_out_every_update_ends_the_run(ranks: tuple[tuple[i
 
 
 @pytest.mark.parametrize("plan", [(("stages", (1, 1)),), (("tensor_parallel", 2),)])
-def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(
+def test_a_scaler_skips_the_same_updates_on_all_parts_of_a_model(
     plan: tuple[tuple[str, Any], ...], tmp_path: Path
 ) -> None:
     settings, base, losses = (*SETTINGS, "train.max_steps: 8"), spoilt(tmp_path / "base", eps=1e-8), []
@@ -106,4 +106,4 @@ def test_a_scaler_leaves_out_the_same_updates_on_all_parts_of_a_model(
         assert (whole["grad_norm"] is None) == (parts["grad_norm"] is None), losses
         assert parts["loss"] == pytest.approx(whole["loss"], abs=2e-3)
     norms = [row["grad_norm"] for row in losses[1]]
-    assert None in norms[:2] and None not in norms[-2:], "some updates were left out, and others were made after them"
+    assert None in norms[:2] and None not in norms[-2:], "some updates were skipped, and later ones were made"

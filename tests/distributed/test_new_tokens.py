@@ -88,7 +88,7 @@ def test_new_rows_start_at_the_mean_and_are_trained_saved_and_merged(
     shutil.rmtree(run)
 
 
-def test_uses_are_counted_when_rows_are_prepared_and_need_no_transformers_later(place: Place) -> None:
+def test_uses_are_counted_when_rows_are_prepared(place: Place) -> None:
     done = place.run("inspect", f"CONFIG={place.config}", "JSON=1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["manifest"]["new_tokens"] == {"<tool>": 24, "</tool>": 24, "<never>": 0}
@@ -110,5 +110,5 @@ def test_invalid_new_tokens_are_refused(place: Place) -> None:
 
     refused(4, "`<|im_end|>`, which the vocabulary of", tokens='["<|im_end|>"]')
     refused(4, "`<b>`, which the chat template or the tokenizer splits", tokens=r'["\n<b>", "<b>"]')
-    refused(2, "is there twice", tokens='["<a>", "<a>"]')
+    refused(2, "appears twice", tokens='["<a>", "<a>"]')
     refused(2, "no `data.new_tokens`", tokens="[]", words=("TUNING_LORA_EMBEDDINGS=new",))

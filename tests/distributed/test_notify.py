@@ -62,7 +62,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             server.shutdown()
 
 
-def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> None:
+def test_a_webhook_is_notified_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     words = ("NUM_GPUS=2", "TRAIN_MAX_STEPS=40", "LAUNCH_MAX_RESTARTS=1", "LAUNCH_NOTIFY=$MY_HOOK_NOTIFY")
     spikes = ("TRAIN_SPIKE_GUARD=report", "TRAIN_SPIKE_FACTOR=1.01")
@@ -89,7 +89,7 @@ def test_a_webhook_learns_of_a_restart_a_spike_and_the_end(tmp_path: Path) -> No
     assert SECRET not in json.dumps(messages) and url not in printed + (launch.run / "config.json").read_text()
 
 
-def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None:
+def test_a_command_is_notified_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     notes = tmp_path / "notes"
     words = (f"CONFIG={launcher.config}", "TRAIN_MAX_STEPS=2000", "LAUNCH_NOTIFY=$MY_NOTIFY")
@@ -108,7 +108,7 @@ def test_a_command_learns_of_a_failure_and_a_stopped_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("target", ["drips", "missing", "sleep 60", "exit 3", ""])
-def test_a_receiver_that_does_not_answer_is_one_warning(
+def test_a_receiver_that_does_not_answer_causes_one_warning(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with webhook() as (url, _):
@@ -135,7 +135,7 @@ def test_a_redirect_is_followed_on_the_same_host_only(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])
-def test_a_configuration_brings_no_command(target: str, in_process: Program) -> None:
+def test_a_command_in_a_configuration_is_refused(target: str, in_process: Program) -> None:
     in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}").refused(
         2, "neither a URL nor the name of a variable with `NOTIFY` in it", "export MY_NOTIFY"
     )

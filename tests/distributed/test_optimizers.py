@@ -142,7 +142,7 @@ RUNNING = [word for word in OPTIMIZERS if word != "auto" and not OPTIMIZERS[word
         for word in RUNNING
     ],
 )
-def test_an_optimizer_runs_and_comes_back(word: str, tiny: Path, tmp_path: Path) -> None:
+def test_an_optimizer_runs_and_is_restored(word: str, tiny: Path, tmp_path: Path) -> None:
     chosen = OPTIMIZERS[word]
     if chosen.module and not importlib.util.find_spec(chosen.module):
         pytest.skip(f"{chosen.pip} is not installed")
@@ -179,7 +179,7 @@ def plain_steps(run: RunFolder, model: Any, begin: Callable[[], Any]) -> Iterato
             remaining -= 1
 
 
-def test_muon_steps_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path: Path) -> None:
+def test_muon_updates_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_path: Path) -> None:
     """As torch's own two optimizers with one rate do, whatever the split; and such a run is resumed."""
     settings = ("train.optim: muon", "train.lr_scheduler_type: linear", "train.weight_decay: 0.1", *QUIET[1:])
     trial = Trial(settings=settings, plan=(("optim", "muon"),))

@@ -102,7 +102,7 @@ def answers(run: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("mode", "way"), [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in PAIRS]
 )
-def test_parts_give_the_same_updates_weights_and_answers(
+def test_every_split_gives_the_same_updates_weights_and_answers(
     mode: str, way: str, config: Path, cache: Path, session_runs: Path
 ) -> None:
     baseline = train(config, session_runs / f"parts-{mode}", cache, [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=8"])

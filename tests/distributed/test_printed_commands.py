@@ -38,7 +38,7 @@ class Desk:
             words = [word.replace("$$", "$") for word in shlex.split(line)]  # as make takes it
             done = self.typed(
                 "infer" if words[0] == "serve" else words[0], *words[1:]
-            )  # `serve` goes on; both find the same model
+            )  # `serve` continues; both find the same model
             if words[0] in REFUSED:
                 done.refused(2, REFUSED[words[0]])
             else:

@@ -63,7 +63,7 @@ def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: s
     in_process("plan", "CONFIG=quickstart", *words.split()).refused(2, message)
 
 
-def test_operators_that_call_others_compute_on_a_cpu() -> None:
+def test_operators_that_call_others_count_as_computing_on_a_cpu() -> None:
     """`aten::mm` passes little on to `aten::resolve_conj`; nodes of the graph only call."""
 
     def event(name: str, start: float, end: float, *children: Any) -> Any:
@@ -82,7 +82,7 @@ def test_operators_that_call_others_compute_on_a_cpu() -> None:
     assert shares == pytest.approx({"kernels": 0.5, "communication": 0, "copies": 0.1, "data": 0, "gaps": 0.4})
 
 
-def test_time_that_kernels_hide_is_no_waiting() -> None:
+def test_time_that_kernels_hide_does_not_count_as_waiting() -> None:
     kernels = {"##DDP": (0, 100), "sgemm": (0, 40), "ncclDevKernel_AllReduce": (30, 60), "Memcpy HtoD": (55, 65)}
     events: list[Any] = [
         SimpleNamespace(

@@ -134,7 +134,7 @@ def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
     assert [rank["micro_batch"] for rank in plan["ranks"]] == [1, 1]
 
 
-def test_without_a_remedy_the_ways_out_are_named(config: str, variables: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_remedy_the_alternatives_are_named(config: str, variables: dict[str, str], tmp_path: Path) -> None:
     words = ("TRAIN_BATCH_SIZE=1", "TRAIN_GRADIENT_CHECKPOINTING=false")
     with start(variables | {"RUNS_DIR": str(tmp_path / "runs")}, "train", config, *words, name="end") as launch:
         launch.wait_for_step(1)

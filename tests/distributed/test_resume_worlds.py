@@ -111,7 +111,7 @@ def test_a_run_continues_under_another_strategy(
 
 @LONG
 @pytest.mark.parametrize("strategy", ["single", "zero3", "fsdp2"])
-def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: Path) -> None:
+def test_a_model_whose_file_has_other_names_is_restored(strategy: str, tmp_path: Path) -> None:
     """transformers writes Mixtral's experts one by one, as the hub has them, and keeps them as one tensor."""
     base = build_family(tmp_path / "mixtral", "mixtral")
     now = trial(strategy, 1 if strategy == "single" else 2, dropout=DROPOUT)
@@ -121,7 +121,7 @@ def test_a_model_whose_file_has_other_names_comes_back(strategy: str, tmp_path: 
 
 @LONG
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "adagrad", "lion_32bit"])
-def test_other_optimizers_come_back(optim: str, tiny: Path, tmp_path: Path) -> None:
+def test_other_optimizers_are_restored(optim: str, tiny: Path, tmp_path: Path) -> None:
     extra = ("train.optim_args: momentum=0.9",) if optim == "sgd" else ()
     first = trial("single", 1)
     now = trial("single", 1, settings=(*first.settings, *extra), plan=(("optim", optim),))

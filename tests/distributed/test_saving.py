@@ -94,7 +94,7 @@ def partials(run: RunFolder) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_during_a_save_leaves_the_run_training_on(base: Path, tmp_path: Path, console: Path) -> None:
+def test_training_continues_when_the_disk_fills_during_a_save(base: Path, tmp_path: Path, console: Path) -> None:
     settings = (
         "train.save_steps: 2",
         "train.max_steps: 100000",
@@ -183,7 +183,7 @@ def test_a_checkpoint_written_in_the_background_has_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_it_writes_in_the_background_leaves_the_one_before(
+def test_a_process_killed_while_it_writes_in_the_background_leaves_the_previous_checkpoint(
     base: Path, tmp_path: Path, console: Path
 ) -> None:
     settings = ("train.save_steps: 2", "train.max_steps: 100000", "train.eval_steps: 100000", "train.async_save: true")

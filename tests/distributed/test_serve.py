@@ -112,7 +112,7 @@ def test_an_answer_is_that_of_infer_under_the_asked_name(client: openai.OpenAI, 
         assert events.get_final_response().output_text == answer
 
 
-def test_sampling_is_by_the_request(chat: Any, answer: str) -> None:
+def test_sampling_follows_the_request(chat: Any, answer: str) -> None:
     def texts(**options: Any) -> list[str]:
         return [choice.message.content for choice in chat(max_tokens=12, **options).choices]
 
@@ -131,7 +131,7 @@ def test_sampling_is_by_the_request(chat: Any, answer: str) -> None:
     assert len(set(texts(logit_bias={"300": 5}, presence_penalty=2)[0])) > 1
 
 
-def test_a_stop_is_no_part_of_the_answer(chat: Any, answer: str) -> None:
+def test_a_stop_is_not_part_of_the_answer(chat: Any, answer: str) -> None:
     stop = answer[len(answer) // 2 :][:3]
     before = answer.partition(stop)[0]
     choice = chat(max_tokens=40, stop=stop).choices[0]

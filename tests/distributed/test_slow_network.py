@@ -49,7 +49,7 @@ def test_a_run_with_local_steps_resumes_bit_for_bit_between_two_averages(trained
 
 
 @pytest.mark.long
-def test_16_bits_are_close(trained: Trained) -> None:
+def test_16_bit_compression_is_close(trained: Trained) -> None:
     plain = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF,)))
     for kind, gap in (("fp16", 1e-3), ("bf16", 1e-2)):
         narrow = trained(Trial(strategy="ddp", ranks=HALVES, settings=(OFF, f"launch.compression: {kind}")))

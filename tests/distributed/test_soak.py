@@ -147,7 +147,7 @@ def exact(run: RunFolder) -> list[dict[str, Any]]:
 @pytest.mark.long
 @pytest.mark.timeout(60 * KILLS + 900)
 @pytest.mark.parametrize("strategy", COMMANDS)
-def test_killed_trainings_end_as_the_undisturbed_one(strategy: str, cache: Path, tmp_path: Path) -> None:
+def test_killed_trainings_end_like_an_undisturbed_one(strategy: str, cache: Path, tmp_path: Path) -> None:
     for name, count in (("train", 200), ("val", 8)):
         (tmp_path / f"{name}.jsonl").write_text(question_rows(0, count, longest=8))
     config = tmp_path / "soak.yaml"  # JSON is YAML

@@ -87,7 +87,7 @@ def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Pa
     "way",
     [pytest.param(way, marks=pytest.mark.long if way in ("ddp", "zero2") else []) for way in WAYS if way != "single"],
 )
-def test_every_strategy_trains_it_on_alike(place: Place, second: Path, way: str) -> None:
+def test_it_continues_the_same_under_every_strategy(place: Place, second: Path, way: str) -> None:
     command, words = WAYS[way]
     run = train(place, f"second-{way}", "MODEL_ADAPTER=first", *words, command=command)
     assert losses(run) == pytest.approx(losses(second), abs=2e-5)
@@ -127,7 +127,7 @@ def test_an_adapter_of_the_hub_is_fetched_once(place: Place, second: Path, monke
 
 
 @pytest.mark.parametrize("way", ["ddp", pytest.param("zero3", marks=pytest.mark.long), "fsdp2"])
-def test_an_adapter_of_a_quantised_base_is_trained_on_alike(place: Place, way: str) -> None:
+def test_an_adapter_of_a_quantised_base_continues_the_same_under_every_strategy(place: Place, way: str) -> None:
     quantised = ["TUNING_MODE=qlora", "TUNING_LORA_R=4"]
     first, second = place.folder / "runs/quantised", place.folder / "runs/quantised-on"
     if not second.exists():
@@ -152,7 +152,7 @@ def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None
 
 
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
-def test_one_step_equals_pefts_own(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_one_step_equals_that_of_peft(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
     """Compare an adapter with foreign settings to `PeftModel.from_pretrained(..., is_trainable=True)`."""
     folder = foreign(place, tmp_path / "adapter", **settings)
     words = [
@@ -282,7 +282,9 @@ def shaped(place: Place) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("shape", "way"), [*SPREAD, *(pytest.param(*pair, marks=pytest.mark.long) for pair in SPREAD_TOO)]
 )
-def test_a_shape_trains_alike_under_every_strategy(place: Place, shaped: dict[str, Path], shape: str, way: str) -> None:
+def test_a_shape_trains_the_same_under_every_strategy(
+    place: Place, shaped: dict[str, Path], shape: str, way: str
+) -> None:
     command, words = WAYS[way]
     run = train(place, f"{shape}-{way}", *SHAPED[shape], *words, command=command)
     assert losses(run) == pytest.approx(losses(shaped[shape]), abs=5e-5)

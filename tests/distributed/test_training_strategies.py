@@ -116,7 +116,7 @@ def test_a_quantised_base_trains_the_same_under_every_strategy(strategy: str, tr
         pytest.param("fsdp2", HALVES, (), marks=pytest.mark.long),
     ],
 )
-def test_a_loss_that_is_no_number_stops_before_the_update(
+def test_a_loss_that_is_nan_stops_before_the_update(
     strategy: str, ranks: tuple[tuple[int, int], ...], added: tuple[str, ...], tiny: Path, tmp_path: Path
 ) -> None:
     """After a warm-up step, the update of step 2 makes weights so large that the loss of step 3 is NaN."""
@@ -209,7 +209,7 @@ def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp
     run = resume_from(whole, tmp_path / "again", 4)
     same_to_the_bit(run, whole)
     assert column(run, "step", "eval") == [4, 8]
-    assert len(list(run.tensorboard.iterdir())) == 2, "the curve goes on in a second file"
+    assert len(list(run.tensorboard.iterdir())) == 2, "the curve continues in a second file"
     assert dict(curves(run)["train/loss"]) == pytest.approx(
         dict(zip(column(run, "step"), column(run, "loss"), strict=True))
     )

@@ -116,7 +116,7 @@ def test_bad_input_is_reported_by_line_and_nothing_is_lost(place: Place, tmp_pat
 
 
 @pytest.mark.parametrize(("command", "folder"), [("infer", "checkpoints/last"), ("merge", "model")])
-def test_damaged_weights_are_named(place: Place, command: str, folder: str, tmp_path: Path) -> None:
+def test_damaged_weights_are_reported_by_name(place: Place, command: str, folder: str, tmp_path: Path) -> None:
     run = Path(shutil.copytree(place.folder / "runs" / "demo", tmp_path / "damaged", symlinks=True))
     (run / folder / "adapter_model.safetensors").write_bytes(b"")
     words = ["PROMPT=Why?", "CHECKPOINT=last"] if command == "infer" else []
@@ -130,7 +130,7 @@ def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) ->
     assert done.returncode == 0, done.stderr
     turns = [json.loads(line) for line in done.stdout.splitlines()]
     assert [turn["prompt"] for turn in turns] == [QUESTIONS[0], "Why?", "Why?"]
-    assert "the conversation is forgotten" in done.stderr and "unknown command" in done.stderr
+    assert "the conversation is cleared" in done.stderr and "unknown command" in done.stderr
     assert turns[2]["answer"] + "\n" == why, "after /reset nothing of the history is left"
     streamed = place.run("infer", "RUN=demo", stdin=f"{QUESTIONS[0]}\n")
     assert streamed.returncode == 0 and streamed.stdout.strip() == turns[0]["answer"]
@@ -205,14 +205,14 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
         ("serve", "RUN=demo PORT=0", 2, "`PORT` is `0`"),
     ],
 )
-def test_wrong_calls_of_infer_and_merge_are_refused(
+def test_invalid_calls_of_infer_and_merge_are_refused(
     place: Place, merged: Path, command: str, words: str, code: int, message: str
 ) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))
 
 
 def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:
-    """Copies a model into the layout of the hub's cache, whose snapshots consist of links, and returns the snapshot."""
+    """Copy a model into the layout of the hub's cache, whose snapshots consist of links; return the snapshot."""
     blobs, snapshot = cache / "models--a--b" / "blobs", cache / "models--a--b" / "snapshots" / ("a" * 40)
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

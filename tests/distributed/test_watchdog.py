@@ -88,7 +88,7 @@ def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(variables: dict[s
 
 
 @pytest.mark.long
-def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config: str) -> None:
+def test_a_short_pause_does_not_count_as_a_loss(variables: dict[str, str], config: str) -> None:
     with start(variables, *LONG, config, name="pause") as launch:
         launch.wait_for_step(2)
         everyone = [*launch.workers().values(), psutil.Process(launch.process.pid)]
@@ -106,7 +106,7 @@ def test_a_pause_shorter_than_that_is_no_loss(variables: dict[str, str], config:
         assert launch.end(within=240)[0] == 143
 
 
-def test_a_rank_that_waits_for_ever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
+def test_a_rank_that_waits_forever_is_named_with_the_stacks_of_all(variables: dict[str, str], config: str) -> None:
     with start(
         variables, *LONG, config, "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8", name="hang"
     ) as launch:
@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_join_is_named(variables: dict[str, str], config: s
         launch.lost("rank 1 of 2 did not join within 1 s", f"joined: 0 ({socket.gethostname()})")
 
 
-# A launch goes on by itself after a lost rank (`launch.max_restarts`).
+# A launch continues by itself after a lost rank (`launch.max_restarts`).
 
 
 def test_a_killed_rank_restarts_to_the_metrics_of_an_undisturbed_run(variables: dict[str, str], config: str) -> None:

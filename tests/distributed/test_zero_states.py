@@ -33,7 +33,7 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ENGINES)
-def test_master_weights_come_back_on_another_world(name: str, tmp_path: Path) -> None:
+def test_master_weights_are_restored_on_another_world_size(name: str, tmp_path: Path) -> None:
     first, second = tmp_path / "step-000003", tmp_path / "step-000004"
     run_ranks(2, ENGINE, "write", name, str(first))
     run_ranks(3, ENGINE, "read", name, str(first), str(second))

@@ -80,7 +80,7 @@ def test_machines_train_with_unequal_numbers_of_processes_and_a_latecomer(two: L
 
 
 @pytest.mark.long
-def test_the_name_of_node_0_may_lead_to_127_0_1_1_there(two: Lan2) -> None:
+def test_the_name_of_node_0_may_resolve_to_127_0_1_1_there(two: Lan2) -> None:
     """Debian's /etc/hosts names the loopback: without the rendezvous node 0 would offer it to the others."""
     hosts = two.folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
@@ -119,7 +119,7 @@ def test_a_cut_link_ends_every_launcher_and_names_the_node(cut: str, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_machine_that_vanishes_after_its_last_step_delays_no_other(two: Lan2) -> None:
+def test_a_machine_that_vanishes_after_its_last_step_does_not_delay_others(two: Lan2) -> None:
     """Its ranks have done their work; torchrun's agents would wait 300 s for each other."""
     two.start_all("TRAIN_MAX_STEPS=20", "LAUNCH_SILENT_SECONDS=6")
     run = two.run("by_hand")

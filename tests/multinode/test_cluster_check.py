@@ -86,7 +86,7 @@ def check(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, *words: str,
 
 
 def command(net: Lan, hosts: dict[str, dict[str, Any]] | None = None, **top: Any) -> tuple[str, str]:
-    """Return the words of a check, and writes the inventory that they name."""
+    """Return the words of a check, and write the inventory that they name."""
     defaults = {"folder": str(net.folder / "project"), **top.pop("defaults", {})}
     return "cluster-check", f"CLUSTER={net.inventory(net.folder / 'cluster.yaml', hosts, defaults=defaults, **top)}"
 
@@ -234,7 +234,7 @@ def test_a_machine_that_stops_answering_is_named(net: Lan) -> None:
 
 
 @pytest.mark.long
-def test_a_slow_network_is_no_fault_if_the_inventory_says_so(net: Lan) -> None:
+def test_a_slow_network_is_accepted_if_the_inventory_says_so(net: Lan) -> None:
     """50 Mbit/s, as over WireGuard, is no fault if the inventory says so."""
     for k in range(3):
         net.rate(k, 50)

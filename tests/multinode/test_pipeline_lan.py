@@ -48,7 +48,7 @@ def test_a_stage_is_killed_and_the_run_continues_from_the_first_machines_checkpo
     assert tokens and all(machines.net.sent_bytes(k) > sent for k, sent in enumerate(before))
 
 
-def test_a_model_that_no_machine_holds_is_trained_as_a_pipeline_unasked(tmp_path: Path) -> None:
+def test_a_model_that_fits_no_machine_is_trained_as_a_pipeline_by_default(tmp_path: Path) -> None:
     """The machines have 1.2 GB each, which the kernel enforces; states and weights of the model take as much in
     addition to torch's libraries.
     """

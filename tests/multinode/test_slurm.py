@@ -142,7 +142,7 @@ OF_A_JOB = {
 }
 
 
-def test_neither_the_shell_nor_the_job_that_submits_change_a_job(site: Site) -> None:
+def test_variables_of_the_shell_and_of_a_submitting_job_do_not_change_a_job(site: Site) -> None:
     """By `SUBMIT=1` from inside a job, under a shell full of options; and by a hand-typed sbatch in that job."""
     asked = ("TRAIN_MAX_STEPS=2", "SLURM_PARTITION=main", "SLURM_TIME=7", "SLURM_MEMORY=900M")
     site.environment |= OF_A_SHELL | OF_A_JOB

@@ -208,7 +208,7 @@ def test_a_killed_controller_leaves_no_process(machines: Home) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_an_ssh_connection_that_breaks_stops_the_run_saved(machines: Home) -> None:
+def test_a_broken_ssh_connection_saves_and_stops_the_run(machines: Home) -> None:
     """The launcher behind it gets the signal of a closed terminal: all save and leave."""
     machines.train("loose", "TRAIN_MAX_STEPS=2000", "TRAIN_SAVE_STEPS=1000")
     machines.until_step("loose", 2)
@@ -224,7 +224,7 @@ def test_an_ssh_connection_that_breaks_stops_the_run_saved(machines: Home) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_what_cannot_start_is_one_error_with_its_remedy(machines: Home) -> None:
+def test_a_run_that_cannot_start_is_one_error_with_its_remedy(machines: Home) -> None:
     """Each fault is one error with its remedy, and no run starts."""
     faults: list[tuple[dict[str, Any], str, str]] = [
         (

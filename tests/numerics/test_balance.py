@@ -13,7 +13,7 @@ from tests.plans import rank_plan, simple_plan
 EQUAL: Shares = ((4, 4), (4, 4))
 
 
-def test_alike_ranks_keep_equal_shares_through_noise() -> None:
+def test_similar_ranks_keep_equal_shares_despite_noise() -> None:
     ranks = tuple(rank_plan(rank, device_name="cpu", micro_batch=4, accumulation=4) for rank in (0, 1))
     plan = simple_plan(strategy="ddp", world_size=2, backend="gloo", ranks=ranks, global_batch_size=32)
     chance, chooser = random.Random(0), ShareChooser(plan, 8)

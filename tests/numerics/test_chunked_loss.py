@@ -69,7 +69,7 @@ def assert_same(model: Any, batch: dict[str, Any], *, chunk: int = CHUNK, tolera
         ("llama", "lora on the head", False),
     ],
 )
-def test_loss_and_gradients_are_those_of_all_at_once(kind: str, way: str, tied: bool, layout: str) -> None:
+def test_chunks_give_the_loss_and_gradients_of_all_logits(kind: str, way: str, tied: bool, layout: str) -> None:
     model = tuned(kind, way, tied=tied)
     for rows in (ROWS, ROWS[:1]):  # several chunks with a rest, and fewer labels than one
         assert_same(model, Collator(layout, 3)(rows))
@@ -109,7 +109,7 @@ def test_bf16_and_autocast_agree_to_their_precision(way: str) -> None:
     assert_same(tuned("llama", way, dtype=torch.bfloat16), batch, tolerance=0.02)
 
 
-def test_chunking_does_not_depend_on_the_use_of_the_output() -> None:
+def test_chunking_does_not_depend_on_how_the_output_is_used() -> None:
     """FSDP2 rounds outputs to the computation's type: a loss of thousands would lose its digits, and so would its
     gradient's factor.
     """

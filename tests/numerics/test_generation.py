@@ -94,7 +94,7 @@ def test_answer_ends_with_the_turn_and_holds_only_the_completion(folder: Path) -
     assert "generation_max_new_tokens" in short.warnings[-1]
 
 
-def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
+def test_answers_never_exceed_the_context(tmp_path: Path) -> None:
     small = build_tiny_llama(tmp_path / "small", max_position_embeddings=32)
     model, tokenizer = load(small)
     long_row = {"row": 0, "prompt_ids": list(range(300, 329)), "reference": "the"}
@@ -102,7 +102,7 @@ def test_answers_never_outgrow_the_context(tmp_path: Path) -> None:
     assert result.predictions[0].tokens <= 3
 
 
-def test_a_time_budget_answers_a_part_that_is_spread_over_lengths_and_says_so(folder: Path) -> None:
+def test_a_time_budget_answers_a_reported_sample_of_all_lengths(folder: Path) -> None:
     def scored(seconds: float | None, seed: int = 0) -> Any:
         budget = Budget(seconds=seconds, seed=seed, clock=itertools.count(1.0).__next__)
         return score_by_generation(

@@ -107,7 +107,7 @@ def trained_on(rows: list[dict[str, Any]], layout: str, chunk: int, **keys: Any)
 
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("layout", ["flattened", "padded", "unmasked"])
-def test_weights_weigh_as_in_plain_torch(layout: str, chunk: int) -> None:
+def test_weights_count_as_in_plain_torch(layout: str, chunk: int) -> None:
     """By hand: each row alone, its mean of transformers' own loss, over the sum of all weights."""
     weights = (0.3, None, 0.05, 0.7)
     loss, gradient = trained_on(with_weights(*weights), layout, chunk)
@@ -135,7 +135,7 @@ def test_equal_weights_equal_no_weights_bit_for_bit(layout: str, chunk: int, key
             assert torch.equal(mine, theirs)
 
 
-def test_evaluations_count_every_token_alike(model: Any) -> None:
+def test_evaluations_weigh_every_token_equally(model: Any) -> None:
     weighted, plain = (Collator("flattened", pad_token_id=3)(rows) for rows in (with_weights(0.3, 1, 0.1, 1), ROWS))
     assert torch.equal(token_loss_sum(model, weighted), token_loss_sum(model, plain))
     assert "weights" not in plain

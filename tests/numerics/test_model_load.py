@@ -156,7 +156,7 @@ def test_a_tokenizer_may_know_tokens_that_no_row_holds(column: str, tmp_path: Pa
     load(base, train=unused)
     with pytest.raises(
         DataError,
-        match=r"a row holds the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024",
+        match=r"a row contains the token `<image_soft_token>` \(number 1024\), but the model's embeddings have 1024",
     ) as caught:
         load(base, train=used)
     assert caught.value.place == "two.jsonl"
@@ -172,6 +172,6 @@ def test_evaluating_does_not_change_a_quantised_model(quantization: str, tmp_pat
         evaluated = model(input_ids=ids).logits
     model.train()
     again = model(input_ids=ids).logits.detach()
-    assert torch.equal(before, again), "training goes on over the same base"
+    assert torch.equal(before, again), "training continues over the same base"
     # int8 multiplies in another type outside training, on every machine; nf4 computes as in training.
     assert torch.allclose(before, evaluated, atol=1e-5 if quantization == "nf4" else 0.05)

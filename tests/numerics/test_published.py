@@ -145,7 +145,7 @@ def test_no_family_is_refused_by_its_headers(family: str, tmp_path: Path) -> Non
     refuse_other_weights(build_family(tmp_path, family))
 
 
-def test_full_tuning_and_a_merge_publish_a_layer_that_predicts(cache: Path, tmp_path: Path) -> None:
+def test_full_tuning_and_a_merge_publish_the_prediction_layer(cache: Path, tmp_path: Path) -> None:
     for mode in ("lora", "full"):
         base = build_with(tmp_path / mode / "base", "glm4_moe", predicting_layer)
         road = travel("glm4_moe", mode, tmp_path / mode, cache)

@@ -8,7 +8,7 @@ from sft_play.training.stopping import SpikeGuard
 from tests.contexts import context_of
 
 
-def test_a_new_level_is_one_after_a_while(tmp_path: Path) -> None:
+def test_a_new_level_of_loss_is_accepted_after_a_while(tmp_path: Path) -> None:
     guard = SpikeGuard(context_of(tmp_path, train={"spike_guard": "skip", "spike_factor": 5.0}))
     for step in range(50):
         guard.jumps(1.0, step=step, rows=[])

@@ -114,7 +114,7 @@ STATES = {
         ({"strategy": "ddp"}, "fsdp2", 2, False),
     ],
 )
-def test_states_that_cannot_be_divided_again_are_refused_by_name(
+def test_states_that_cannot_be_resharded_are_refused_by_name(
     written: dict[str, Any], strategy: str, world: int, allowed: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "states.json").write_text(json.dumps(STATES | written))

@@ -129,7 +129,7 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
         {"labels": 120, "loss_chunk": 50, "architecture": ARCHITECTURES["gemma3_text"], "layout": "padded", **AUTOCAST},
     ],
 )
-def test_every_other_choice_is_traced_exactly_too(changes: dict[str, Any]) -> None:
+def test_other_choices_are_traced_exactly(changes: dict[str, Any]) -> None:
     traced_exactly(replace(PLAIN, **changes))
 
 

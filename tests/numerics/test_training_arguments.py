@@ -72,7 +72,7 @@ def test_arguments_that_cannot_work_are_refused_before_loading(train: Any, words
     assert words in caught.value.render()
 
 
-def test_weight_decay_leaves_out_vectors_and_the_states_of_recurrent_layers() -> None:
+def test_weight_decay_excludes_vectors_and_the_states_of_recurrent_layers() -> None:
     """As the authors of each family do; the base class looks at names alone."""
     trainer = SftTrainer.__new__(SftTrainer)
     for family, never, always in (

@@ -41,7 +41,7 @@ def global_batches(rows: int, batch: int, slots: Sequence[Slots]) -> list[list[i
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 64), worlds, worlds)
-def test_a_step_takes_the_same_rows_on_every_world(
+def test_a_step_takes_the_same_rows_on_every_world_size(
     rows: int, batch: int, slots: list[Slots], other: list[Slots]
 ) -> None:
     batch = min(batch, *(sum(size * count for size, count in world) for world in (slots, other)))

@@ -44,7 +44,7 @@ def test_each_answer_of_harmony_is_a_row_as_the_template_renders_it(harmony: Any
     assert "Two." not in harmony.decode(rows[1].input_ids)
 
 
-def test_a_call_of_harmony_is_learnt_to_its_own_end(harmony: Any) -> None:
+def test_a_harmony_call_is_learnt_up_to_its_end(harmony: Any) -> None:
     messages = [
         *asked("2+2?", reasoning_content="Add.", tool_calls=[call(a=2)]),
         {"role": "tool", "content": "4"},
@@ -75,7 +75,7 @@ def test_stops_are_those_of_template_tokenizer_and_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *CHAT_FAMILIES])
-def test_a_rendered_prompt_is_refused_with_what_reads_it(name: str, tmp_path: Path) -> None:
+def test_a_rendered_prompt_is_refused_with_the_format_that_reads_it(name: str, tmp_path: Path) -> None:
     own = name in CHAT_FAMILIES and not CHAT_FAMILIES[name].named
     tokenizer = (
         load_tokenizer(save_family(tmp_path / "t", name))
@@ -101,7 +101,7 @@ def test_a_mark_in_any_turn_is_refused(role: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_family(tmp_path / "t", "qwen3_5"))
     turns: list[Message] = [{"role": "system", "content": "Be brief."}, *asked("2+2?", content="Four.")]
     turns = [{**turn, "content": "<|im_start|>user\nhey"} if turn["role"] == role else turn for turn in turns]
-    with pytest.raises(DataError, match=rf"\({role}\) holds `<\|im_start\|>user`"):
+    with pytest.raises(DataError, match=rf"\({role}\) contains `<\|im_start\|>user`"):
         rows_of(tokenizer, turns)
 
 
@@ -126,7 +126,7 @@ def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_
 
 
 @pytest.mark.parametrize("ident", ["call_0123456789", "abcdefghi", None])
-def test_mistral_gets_ids_of_nine_letters_and_results_name_them(ident: str | None, tmp_path: Path) -> None:
+def test_mistral_gets_call_ids_of_nine_characters_and_results_name_them(ident: str | None, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_family(tmp_path / "t", "mistral"))
     call_facts = {key: value for key, value in call(a=2).items() if key != "id"} | ({"id": ident} if ident else {})
     result = {"role": "tool", "content": "4"} | ({"tool_call_id": ident} if ident else {})

@@ -214,8 +214,7 @@ def test_only_tracked_files_are_copied_as_code(
     assert bring.code_files() == sorted([".env.example", "kept.py", odd])
     error = capsys.readouterr().err
     assert (
-        error
-        == "note: git does not track yet, and so does not send: `configs/new.yaml`, `sft_play/new.py`; git add sends"
+        error == "note: not sent, because git does not track it: `configs/new.yaml`, `sft_play/new.py`; `git add` sends"
         " them\n"
     )
 

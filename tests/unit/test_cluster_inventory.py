@@ -71,7 +71,7 @@ hosts:
         ("hosts: [a, b]", "`hosts` is `[a, b]`; expected names with their keys"),
         ("hosts: {}", "no hosts"),
         ("", "the inventory is `null`; expected `extends`"),
-        ("network: fast\nhosts: {a: 10.0.0.1}", "`network` is `fast`; expected such as `1Gbit`"),
+        ("network: fast\nhosts: {a: 10.0.0.1}", "`network` is `fast`; expected a speed such as `1Gbit`"),
         ("ssh_config: nowhere\nhosts: {a: 10.0.0.1}", "which is not a file"),
         ("hosts: {a: {user: me}}", "host `a` has no `address`"),
         ("hosts: {a: '192.168.77.11:22'}", "`address` is `192.168.77.11:22`; expected a name or an IPv4 address"),
@@ -107,7 +107,7 @@ def test_an_inventory_may_extend_another(tmp_path: Path) -> None:
     assert (inventory.hosts[1].address, inventory.hosts[1].gpus) == ("192.168.1.12", 0)
     assert inventory.master.ssh_config == tmp_path / "base" / "ssh"
     written(tmp_path, "extends: c.yaml\nhosts: {a: 10.0.0.1}\n")
-    with pytest.raises(UserError, match="in a circle"):
+    with pytest.raises(UserError, match="forms a cycle"):
         read_inventory(tmp_path / "c.yaml")
 
 

@@ -46,7 +46,7 @@ def test_a_deepspeed_file_is_read_before_anything_is_sent(tmp_path: Path, run: R
     assert node_words(task, HOST, OWN, 1, 29500)[0] == "train-deepspeed"
 
 
-def test_a_run_that_is_resumed_keeps_what_its_start_was_given(tmp_path: Path, run: RunFolder) -> None:
+def test_a_resumed_run_keeps_the_options_of_its_start(tmp_path: Path, run: RunFolder) -> None:
     run.path.mkdir(parents=True)
     run.config.write_text("{}")
     with pytest.raises(UserError) as error:
@@ -55,7 +55,7 @@ def test_a_run_that_is_resumed_keeps_what_its_start_was_given(tmp_path: Path, ru
     assert "LAUNCH_NETWORK changes it" in error.value.render() and "CLUSTER_NETWORK=100Mbit: " in error.value.render()
 
 
-def test_a_run_that_is_there_or_in_use_is_refused(tmp_path: Path, run: RunFolder) -> None:
+def test_a_run_that_exists_or_is_in_use_is_refused(tmp_path: Path, run: RunFolder) -> None:
     """Before anything on another machine changes."""
     run.path.mkdir(parents=True)
     run.config.write_text("{}")

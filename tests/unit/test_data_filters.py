@@ -71,7 +71,7 @@ def test_expressions_outside_the_language_are_refused_before_they_run(expression
         ("number(lang) > 1", "could not convert"),
     ],
 )
-def test_a_condition_that_fails_on_a_row_is_that_rows_error(expression: str, message: str) -> None:
+def test_a_condition_that_fails_on_a_row_is_an_error_of_that_row(expression: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         Condition(expression)(ROW)
     assert message in caught.value.message

@@ -134,12 +134,12 @@ def test_token_rows_are_read_without_their_padding() -> None:
             "is text that is not JSON",
         ),
         ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
-        ({"input_ids": [1, -5]}, "`input_ids` holds -5"),
+        ({"input_ids": [1, -5]}, "`input_ids` contains -5"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
     ],
 )
-def test_a_row_that_cannot_be_learnt_from_says_why(row: Row, message: str) -> None:
+def test_rows_that_cannot_be_learnt_are_refused_with_the_reason(row: Row, message: str) -> None:
     assert message in refused(row).message
 
 

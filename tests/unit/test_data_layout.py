@@ -111,7 +111,7 @@ def test_only_training_splits_are_used_silently(tmp_path: Path) -> None:
     left_out = LeftOut()
     assert answers(tmp_path / "some", left_out) == ["train.jsonl"]
     assert left_out.places == {OF_NO_SPLIT: [str(tmp_path / "some" / "extra.jsonl")]}
-    assert "but only a hub dataset has one" in refused(tmp_path / "one" / "a.jsonl", split="train").message
+    assert "but only hub datasets have it" in refused(tmp_path / "one" / "a.jsonl", split="train").message
 
 
 def test_documents_have_splits_only_by_complete_names(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_each_tools_mark_of_a_turn_is_read(mark: str, value: Any) -> None:
 )
 def test_a_key_of_a_turn_that_looks_like_a_mask_is_refused_by_name(mark: str) -> None:
     assert (
-        f"`messages[1].{mark}` seems to say what of the turn is learnt"
+        f"`messages[1].{mark}` seems to mark which part of the turn is learnt"
         in refused({"messages": [USER, {**ANSWER, mark: 0}]}).message
     )
     assert read({"messages": [USER, {**ANSWER, mark: None}]}).messages == [
@@ -79,7 +79,10 @@ def test_a_key_of_a_turn_that_looks_like_a_mask_is_refused_by_name(mark: str) ->
 
 
 def test_marks_that_contradict_each_other_are_refused_and_a_users_weight_says_nothing() -> None:
-    assert "learnt and that it is not" in refused({"messages": [USER, {**ANSWER, "train": True, "loss": 0}]}).message
+    assert (
+        "both as learnt and as not learnt"
+        in refused({"messages": [USER, {**ANSWER, "train": True, "loss": 0}]}).message
+    )
     assert read({"messages": [{**USER, "weight": 1}, ANSWER]}).messages == [USER, ANSWER]
     assert read({"messages": [{**USER, "weight": 0}, ANSWER]}).messages == [{**USER, "train": False}, ANSWER]
 
@@ -170,7 +173,10 @@ def test_names_of_arguments_calls_and_roles_are_read() -> None:
             {"role": "model", "content": "a"},
         ]
         assert read({"messages": turns, "tools": [TOOL]}).messages == expected
-    assert "seems to be calls" in refused({"messages": [USER, {**ANSWER, "function_calls": [{"name": "add"}]}]}).message
+    assert (
+        "seems to contain tool calls"
+        in refused({"messages": [USER, {**ANSWER, "function_calls": [{"name": "add"}]}]}).message
+    )
 
 
 def test_json_inside_text_is_read() -> None:
@@ -190,9 +196,9 @@ def test_json_inside_text_is_read() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (HALF, "half of a surrogate pair"),
-        ({HALF: 1}, "half of a surrogate pair"),
-        (float("nan"), "is nan, which JSON does not have"),
+        (HALF, "an unpaired surrogate"),
+        ({HALF: 1}, "an unpaired surrogate"),
+        (float("nan"), "is nan, which JSON cannot represent"),
         (float("inf"), "is inf"),
         (datetime.date(2026, 1, 1), "date"),
         (datetime.datetime(2026, 1, 1), "datetime"),
@@ -211,13 +217,13 @@ def test_rows_with_values_outside_json_are_refused_with_the_field(value: Any, me
     assert "tools[0].function.parameters.default" in refused(called({"a": 1}, tools=[described])).message
 
 
-def test_half_of_a_pair_is_refused_in_names_groups_and_text() -> None:
+def test_an_unpaired_surrogate_is_refused_in_names_groups_and_text() -> None:
     row = called({"a": 1})
     row["messages"][1]["tool_calls"][0]["function"]["name"] = HALF
-    assert "half of a surrogate pair" in refused(row).message
-    assert "`author` holds half" in refused({**PAIR, "author": HALF}, group_by="author").message
-    assert "half of a surrogate pair" in refused({"messages": [USER, {**ANSWER, "name": HALF}]}).message
-    assert "the key `a` is there more than once" in refused(called('{"a": 1, "a": 2}')).message
+    assert "an unpaired surrogate" in refused(row).message
+    assert "`author` contains an unpaired" in refused({**PAIR, "author": HALF}, group_by="author").message
+    assert "an unpaired surrogate" in refused({"messages": [USER, {**ANSWER, "name": HALF}]}).message
+    assert "the key `a` appears more than once" in refused(called('{"a": 1, "a": 2}')).message
     assert "is nan" in refused(called('{"a": NaN}')).message
 
 
@@ -237,16 +243,16 @@ def test_half_of_a_pair_is_refused_in_names_groups_and_text() -> None:
         {"pixel_values": b"x"},
     ],
 )
-def test_pictures_in_a_column_are_refused_as_picture_parts_are(column: Row) -> None:
+def test_pictures_in_a_column_are_refused_like_picture_parts(column: Row) -> None:
     for row in (PAIR, {"messages": [USER, ANSWER]}, {"text": "<image> a"}, {"input_ids": [1, 2]}):
-        assert "holds pictures or sounds; only text is trained" in refused({**row, **column}).message
+        assert "contains pictures or sounds; only text is trained" in refused({**row, **column}).message
     assert "messages[0]." in refused({"messages": [{**USER, **column}, ANSWER]}).message
     assert read({**PAIR, "images": [], "image": None, "file_name": "notes.txt"}).messages
 
 
 @pytest.mark.parametrize("value", [0, False, [], {}, 0.0])
 @pytest.mark.parametrize("column", ["system", "input"])
-def test_a_falsy_value_is_refused_as_another_is(column: str, value: Any) -> None:
+def test_a_falsy_value_is_refused_like_any_other(column: str, value: Any) -> None:
     row = {"instruction": "q", "output": "a", column: value}
     assert f"`{column}` is " in refused(row).message
     assert read({**row, column: None}) == read({**row, column: ""}), "nothing is given"
@@ -283,7 +289,7 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
     for row in ({**PAIR, **judged}, {"messages": [USER, ANSWER], **judged}):
         with pytest.raises(DataError) as caught:
             examples(tmp_path, [row])
-        assert "says whether the row is to be learnt" in caught.value.message and f"`filter: {filtered}`" in (
+        assert "seems to say whether to learn the row" in caught.value.message and f"`filter: {filtered}`" in (
             caught.value.hint or ""
         )
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=filtered)) in (1, 2)
@@ -301,7 +307,7 @@ def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
     assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
-def test_a_class_label_is_no_judgement(tmp_path: Path) -> None:
+def test_a_class_label_does_not_count_as_a_judgement(tmp_path: Path) -> None:
     assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
 
 
@@ -322,17 +328,17 @@ def test_a_mask_of_tokens_is_used(name: str, kind: type) -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ({"target_ids": [6, 7, 8]}, "`target_ids` seems to say which tokens are learnt"),
-        ({"prompt_mask": [1, 1, 0]}, "`prompt_mask` seems to say"),
-        ({"loss_weights": [0.0, 0.5, 1.0]}, "`loss_weights` seems to say"),
-        ({"prompt_length": 1}, "`prompt_length` seems to say where what is learnt begins"),
-        ({"completion_start": 0}, "`completion_start` seems to say where"),
-        ({"prompt_ids": [5]}, "`prompt_ids` seems to say where"),
-        ({"position_ids": [0, 1, 0]}, "`position_ids` says that the row is several rows"),
-        ({"seq_lengths": [1, 2]}, "`seq_lengths` says that the row is several rows"),
+        ({"target_ids": [6, 7, 8]}, "`target_ids` seems to mark which tokens are learnt"),
+        ({"prompt_mask": [1, 1, 0]}, "`prompt_mask` seems to mark"),
+        ({"loss_weights": [0.0, 0.5, 1.0]}, "`loss_weights` seems to mark"),
+        ({"prompt_length": 1}, "`prompt_length` seems to mark where the learnt part begins"),
+        ({"completion_start": 0}, "`completion_start` seems to mark where"),
+        ({"prompt_ids": [5]}, "`prompt_ids` seems to mark where"),
+        ({"position_ids": [0, 1, 0]}, "`position_ids` marks a row that packs several rows"),
+        ({"seq_lengths": [1, 2]}, "`seq_lengths` marks a row that packs several rows"),
         ({"labels": [6, 7, -100]}, "`labels[0]` is 6 and `input_ids[0]` is 5"),
         ({"labels": [-100, 7, 7]}, "`labels[1]` is 7 and `input_ids[1]` is 6"),
-        ({"completion_mask": [0, 2, 1]}, "`completion_mask` holds 2"),
+        ({"completion_mask": [0, 2, 1]}, "`completion_mask` contains 2"),
         ({"completion_mask": [0, 1]}, "`completion_mask` has 2 entries and `input_ids` 3"),
     ],
 )
@@ -340,7 +346,7 @@ def test_token_masks_are_used_or_refused(column: Row, message: str) -> None:
     assert message in refused({"input_ids": [5, 6, 7], **column}).message
 
 
-def test_tokens_that_a_tokenizer_adds_to_every_row_are_no_mask() -> None:
+def test_tokens_that_a_tokenizer_adds_to_every_row_are_not_a_mask() -> None:
     added = {
         "attention_mask": [1, 1, 1],
         "token_type_ids": [0, 0, 0],

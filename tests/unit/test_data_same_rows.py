@@ -171,7 +171,7 @@ MIXED: dict[str, list[Row]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_columns_of_mixed_types_are_what_datasets_was_given(name: str, encoder: Encoder, tmp_path: Path) -> None:
+def test_columns_of_mixed_types_keep_the_values_given_to_datasets(name: str, encoder: Encoder, tmp_path: Path) -> None:
     """As `load_dataset("json")` types them; nulls in them are real."""
     import datasets
 
@@ -217,7 +217,7 @@ def test_maps_dictionaries_and_nulls_are_read_at_any_depth(tmp_path: Path) -> No
     )
     parquet.write_table(twice, tmp_path / "twice.parquet")
     ((place, error),) = read_source(DataSource(path=str(tmp_path / "twice.parquet")))
-    assert isinstance(error, DataError) and "`map` the key `k` is there more than once" in error.message
+    assert isinstance(error, DataError) and "`map` the key `k` appears more than once" in error.message
     assert place.endswith("twice.parquet, row 1")
 
 
@@ -275,7 +275,7 @@ def test_a_text_that_many_rows_share_is_in_memory_a_few_times_at_most(way: str, 
     assert path.stat().st_size < 1 << 20 and reading(path) < 500
 
 
-def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_found_in_linear_time(tmp_path: Path) -> None:
     """Compare with the plain reader's time, measured in the same test: a busy machine slows both."""
     path, keys = tmp_path / "a.jsonl", ", ".join(f'"k{number}": 0' for number in range(60_000))
     path.write_text("".join(f'{{{keys}, "k59999": 1}}\n' for _ in range(5)), encoding="utf-8")
@@ -286,7 +286,7 @@ def test_a_key_that_is_there_twice_is_found_in_linear_time(tmp_path: Path) -> No
     rows = [row for _, row in read_source(DataSource(path=str(path)))]
     assert time.process_time() - begun < 20 * plain
     assert (
-        all(isinstance(row, DataError) and "`k59999` is there more than once" in row.message for row in rows)
+        all(isinstance(row, DataError) and "`k59999` appears more than once" in row.message for row in rows)
         and len(rows) == 5
     )
 

@@ -98,7 +98,7 @@ def test_each_kind_gives_the_same_rows_through_each_compression(ending: str, kin
         ("missing.jsonl", "missing.jsonl", "there is no such file"),
         ("deep/folder/missing", "deep/folder/missing", "there is no such file"),
         ("{folder}/*.csv", "{folder}/*.csv", "no file matches `{folder}/*.csv`"),
-        ("{folder}", "{folder}", "the folder holds no json"),
+        ("{folder}", "{folder}", "the folder contains no json"),
     ],
 )
 def test_missing_files_are_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     assert "has no splits" in refused(tmp_path / "one", split="train").message
 
 
-def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_a_folder_yields_its_tables_or_else_its_documents_sorted_by_name(tmp_path: Path) -> None:
     write(tmp_path / "README.md", b"# about")
     write(tmp_path / ".cache" / "a.jsonl", LINES)
     write(tmp_path / "deep" / "b.txt", b"two")
@@ -206,7 +206,7 @@ def test_a_folder_gives_its_tables_else_its_documents_in_the_order_of_their_name
     left_out = LeftOut()
     list(read_source(DataSource(path=str(tmp_path)), skipped=left_out))
     assert left_out.places == {OTHER_FILE: [str(tmp_path / "README.md"), str(tmp_path / "deep" / "b.txt")]}, (
-        "nothing is passed over in silence"
+        "every skipped file is reported"
     )
 
 
@@ -220,7 +220,7 @@ def test_columns_lead_into_columns_at_any_depth(tmp_path: Path) -> None:
     assert (row["prompt"], row["completion"]) == ("q", "a")
 
 
-def test_a_filter_takes_either_name_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_filter_accepts_either_name_and_counts_skipped_rows(tmp_path: Path) -> None:
     path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
     source = DataSource(path=str(path), columns={"question": "prompt"}, filter='question == "q3" or prompt == "q5"')
     assert [row["question"] for _, row in read_source(source, skipped=left_out) if not isinstance(row, DataError)] == [
@@ -250,14 +250,14 @@ def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"streaming": True}, {"split": "train"}, {"config": "x"}, {"revision": "main"}])
 def test_options_of_hub_datasets_are_refused_for_a_file(option: dict[str, Any], tmp_path: Path) -> None:
-    assert "but only a hub dataset" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
+    assert "but only hub datasets" in refused(write(tmp_path / "a.jsonl", LINES), **option).message
 
 
-# ---- Files that are not what they should be
+# ---- Malformed files
 
 WIDE = '{"question": "a", "answer": "b"}\n' * 3
 OPEN_QUOTE = 'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'
-TWICE = "the key `question` is there more than once"
+TWICE = "the key `question` appears more than once"
 
 
 @pytest.mark.parametrize(
@@ -299,19 +299,19 @@ TWICE = "the key `question` is there more than once"
             "a.csv",
             b"question,answer\n1,2\n\xef\xbb\xbfquestion,answer\n3,4\n",
             ":3",
-            "the row is the header again",
+            "the row repeats the header",
             "DATA_BAD_ROWS=drop",
         ),
         (
             "a.csv",
             b"question,answer\n1,2\nquestion,answer\n3,4\n",
             ":3",
-            "the row is the header again",
+            "the row repeats the header",
             "DATA_BAD_ROWS=drop",
         ),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_is_one_error(
+def test_a_malformed_file_is_one_error(
     name: str, content: bytes, place: str, message: str, hint: str | None, tmp_path: Path
 ) -> None:
     path, errors = write(tmp_path / name, content), list[DataError]()
@@ -325,14 +325,14 @@ def test_a_file_that_is_not_what_it_should_be_is_one_error(
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_a_list_is_read_though_the_name_says_lines(indent: int | None, ending: str, tmp_path: Path) -> None:
+def test_a_json_list_is_read_from_a_file_named_jsonl(indent: int | None, ending: str, tmp_path: Path) -> None:
     content = b"\n" + json.dumps(ROWS, indent=indent).encode()
     assert rows_of(write(tmp_path / f"a.jsonl{ending}", PACK[ending](content))) == ROWS
     lists = write(tmp_path / "lists.jsonl", b'[{"role": "user"}]\n[{"role": "user"}]\n')
     assert "the row is a list; expected an object" in refused(lists).message
 
 
-def test_marks_where_files_were_joined_are_no_part_of_a_row(tmp_path: Path) -> None:
+def test_marks_where_files_were_joined_are_not_part_of_a_row(tmp_path: Path) -> None:
     mark = b"\xef\xbb\xbf"
     assert rows_of(write(tmp_path / "a.jsonl", mark + LINES + mark + LINES + mark)) == [*ROWS, *ROWS]
     assert rows_of(write(tmp_path / "a.json", mark + LINES + mark + LINES)) == [*ROWS, *ROWS]
@@ -344,7 +344,7 @@ def test_marks_where_files_were_joined_are_no_part_of_a_row(tmp_path: Path) -> N
 
 def test_a_folder_without_data_says_how_plain_text_is_named(tmp_path: Path) -> None:
     write(tmp_path / "README", b"text")
-    assert "it holds `README`; plain text is read from files" in (refused(tmp_path).hint or "")
+    assert "it contains `README`; plain text is read from files" in (refused(tmp_path).hint or "")
 
 
 @pytest.mark.parametrize(

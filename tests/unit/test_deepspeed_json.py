@@ -267,7 +267,7 @@ def test_contradictory_batch_sizes_of_a_deepspeed_json_are_refused_by_key(tmp_pa
     )
 
 
-def test_gradients_are_fp32_in_a_users_own_file_too_unless_it_says_otherwise(tmp_path: Path) -> None:
+def test_gradients_are_fp32_unless_a_users_file_sets_another_type(tmp_path: Path) -> None:
     plan = make_plan(device="cuda", precision="bf16", strategy="zero1")
     silent = read_user_json(
         write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}')

@@ -95,7 +95,7 @@ def test_an_option_that_contradicts_the_operator_is_refused() -> None:
 @pytest.mark.parametrize(
     ("program", "code"), [("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
-def test_the_programs_code_is_the_entrys(program: str, code: int) -> None:
+def test_the_entry_returns_the_programs_exit_code(program: str, code: int) -> None:
     assert supervise([sys.executable, "-c", program]) == code
 
 
@@ -142,6 +142,6 @@ def test_contradictory_variables_of_a_pod_are_refused(environ: dict[str, str], m
     assert f"environment: {message}" in caught.value.render()
 
 
-def test_a_limit_of_restarts_is_a_number() -> None:
+def test_a_limit_of_restarts_must_be_a_number() -> None:
     with pytest.raises(UserError, match="`SFT_PLAY_MAX_RESTARTS` is `ten`; expected an integer"):
         begin_try(WORDS, {"SFT_PLAY_MAX_RESTARTS": "ten"})

@@ -21,7 +21,7 @@ from sft_play.infer import read_questions
     ("line", "words"),
     [
         ("not json", "is not JSON"),
-        ('{"text": "x"}', "no column asks: expected `messages`"),
+        ('{"text": "x"}', "no column contains a prompt: expected `messages`"),
         ('{"query": "x"}', "hint: rename the column of the prompts to `prompt`"),
         ('{"messages": [{"role": "user"}]}', "`messages[0]` lacks `role` or `content`; it has `role`"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "has no turn that can be answered"),

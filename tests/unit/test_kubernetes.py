@@ -155,7 +155,7 @@ def test_planned_host_memory_must_fit_the_pod() -> None:
     assert not noted((*words, "KUBERNETES_MEMORY=900Gi"), "a pod's memory")
 
 
-def test_claims_are_of_their_own_file_and_for_many_pods_at_once() -> None:
+def test_claims_are_in_a_separate_file_and_allow_many_pods() -> None:
     files = rendered(*CLAIMS, "KUBERNETES_TRACKING_CLAIM=aim").files
     claims = [
         (claim["metadata"]["name"], claim["spec"]["accessModes"]) for claim in yaml.safe_load_all(files["claims.yaml"])

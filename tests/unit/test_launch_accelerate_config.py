@@ -177,7 +177,7 @@ def test_values_of_another_kind_are_refused_with_their_line(tmp_path: Path, line
         "dynamo_config: {dynamo_backend: 'no'}",
     ],
 )
-def test_no_compiler_is_what_accelerate_writes_too(tmp_path: Path, line: str) -> None:
+def test_the_default_without_a_compiler_is_accepted(tmp_path: Path, line: str) -> None:
     assert read(tmp_path, f"{line}\n", "MULTI_GPU").strategy == "ddp"
 
 

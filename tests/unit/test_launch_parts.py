@@ -116,7 +116,7 @@ def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pyte
     assert not lock.exists()
 
 
-def test_a_disk_without_locks_refuses_no_run(
+def test_runs_start_on_a_disk_without_locks(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Lustre without `-o flock`, or NFS without its lock server, answers so."""

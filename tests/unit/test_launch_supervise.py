@@ -104,7 +104,7 @@ def test_a_run_whose_folder_is_gone_reports_it_and_leaves_no_stub(tmp_path: Path
         and f"{run.path}: the run's folder is gone" in outcome.message
         and "was it moved" in outcome.message
     )
-    assert "make room" not in outcome.message and "hint: where it was moved, put it back" in outcome.message
+    assert "make room" not in outcome.message and "hint: if it was moved, move it back" in outcome.message
 
 
 # What is watched next to a run, and its end.
@@ -166,7 +166,7 @@ def test_cards_are_sampled_and_failing_queries_run_once(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.count("is not sampled any more") == 2
 
 
-# When a launch goes on by itself, how long it waits, and which rank is blamed for standing still.
+# When a launch continues by itself, how long it waits, and which rank is blamed for standing still.
 
 
 LOST = Outcome(
@@ -214,7 +214,7 @@ def test_the_rank_that_is_behind_is_blamed() -> None:
     assert blamed(beat(0, "training", 4, 2), beat(1, "training", 4, 1))[0] == [1]
 
 
-def test_of_ranks_at_one_place_the_working_one_is_blamed() -> None:
+def test_of_ranks_at_the_same_place_the_working_one_is_blamed() -> None:
     at = beat(0, "saving", 4), beat(1, "saving", 4)
     assert blamed(*at, stacks=(WAITS, WAITS))[0] == []
     named, reason = blamed(*at, stacks=(WORKS, WAITS))
@@ -226,7 +226,7 @@ def test_of_ranks_at_one_place_the_working_one_is_blamed() -> None:
     )
 
 
-def test_where_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
+def test_if_ranks_wait_for_the_gpu_the_one_with_fewer_collective_operations_is_blamed() -> None:
     """Under NCCL no rank's stack shows torch.distributed: operations run on the GPU, and every rank waits for its
     result.
     """

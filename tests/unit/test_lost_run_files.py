@@ -89,7 +89,7 @@ def test_a_lost_configuration_is_named(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("text", ['{"world_size": 1, "num_no', "{}", "[]"])
 @pytest.mark.parametrize("kind", [Plan, Prepared, Stamp])
-def test_a_file_of_a_run_that_is_cut_or_no_such_file(
+def test_truncated_and_invalid_files_of_a_run_are_reported(
     kind: type[Plan | Prepared | Stamp], text: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "stamp.json"

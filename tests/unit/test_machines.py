@@ -91,7 +91,7 @@ def vanish(ours: Machines) -> str:
     return "vanished"
 
 
-def test_a_late_machine_is_waited_for_and_all_get_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+def test_machines_wait_for_a_late_one_and_share_facts(capfd: pytest.CaptureFixture[str]) -> None:
     nodes = Nodes()
 
     def act(ours: Machines) -> Any:
@@ -124,7 +124,7 @@ def test_all_differences_are_one_error_on_all_machines() -> None:
     assert a.render() == b.render() and "2 are here, and differ" in a.render() and "so do their versions" in a.render()
 
 
-def test_two_machines_with_one_rank_and_one_too_many() -> None:
+def test_duplicate_and_excess_node_ranks_are_refused() -> None:
     """Whoever has the wrong number is refused; the others wait for the right one."""
     nodes = Nodes()
     nodes.start(0, meet)
@@ -140,7 +140,7 @@ def test_two_machines_with_one_rank_and_one_too_many() -> None:
     assert ended["a"] == ended["b"] == ended["c"] == ["a", "b", "c"]
 
 
-def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_excess_machine_does_not_end_a_training(capfd: pytest.CaptureFixture[str]) -> None:
     """Neither does a launcher of another run that still looks for its node 0, a stranger, or what a stranger writes."""
     nodes, over = Nodes(count=2), threading.Event()
 
@@ -172,7 +172,7 @@ def test_a_machine_too_many_does_not_end_a_training(capfd: pytest.CaptureFixture
     assert "another `MASTER_KEY`" in str(ended["other key"])
 
 
-def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
+def test_a_restarted_launcher_takes_its_place() -> None:
     nodes = Nodes(count=3)
     nodes.start(0, meet)
     nodes.start(1, vanish, host="old")
@@ -183,7 +183,7 @@ def test_a_launcher_that_was_started_again_takes_its_seat() -> None:
     assert ended["a"] == ended["b"] == ["a", "b", "c"]
 
 
-def test_why_node_0_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_node_0_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes a stranger that accepts connections and never answers."""
     nodes = Nodes(count=2, patience=0.2)
 
@@ -335,7 +335,7 @@ def test_a_machine_whose_link_was_cut_joins_the_restart() -> None:
     assert list(nodes.run(act).values()) == [["a", "b", "c"]] * 3
 
 
-def test_a_machine_tells_a_false_node_0_nothing() -> None:
+def test_a_machine_reveals_nothing_to_a_false_node_0() -> None:
     """Whoever serves a store at that address without knowing the key learns no facts."""
     nodes = Nodes(count=2, patience=1.0)
     false = store.tcp_store()("127.0.0.1", nodes.port, is_master=True, wait_for_workers=False)

@@ -26,7 +26,7 @@ def mixture(rows: list[int], tokens: list[int], weights: list[float], **data: An
     return result
 
 
-def test_an_epoch_ends_when_a_source_runs_dry() -> None:
+def test_an_epoch_ends_when_a_source_is_exhausted() -> None:
     # 3:1 in tokens. A has 10,000, B 10,000: until A was seen once, B gives a third of itself; until B was, A comes 3
     # times.
     assert mixture([100, 50], [10_000, 10_000], [3, 1], exhausted="stop").epoch_rows == (100, 17)
@@ -38,7 +38,7 @@ def test_an_epoch_ends_when_a_source_runs_dry() -> None:
     assert lines[0] == "s0: 300 rows an epoch (3 x its 100), about 30,000 tokens, 75.0% of the tokens"
 
 
-def test_a_source_that_is_repeated_many_times_is_warned_of() -> None:
+def test_a_source_that_is_repeated_many_times_causes_a_warning() -> None:
     lines = mixture([1, 109], [100, 10_900], [1, 1]).describe()
     assert lines[-1].startswith("warning: every row of ") and "comes 109 times an epoch" in lines[-1]
 

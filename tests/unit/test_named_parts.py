@@ -58,7 +58,7 @@ def test_a_link_out_of_the_run_is_refused_with_its_target(run: RunFolder, name: 
         weights_folder(run, name)
 
 
-def test_a_checkpoint_is_no_run(run: RunFolder) -> None:
+def test_a_checkpoint_is_not_a_run(run: RunFolder) -> None:
     with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as refused:
         find_run(str(run.checkpoint(20)))
     assert f"RUN={run.path}" in (refused.value.hint or "")

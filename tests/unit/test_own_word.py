@@ -99,7 +99,7 @@ WAYS: dict[str, Callable[[RunFolder, Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_runs_folder_gives_no_command_path_or_address(
+def test_commands_paths_and_addresses_are_not_read_from_a_runs_folder(
     way: str, run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own.yaml"
@@ -111,7 +111,7 @@ def test_a_runs_folder_gives_no_command_path_or_address(
         section, _, name = key.partition(".")
         default = None if key in extra_keys() else getattr(getattr(plain, section), name)
         assert value_of(loaded, key) == default, key
-        assert f"`{key}` is not taken from a run's folder: type {variable_name(key)}=..." in error
+        assert f"`{key}` is not read from a run's folder: type {variable_name(key)}=..." in error
     assert own_words(loaded) == [] and "model.trust_remote_code" in loaded.of_run
     typed = [*words, "LAUNCH_NOTIFY=$MY_NOTIFY", "KUBERNETES_IMAGE=mine:1", "TRAIN_REPORT_TO=mlflow"]
     again = parse_call(typed, COMMANDS, environ={}).load_config()

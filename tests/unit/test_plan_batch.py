@@ -56,7 +56,9 @@ sizes = st.lists(st.integers(1, 200), min_size=1, max_size=16).map(tuple)
 
 
 @given(fitting=sizes, global_batch_size=st.integers(1, 2048), most=st.integers(1, 64))
-def test_the_global_batch_is_reached_on_any_world(fitting: tuple[int, ...], global_batch_size: int, most: int) -> None:
+def test_the_global_batch_is_reached_on_any_world_size(
+    fitting: tuple[int, ...], global_batch_size: int, most: int
+) -> None:
     batch = choose_batch(TrainConfig(global_batch_size=global_batch_size), fitting, most)
     slots = sum(batch.micro_batches) * batch.accumulation
     assert batch.global_batch == global_batch_size <= slots

@@ -58,7 +58,7 @@ def test_a_typed_optimizer_runs_or_the_plan_says_what_does() -> None:
         in sharded.reasons.values()
     )
     assert "`train.optim: adamw_bnb_8bit` does not run" in sharded.notices[0]
-    assert "needs every parameter in one piece, and zero2" in message(
+    assert "needs complete parameters, but zero2" in message(
         UserError, command_strategy="zero", optim="schedule_free_sgd"
     )
 
@@ -82,12 +82,12 @@ def test_muon_has_one_moment_of_a_layers_matrices_and_needs_them_whole() -> None
     muon, adamw = (plan_of(mode="full", optim=word).ranks[0].memory_bytes for word in ("muon", "adamw_torch_fused"))
     assert adamw["optimizer"] - muon["optimizer"] == 4 * SHAPE.linear_parameters
     for changes in ({"command_strategy": "zero"}, {"command_strategy": "fsdp2"}):
-        assert "`muon`, which needs every parameter in one piece" in message(
+        assert "`muon`, which needs complete parameters" in message(
             UserError, "2xH100", mode="full", optim="muon", **changes
         )
     sliced = {"command_strategy": "auto", "tensor_parallel": 2}
     sliced = message(UserError, "2xB200", name=LLAMA, mode="full", optim="muon", **sliced)
-    assert "`launch.tensor_parallel` shares parameters out" in sliced
+    assert "`launch.tensor_parallel` shards them" in sliced
 
 
 def test_a_warm_up_longer_than_the_run_is_refused_where_steps_are_known() -> None:
@@ -100,7 +100,7 @@ def test_a_warm_up_longer_than_the_run_is_refused_where_steps_are_known() -> Non
     assert plan_of(data=data, epochs=1, lr_scheduler_type="constant").warmup_steps == 0
 
 
-def test_a_schedule_that_cannot_come_down_is_refused() -> None:
+def test_a_schedule_that_cannot_decay_is_refused() -> None:
     assert "ends at 1e-07, but the learning rate is 1e-08" in message(
         UserError, lr_scheduler_type="polynomial", learning_rate=1e-8
     )

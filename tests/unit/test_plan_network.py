@@ -34,7 +34,7 @@ def planned(hardware: str, name: str = LLAMA2, mode: Any = "lora", **changes: An
 # Choices.
 
 
-def test_the_plan_has_a_table_of_them() -> None:
+def test_the_plan_shows_a_table_of_network_choices() -> None:
     plan = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24, compression="fp16")
     rows = {row["choice"]: row for row in plan.exchanges}
     assert list(rows) == [

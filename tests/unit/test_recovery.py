@@ -111,7 +111,7 @@ def test_without_a_safe_remedy_the_choices_are_named(
     assert "choose one: " in refusal
 
 
-def test_the_announcement_is_the_one_of_the_guide(tmp_path: Path) -> None:
+def test_the_announcement_matches_the_guide(tmp_path: Path) -> None:
     settings = config(batch_size=8, global_batch_size=32)
     before, after = (planned(settings, "2x80GB", replace(REQUEST, halvings=count)) for count in (0, 1))
     line = recovery.announcement(settings, before, after, LOST_MEMORY, tmp_path / "step-000004", 1)

@@ -67,7 +67,7 @@ def test_a_remedy_gives_what_it_promises(name: str) -> None:
         assert outcome(preset, hardware, words, request) == (remedy.fits, remedy.need_bytes), remedy.override
 
 
-def test_the_example_in_the_docs_is_what_the_plan_says() -> None:
+def test_the_example_in_the_docs_matches_the_plan() -> None:
     with pytest.raises(DoesNotFitError) as error:
         planned("run_bnb", "24GB", ["TUNING_MODE=full"], ONE)
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")

@@ -51,7 +51,7 @@ SHARDS = json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b
 @pytest.mark.parametrize(
     ("missing", "written", "message", "hint"),
     [
-        ("config.json", {}, "the model has no `config.json`", "a model folder holds"),
+        ("config.json", {}, "the model has no `config.json`", "a model folder contains"),
         ("model.safetensors", {}, "the model has no weights", "it needs `model.safetensors`"),
         ("tokenizer*", {}, "the model has no tokenizer", "it needs `tokenizer.json`"),
         (
@@ -64,7 +64,7 @@ SHARDS = json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b
         (
             "",
             {"adapter_config.json": "{}"},
-            "this model folder holds an adapter too",
+            "this model folder contains an adapter too",
             "merge the adapter into the model first",
         ),
         (
@@ -75,7 +75,7 @@ SHARDS = json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors", "b
         ),
     ],
 )
-def test_a_folder_that_is_no_complete_model_is_named_with_what_it_lacks(
+def test_a_folder_that_is_not_a_complete_model_is_named_with_what_it_lacks(
     missing: str, written: dict[str, str], message: str, hint: str, model: Path
 ) -> None:
     for path in model.glob(missing) if missing else ():
@@ -191,7 +191,7 @@ def test_a_gated_model_names_the_licence_page_and_the_token(status: int, token: 
         ("RevisionNotFound", "v9", "the model has no revision `v9`"),
     ],
 )
-def test_a_name_or_revision_that_the_hub_does_not_have(code: str, revision: str, message: str, ask: Ask) -> None:
+def test_an_unknown_name_or_revision_of_the_hub_is_refused(code: str, revision: str, message: str, ask: Ask) -> None:
     with serve(RefusingHandler, status=404, code=code, tokens=[]) as hub:
         done = ask(hub, revision=revision)
     assert done.returncode == 4 and f"error: someone/small: {message}" in done.stderr

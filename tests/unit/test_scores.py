@@ -112,7 +112,7 @@ def test_exact_match_and_f1_are_those_of_squad(reference: str, answer: str, matc
     assert (exact_match(reference, answer), token_f1(reference, answer)) == (match, pytest.approx(f1))
 
 
-def test_a_metric_that_only_a_runs_configuration_names_is_not_run(
+def test_a_metric_named_only_by_a_runs_configuration_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
@@ -162,7 +162,7 @@ def test_the_metric_of_the_documentation_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("consent")
-def test_library_metrics_that_cannot_be_had_or_give_no_number_are_refused(tmp_path: Path) -> None:
+def test_library_metrics_that_cannot_be_loaded_or_return_no_number_are_refused(tmp_path: Path) -> None:
     several = library_metric(tmp_path, "several", '{"one": 1.0, "two": 2.0}')
     no_number = library_metric(tmp_path, "no_number", '{"said": "well"}')
     broken = library_metric(tmp_path, "broken", "1 / 0")

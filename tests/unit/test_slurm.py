@@ -306,7 +306,7 @@ OF_THIS_JOB = {
 }
 
 
-def test_options_for_srun_come_from_the_job_alone(bench: Bench) -> None:
+def test_only_the_job_sets_options_for_srun(bench: Bench) -> None:
     """sbatch hands every `SLURM_` variable of its shell on to a job, and srun takes most of them for options."""
     variables = dict.fromkeys((*OF_ANOTHER_JOB, *OF_THIS_JOB))
 
@@ -364,7 +364,7 @@ def test_invalid_sbatch_options_are_refused_with_their_place(tmp_path: Path, lin
 
 
 @pytest.mark.parametrize("time", ["12:30:00", "90", "2-12:59:59"])
-def test_a_time_needs_no_quotes(tmp_path: Path, time: str) -> None:
+def test_a_time_does_not_need_quotes(tmp_path: Path, time: str) -> None:
     assert load_config(config_file(tmp_path, f"time: {time}"), environ={}).config.slurm.time == time
 
 
@@ -431,7 +431,7 @@ def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, t
         (["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "HARDWARE=1x8GB", "TUNING_MODE=full"], 3, "TRAIN_"),
     ],
 )
-def test_bad_input_is_one_error_and_changes_no_file(
+def test_bad_input_is_one_error_and_leaves_files_unchanged(
     in_process: Program, tmp_path: Path, words: list[str], code: int, message: str
 ) -> None:
     foreign, text = tmp_path / "mine.sh", "#!/bin/bash\necho mine\n"
@@ -470,7 +470,7 @@ echo 7
 """
 
 
-def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program, tmp_path: Path) -> None:
+def test_variables_of_the_shell_do_not_change_options_of_the_job(in_process: Program, tmp_path: Path) -> None:
     (tmp_path / "sbatch").write_text(SBATCH.replace("seen", str(tmp_path / "seen")))
     (tmp_path / "sbatch").chmod(0o755)
     typed = {
@@ -492,7 +492,7 @@ def test_variables_of_the_shell_change_no_option_of_the_job(in_process: Program,
     assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
 
 
-def test_scripts_of_the_same_second_have_different_runs(
+def test_scripts_written_in_the_same_second_have_different_runs(
     in_process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda _: "20261121-051500")

@@ -66,7 +66,7 @@ def run_git(folder: Path, *words: str) -> str:
     ).stdout
 
 
-def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository_starts_no_program(
+def test_the_git_state_is_the_commit_and_a_hash_of_what_differs_and_a_repository_cannot_start_a_program(
     tmp_path: Path,
 ) -> None:
     run_git(tmp_path, "init", "-q")
@@ -94,9 +94,9 @@ def stamp_of(**train: Any) -> Stamp:
     return make_stamp(config, simple_plan(), PREPARED)
 
 
-def test_an_altered_configuration_is_refused_with_the_keys_to_put_back() -> None:
+def test_an_altered_configuration_is_refused_with_the_keys_to_restore() -> None:
     altered = stamp_of(max_grad_norm=0.5, learning_rate=0.1, extra={"adam_beta1": 0.8, "adam_beta2": 0.5})
-    with pytest.raises(CheckpointError, match="put these keys") as caught:
+    with pytest.raises(CheckpointError, match="restore these keys") as caught:
         refuse(compare(stamp_of(), altered, "resume"), "it")
     text = caught.value.message
     with pytest.raises(CheckpointError, match=r"was `train\.loss nll` and is `train\.loss dft`"):

@@ -23,7 +23,7 @@ FULL_8B: dict[str, Any] = {"name": LLAMA, "mode": "full", "max_seq_len": 2048, "
 # The ladder on one machine: replicas, shards, 8-bit states, the machine's memory.
 
 
-def test_8_bit_states_where_the_optimizer_is_what_does_not_fit() -> None:
+def test_8_bit_states_are_chosen_if_only_the_optimizer_does_not_fit() -> None:
     small: dict[str, Any] = {"name": "HuggingFaceTB/SmolLM3-3B", "mode": "full", "max_seq_len": 1024}
     plan = plan_of("48GB", **small)
     assert plan.optim == "adamw_bnb_8bit" and plan.strategy == "single"
@@ -112,7 +112,7 @@ def gpus(*free: float) -> Hardware:
     return Hardware(kind="cuda", devices=devices, cpu_threads=8, ram_bytes=64 * GIB)
 
 
-def test_a_full_gpu_is_named_with_the_way_to_leave_it_out() -> None:
+def test_a_full_gpu_is_named_with_the_way_to_exclude_it() -> None:
     text = message(HardwareError, gpus(23, 0.4, 23), name=SMALL, command_strategy="auto")
     assert "GPU 1 (GPU 1) is full: 0.4 of 24.0 GiB free = 1.7%, less than the 5%" in text
     assert "CUDA_VISIBLE_DEVICES=2,4 skips full GPUs: 46.0 GiB free on 2 of 3 GPUs" in text

@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 CASES = {
     "the end of a turn in an answer": Case(
-        "take it out of the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]
+        "remove it from the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]
     ),
     "no end of turn": Case("`data.chat_template`", NO_END, [USER, ANSWER]),
     "an answer first": Case(
@@ -71,9 +71,9 @@ CASES = {
         then_loss_on="all",
     ),
     "tools that are not written": Case("`data.chat_template: qwen3`", LATE, [USER, CALL], tools=[TOOL]),
-    "or no tools": Case("leave the key out", None, [USER, ANSWER], [USER, ANSWER], tools=[TOOL]),
+    "or no tools": Case("omit the key", None, [USER, ANSWER], [USER, ANSWER], tools=[TOOL]),
     "words next to calls": Case(
-        "leave the words out", CALLS, [USER, {**CALL, "content": "words"}], [USER, CALL], tools=[TOOL]
+        "remove the text from that turn", CALLS, [USER, {**CALL, "content": "words"}], [USER, CALL], tools=[TOOL]
     ),
 }  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_rows_that_follow_a_hint_are_accepted(name: str, saved: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(tokenizer, case.messages, case.tools, case.loss_on)
     assert case.hint in (caught.value.hint or "")
-    tools = None if case.hint.startswith("leave the key") else case.tools
+    tools = None if case.hint.startswith("omit the key") else case.tools
     if case.followed is None:
         tokenizer = load_with(saved, "qwen3" if case.tools else "chatml")
     assert rows_of(tokenizer, case.followed or case.messages, tools, case.then_loss_on)

@@ -143,7 +143,7 @@ def test_flags_that_leave_nothing_are_refused(flags: Any, loss_on: str, message:
 
 @pytest.mark.parametrize("words", [f"Four.{END}", f"Fo{END}ur"])
 def test_an_answer_that_ends_its_turn_itself_is_refused(words: str, folder: Path) -> None:
-    with pytest.raises(DataError, match=r"turn 2 holds `<\|im_end\|>`"):
+    with pytest.raises(DataError, match=r"turn 2 contains `<\|im_end\|>`"):
         rows_of(load_tokenizer(folder), [CHAT[0], {"role": "assistant", "content": words}])
 
 
@@ -180,7 +180,7 @@ EXACT = "mask cannot be exact"
         "refuses the roles",
     ],
 )
-def test_a_template_that_a_mask_cannot_be_exact_for_is_refused(template: str, message: str, folder: Path) -> None:
+def test_a_template_without_an_exact_mask_is_refused(template: str, message: str, folder: Path) -> None:
     with pytest.raises(DataError, match=message):
         rows_of(load_with(folder, text=template), CHAT)
 

@@ -196,13 +196,13 @@ def test_any_conversation_learns_exactly_its_answers_and_ends(data: st.DataObjec
         assert all(label in (IGNORED, token) for token, label in zip(row.input_ids, row.labels, strict=True))
 
 
-def test_a_vocabulary_without_the_end_mark_takes_eos(tmp_path: Path) -> None:
+def test_a_vocabulary_without_the_end_mark_uses_eos(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
     tokenizer = load_with(folder, "chatml")
     assert learnt_runs(tokenizer, rows_of(tokenizer, CHAT)) == ["Four.</s>", "Five,\n\n  of course.</s>"]
 
 
-def test_a_vocabulary_without_the_marks_is_refused_with_what_fits(tmp_path: Path) -> None:
+def test_a_vocabulary_without_the_marks_is_refused_with_templates_that_fit(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "gpt2", eos="</s>")
     with pytest.raises(DataError, match=r"needs tokens.*start_header_id") as caught:
         load_with(folder, "llama3")

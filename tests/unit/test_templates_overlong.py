@@ -116,7 +116,7 @@ def with_call(words: int, answer: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
-def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str) -> None:
+def test_a_call_is_never_learnt_without_its_result(qwen3: Any, policy: str) -> None:
     limit = (
         len(outcome_of(qwen3, overlong="error", limit=4096, messages=with_call(1, 1), tools=[TOOL]).rows[-1].input_ids)
         + 20
@@ -135,7 +135,7 @@ def test_a_call_is_never_learnt_without_what_came_of_it(qwen3: Any, policy: str)
     assert len(both.rows) == (0 if policy == "drop" else 2)
 
 
-def test_tokens_keep_what_is_learnt(chatml: Any) -> None:
+def test_truncated_tokens_keep_the_learnt_part(chatml: Any) -> None:
     ids, labels = list(range(100)), [IGNORED] * 80 + list(range(80, 100))
     (row,) = outcome_of(chatml, overlong="truncate", limit=50, input_ids=ids, labels=labels).rows
     assert (row.input_ids, row.labels[-20:]) == (ids[50:], labels[80:])

@@ -112,7 +112,7 @@ def test_parts_that_a_template_drops_are_named(turn: str, message: str, saved: P
     assert caught.value.hint
 
 
-def test_a_question_with_calls_is_not_asked_without_them(saved: Path) -> None:
+def test_a_prompt_whose_calls_the_template_omits_is_refused(saved: Path) -> None:
     assert prompt_ids(load_with(saved, "qwen3"), CHAT[:-1], [TOOL])
     with pytest.raises(DataError, match="does not write the calls of turn 3"):
         prompt_ids(own(saved, "{{ m['content'] }}"), CHAT[:-1])

@@ -61,12 +61,12 @@ def test_typed_policies_are_obeyed(tokenizers: Mapping[bool, Any]) -> None:
     assert cut.dropped is None and encode_texts([""], tokenizers[True], limit=4)[0].dropped == EMPTY
 
 
-def test_nothing_is_added_that_a_text_has_already(tokenizers: Mapping[bool, Any]) -> None:
+def test_tokens_that_a_text_already_has_are_not_added(tokenizers: Mapping[bool, Any]) -> None:
     (row,) = encode_texts(["<s>ab</s>"], tokenizers[True], limit=9)
     assert tokenizers[True].decode(row.rows[0].input_ids) == "<s>ab</s>"
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     tokenizer = load_with(save_tokenizer(tmp_path, "gpt2", template="{{ messages }}"))
     with pytest.raises(DataError, match="no end-of-sequence token"):
         encode_texts(["a"], tokenizer, limit=4)

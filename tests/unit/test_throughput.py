@@ -41,7 +41,7 @@ def test_operations_of_a_token_of_llama_3(mode: Any, recompute: bool, tokens: in
 # Energy and money.
 
 
-def test_energy_is_the_cards_limits() -> None:
+def test_energy_follows_from_the_power_limits_of_cards() -> None:
     plan = plan_of("2xH200")
     assert plan.total_seconds and plan.energy_kwh == pytest.approx(2 * 700 * plan.total_seconds / 3.6e6)
     assert plan_of("2x80GB").energy_kwh is None
@@ -51,7 +51,7 @@ def test_energy_is_the_cards_limits() -> None:
 @pytest.mark.parametrize(
     ("hardware", "nodes", "machines"), [("4xH200", 1, 1), ("8xH100@100Gbit", 2, 2), ("3xRTX4090@1Gbit", 1, 3)]
 )
-def test_money_is_by_machine_and_hour(hardware: str, nodes: int, machines: int) -> None:
+def test_cost_is_counted_by_machine_and_hour(hardware: str, nodes: int, machines: int) -> None:
     plan, described = plan_of(hardware, mode="qlora", num_nodes=nodes), parse_hardware(hardware)
     priced = with_cost(plan, described, 2.5)
     assert plan.total_seconds and priced.cost == pytest.approx(2.5 * machines * plan.total_seconds / 3600)
@@ -59,7 +59,7 @@ def test_money_is_by_machine_and_hour(hardware: str, nodes: int, machines: int) 
 
 
 @pytest.mark.parametrize("text", ["a", "-1", "inf"])
-def test_a_price_is_a_number(text: str) -> None:
+def test_a_price_must_be_a_number(text: str) -> None:
     with pytest.raises(UserError, match="PRICE_PER_HOUR"):
         parse_price(text)
 
@@ -74,8 +74,10 @@ def test_measured_energy_is_shown_next_to_its_bound(tmp_path: Path) -> None:
     assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
 
 
-@pytest.mark.parametrize(("steps", "words"), [(4, "runs of 5 steps or more teach"), (5, "the next one goes by this")])
-def test_a_run_of_few_steps_promises_no_better_forecast(tmp_path: Path, steps: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("steps", "words"), [(4, "only runs of 5 steps or more improve"), (5, "the next forecast uses this run")]
+)
+def test_a_run_of_few_steps_does_not_promise_a_better_forecast(tmp_path: Path, steps: int, words: str) -> None:
     forecast = {"tokens_per_second": 300.0, "basis": "a guess: 2 threads"}
     write_json(RunFolder(tmp_path).training_metrics, {"steps": steps, "tokens_per_second": 90.0, "forecast": forecast})
     assert words in beside_forecast(RunFolder(tmp_path))

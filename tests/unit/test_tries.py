@@ -52,7 +52,7 @@ def test_a_newer_checkpoint_resets_the_count(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_a_requested_stop_is_no_failure(run: RunFolder, code: int) -> None:
+def test_a_requested_stop_is_not_a_failure(run: RunFolder, code: int) -> None:
     assert lost() == LOST
     assert [tries_of().end(code) for _ in range(5)] == [code] * 5
     assert [lost(), lost()] == [LOST, 3]

@@ -286,7 +286,7 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
     layout = layout_of(trainer)
     if facts.optimizer != type(layout.optimizer).__name__:
         raise CheckpointError(
-            f"the checkpoint holds states of `{facts.optimizer}`, and this run's optimizer is"
+            f"the checkpoint contains states of `{facts.optimizer}`, and this run's optimizer is"
             f" `{type(layout.optimizer).__name__}`",
             place=str(checkpoint),
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",

@@ -168,7 +168,7 @@ def loss_scaler(trainer: Trainer) -> Any:
 
 
 def scaler_of(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the state of the loss scaler."""
+    """Return the loss scaler's values for a checkpoint; DeepSpeed's scaler has no `state_dict`."""
     scaler = loss_scaler(trainer)
     if scaler is None or not trainer.is_deepspeed_enabled:
         return None if scaler is None else to_plain(scaler.state_dict(), "scaler")
@@ -222,7 +222,7 @@ class RandomStates(NamedTuple):
         return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Restore these states."""
+        """Set the random states of this process to these."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.random.set_rng_state(self.torch)

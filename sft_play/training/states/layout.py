@@ -122,7 +122,7 @@ def _per_element(state: Tensor, shape: Sequence[int]) -> bool:
 
 
 def _fsdp2(name: str, parameter: Any) -> Bundle:
-    """A DTensor whose rows are shared out: the rows of a rank are one range of elements."""
+    """Return the bundle of a DTensor sharded by rows: the rows of a rank are one range of elements."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
