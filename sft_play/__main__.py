@@ -16,7 +16,7 @@ from pathlib import Path
 import sft_play.isolation  # noqa: F401 - before anything else is imported
 from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import HardwareError, UserError
-from sft_play.files import NO_ROOM, disk_problem, typed_path
+from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path
 
 PROCESSES = (
     "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
@@ -316,7 +316,7 @@ def _answer(arguments: list[str]) -> int:
 
 def _path_problem(error: OSError, out: Path | None) -> UserError | None:
     """Return the error for a user's mistake about a path (a name that is too long, an `OUT` that cannot be written, a
-    working folder that is gone) or for a full disk, or `None`.
+    working folder that is gone) or for a disk that is full or may not be used, or `None`.
     """
     if error.filename is None and error.errno == errno.ENOENT:  # of `os.getcwd`
         return UserError("the working folder has been removed", hint="`cd` to a folder that exists")
@@ -329,6 +329,8 @@ def _path_problem(error: OSError, out: Path | None) -> UserError | None:
     if out is not None and Path(error.filename or "") in (out, *out.parents):
         text = f"`{error.filename}` cannot be written: {error.strerror}"
         return UserError(text, place="OUT", hint="OUT= takes another place")
+    if error.filename is not None and error.errno in NO_ROOM | UNWRITABLE:
+        return HardwareError(f"`{error.filename}` cannot be read or written: {error.strerror}")
     return None
 
 
