@@ -28,7 +28,7 @@ TRACKER = "wandb"
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
     """Return `run`. Raise `CheckpointError` for files that a run cannot contain; with `writes` also for another user's
-    files. A folder that is none, such as `RUN=/`, is its reader's to refuse: nobody is to remove anything there.
+    files. Another folder, such as `RUN=/`, is its reader's to refuse: nobody is to remove anything there.
     """
     if not writes and not any(os.path.lexists(path) for path in (run.config, run.events)):
         return run
