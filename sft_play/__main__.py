@@ -15,8 +15,8 @@ from pathlib import Path
 
 import sft_play.isolation  # noqa: F401 - before anything else is imported
 from sft_play.config.call import Call, Command, OtherEnvironment
-from sft_play.errors import UserError
-from sft_play.files import typed_path
+from sft_play.errors import HardwareError, UserError
+from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path
 
 PROCESSES = (
     "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
@@ -315,14 +315,22 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _path_problem(error: OSError, out: Path | None) -> UserError | None:
-    """Return the error for a user's mistake about a path (a name that is too long, an `OUT` that cannot be written), or
-    `None`.
+    """Return the error for a user's mistake about a path (a name that is too long, an `OUT` that cannot be written, a
+    working folder that is gone) or for a disk that is full or may not be used, or `None`.
     """
+    if error.filename is None and error.errno == errno.ENOENT:  # of `os.getcwd`
+        return UserError("the working folder has been removed", hint="`cd` to a folder that exists")
+    if error.filename is None and error.errno in NO_ROOM:
+        with Path(os.devnull).open("wb") as nowhere:  # or the rest of the output would fail again at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return HardwareError(f"the output cannot be written: {disk_problem(error)}")
     if error.errno == errno.ENAMETOOLONG:
         return UserError(f"`{str(error.filename)[:80]}...` is longer than a file's name or path may be")
     if out is not None and Path(error.filename or "") in (out, *out.parents):
         text = f"`{error.filename}` cannot be written: {error.strerror}"
         return UserError(text, place="OUT", hint="OUT= takes another place")
+    if error.filename is not None and error.errno in NO_ROOM | UNWRITABLE:
+        return HardwareError(f"`{error.filename}` cannot be read or written: {error.strerror}")
     return None
 
 
@@ -331,8 +339,11 @@ def _dispatch(call: Call) -> int:
 
     if call.command != "help":
         require_home()
+        Path.cwd()  # raises where it has been removed
     module, function = COMMANDS[call.command].target.split(":")
-    return int(getattr(importlib.import_module(module), function)(call))
+    code = int(getattr(importlib.import_module(module), function)(call))
+    sys.stdout.flush()
+    return code
 
 
 def show_help(_: object) -> int:

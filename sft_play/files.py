@@ -379,7 +379,8 @@ def translate_disk_errors(place: Path, hint: Callable[[bool, Path], str]) -> Ite
         if not full and (error.errno not in UNWRITABLE or (error.errno in (errno.EACCES, errno.EPERM) and not named)):
             raise
         where = os.fsdecode(error.filename) if named else str(place)
-        text = disk_problem(error) if full else f"cannot be written: {error.strerror}"
+        access = "written" if Path(where).is_relative_to(place) else "read or written"
+        text = disk_problem(error) if full else f"cannot be {access}: {error.strerror}"
         raise HardwareError(text, place=where, hint=hint(full, Path(where))) from error
 
 

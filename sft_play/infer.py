@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,6 +90,10 @@ def _check_options(options: Mapping[str, str]) -> None:
         raise UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other")
     if not options.get("PROMPT", "?").strip():
         raise UserError("`PROMPT` is empty")
+    if re.search(r"[\ud800-\udfff]", options.get("PROMPT", "")):
+        raise UserError("`PROMPT` is not UTF-8 text")
+    if sys.stdin is None and not options.keys() & {"PROMPT", "INPUT", "OUTPUT"}:
+        raise UserError("stdin is closed: there are no questions to read", hint="PROMPT=... asks one, INPUT= a file")
     if ("INPUT" in options) != ("OUTPUT" in options):
         present, lacking = ("INPUT", "OUTPUT") if "INPUT" in options else ("OUTPUT", "INPUT")
         raise UserError(f"`{present}` needs `{lacking}`", hint=hint)

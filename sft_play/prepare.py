@@ -84,9 +84,11 @@ def _stopped_in_order() -> Iterator[None]:
         yield
 
 
-def place_hint(_: bool, where: Path) -> str:
+def place_hint(full: bool, where: Path) -> str:
     if where.name == RunFolder(where.parent).prepared.name:
         return f"free some space in `{where.parent}`, or make it writable: `df` and `mount` say more"
+    if not full and not where.is_relative_to(cache_folder()):
+        return "`ls -l` shows who may read and write it"
     return f"the cache is `{cache_folder()}`: free some space there, or set SFT_PLAY_CACHE to another folder"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,15 +25,21 @@ from sft_play.plan.plan import Plan, Precision
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.text import plural
 
-TOP_LEVEL = frozenset({
-    "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
-    "communication_data_type", "compile", "csv_monitor", "data_types", "disable_allgather", "disable_python_gc",
-    "dump_state", "flops_profiler",
-    "fp16", "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "log_level",
-    "memory_breakdown", "optimizer", "prescale_gradients", "scheduler", "steps_per_print", "tensorboard", "timers",
-    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "vocabulary_size", "wall_clock_breakdown",
-    "wandb", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+SECTIONS = frozenset({
+    "activation_checkpointing", "aio", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger", "compile",
+    "csv_monitor", "data_types", "flops_profiler", "fp16", "optimizer", "scheduler", "tensorboard", "timers",
+    "torch_autocast", "wandb", "zero_optimization",
 })  # fmt: skip
+"""Top-level keys with an object. Of other values DeepSpeed says that a `bool` has no `get`, without the key."""
+FLAGS = frozenset({
+    "disable_allgather", "disable_python_gc", "dump_state", "memory_breakdown", "prescale_gradients",
+    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+})  # fmt: skip
+"""Top-level keys with a boolean. DeepSpeed takes any text as true, `"false"` too."""
+TOP_LEVEL = SECTIONS | FLAGS | {
+    "communication_data_type", "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor",
+    "log_level", "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "vocabulary_size",
+}  # fmt: skip
 """Top-level keys that are passed to DeepSpeed, which itself silently ignores unknown ones."""
 NOT_OURS: Mapping[str, str] = {
     "autotuning": "the plan chooses the batch; measure with `make plan`",
@@ -70,11 +77,11 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.offload_optimizer.ratio": ((1,), "a checkpoint takes an optimizer's states from one place"),
     "wandb.enabled": ((False,), "`train.report_to: wandb` records the run, and checks the login before it starts"),
     "comet.enabled": ((False,), "`train.report_to: comet_ml` records the run"),
+    "torch_autocast.enabled": ((False,), "`train.bf16` decides what is computed in 16 bits"),
 }
 """Key -> its only allowed values, and the reason."""
 ON_GPUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Keys of `zero_optimization` for which DeepSpeed has no code on a CPU."""
-SECTIONS = ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization")
 OFFLOAD = ("offload_optimizer", "offload_param")
 BATCH_KEYS: Mapping[str, str] = {
     "batch_size": "train_micro_batch_size_per_gpu",
@@ -261,10 +268,14 @@ def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> Us
     problems = [
         UserError(text, place=source.place(path, key), hint=hint) for key, text, hint in _refused_keys(settings)
     ]
-    if "zero_optimization" not in settings:
+    if settings.get("zero_optimization") is None:
         hint = 'add "zero_optimization": {"stage": 2}'
         problems.append(UserError("`zero_optimization` is missing", place=str(path), hint=hint))
-    if any(key.split(".")[0] in SECTIONS for key, *_ in _misshapen(settings)) or "zero_optimization" not in settings:
+    settings = {key: value for key, value in settings.items() if value is not None}
+    if (
+        any(key.split(".")[0] in SECTIONS for key, *_ in _misshapen(settings))
+        or settings.get("zero_optimization") is None
+    ):
         raise_all(problems)
     notices = _translate(settings, source, path)
     return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
@@ -310,6 +321,13 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
         if _at(settings, f"zero_optimization.{part}.device") == "nvme":
             key = f"zero_optimization.{part}.device"
             yield key, f"`{key}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
+    for key, value in settings.items():
+        if key in FLAGS and not isinstance(value, bool | None) and value != "auto":
+            yield key, f"`{key}` is `{_json(value)}`; expected true or false", ""
+    steps = settings.get("steps_per_print")
+    if steps not in (None, "auto") and not (isinstance(steps, int | float) and 0 <= steps < math.inf):
+        text = f"`steps_per_print` is `{_json(steps)}`; expected a number"
+        yield "steps_per_print", text, "take the key out to print nothing"
     for key, (values, why) in ONLY.items():
         if (value := _at(settings, key)) not in (None, "auto", *values):
             yield key, f"`{key}` is `{_json(value)}`: {why}", "remove the key"
@@ -317,13 +335,14 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
 
 def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key whose value the plan could not read, the reason, and a hint."""
-    for key in (*SECTIONS, *(f"zero_optimization.{part}" for part in OFFLOAD)):
+    params = ("optimizer.params", "scheduler.params")
+    for key in (*sorted(SECTIONS), *params, *(f"zero_optimization.{part}" for part in OFFLOAD)):
         if not isinstance(value := _at(settings, key), Mapping | None):
             yield key, f"`{key}` is `{_json(value)}`; expected an object", ""
-    stage = _at(settings, "zero_optimization.stage")
-    if "zero_optimization" in settings and (stage not in (1, 2, 3) or stage is True):
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, Mapping) and ((stage := zero.get("stage")) not in (1, 2, 3) or stage is True):
         hint = "`make train-distributed` trains without sharding" if stage in (0, None) else ""
-        yield "zero_optimization.stage", f"`zero_optimization.stage` is `{stage}`; expected 1, 2 or 3", hint
+        yield "zero_optimization.stage", f"`zero_optimization.stage` is `{_json(stage)}`; expected 1, 2 or 3", hint
 
 
 def _translate(settings: dict[str, Any], source: YamlNode, path: Path) -> list[str]:

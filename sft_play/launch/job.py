@@ -79,6 +79,10 @@ def read_options(
 
     A `rehearsal` starts nothing, so several nodes need no address, rank or name.
     """
+    threads = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if threads and not threads.isdecimal():
+        text = f"`OMP_NUM_THREADS` is `{threads}`; expected a number of threads"
+        raise UserError(text, place="environment", hint="export OMP_NUM_THREADS=4, or unset it: the plan chooses it")
     path = _accelerate_config(call, loaded, asked_strategy)
     choices = read_accelerate_config(path) if path else AccelerateChoices()
     loaded = _with_choices(loaded, choices)

@@ -69,7 +69,8 @@ def _is_locked(path: Path) -> bool:
 def _owner(path: Path) -> psutil.Process | None:
     """Return the process named in a lock, if it has that file open: its id may have been reused."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
-        process = psutil.Process(int(open_plain(path).read(20)))
+        with open_plain(path) as lock:
+            process = psutil.Process(int(lock.read(20)))
         if any(path.samefile(file.path) for file in process.open_files() if Path(file.path).name == path.name):
             return process
     return None

@@ -70,10 +70,11 @@ def require_home() -> None:
     # `Path.home` raises for a user without one.
     home, cache = os.path.expanduser("~"), os.environ.get("SFT_PLAY_CACHE")  # noqa: PTH111
     place = Path(home, ".cache", "sft_play")
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    # `Path`'s questions raise below a folder that this user may not enter.
+    there = next(folder for folder in (place, *place.parents) if os.path.exists(folder))  # noqa: PTH110
     if not os.environ.get("HOME") and home == "~":
         problem = "there is no HOME, and this user has no entry in `/etc/passwd`"
-    elif not Path(home).is_dir():
+    elif not os.path.isdir(home):  # noqa: PTH112
         problem = f"HOME is `{home}`, which is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         problem = f"HOME is `{home}`, and this user may not write to `{there}`"

@@ -28,8 +28,10 @@ TRACKER = "wandb"
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
     """Return `run`. Raise `CheckpointError` for files that a run cannot contain; with `writes` also for another user's
-    files.
+    files. Another folder, such as `RUN=/`, is its reader's to refuse: nobody is to remove anything there.
     """
+    if not writes and not any(os.path.lexists(path) for path in (run.config, run.events)):
+        return run
     shared: dict[tuple[int, int], list[str]] = {}
     owners = {os.geteuid()}
     for count, (entry, status, depth) in enumerate(_below(run.path, writes=writes)):

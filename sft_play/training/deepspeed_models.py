@@ -41,7 +41,7 @@ def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
             ]
         except Exception as error:  # noqa: BLE001 - whatever it raises would end a worker
             words = str(error)
-            named = next((key for key in _keys(settings) if _names(words, key)), "")
+            named = max((key for key in _keys(settings) if _names(words, key)), key=len, default="")
             problems.append({"key": dotted or named, "words": words})
     return problems
 

@@ -219,6 +219,16 @@ def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origi
     in_process("config", "RUN=one", "CONFIG=smoke").refused(2, "`CONFIG` and `RUN` are both given")
 
 
+@pytest.mark.parametrize("command", ["resume", "plan", "stop"])
+def test_a_folder_that_is_no_run_is_not_to_be_cleaned_up(command: str, in_process: Program, tmp_path: Path) -> None:
+    """`RUN=$FOLDER/` with an unset variable is `/`, whose links nobody is to remove."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "sbin").symlink_to("usr/sbin")
+    done = in_process(command, f"RUN={tmp_path / 'folder'}")
+    done.refused(5, "there is no run ")
+    assert "rm " not in done.err
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_a_configuration_or_an_error(content: bytes, tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ def test_files_of_another_user_are_read_but_not_continued(tmp_path: Path, comple
 def test_a_trackers_own_links_are_accepted(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     (run.path / "wandb" / "run-1").mkdir(parents=True)
+    run.config.write_text("{}", encoding="utf-8")
     (run.path / "wandb" / "latest-run").symlink_to("run-1")
     assert check_run(run, writes=True) is run
     (run.path / "wandb" / "debug.log").symlink_to("../../secret")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, INSTEAD
 from sft_play.errors import UserError
 from sft_play.plan.sources import MADE_FOR
-from tests.conftest import ROOT, Program
+from tests.conftest import ROOT, Program, environment
 from tests.unit.test_config_call import refused
 
 TYPED: dict[str, tuple[list[str], str]] = {
@@ -165,6 +167,44 @@ def test_each_command_names_all_its_options_in_the_environment(in_process: Progr
 def test_typed_options_win_over_the_environment_and_empty_ones_are_ignored(in_process: Program) -> None:
     done = in_process("config", "CONFIG=smoke", "JSON=1", env={"CONFIG": "other", "RUN": "", "NUM_NODES": "2"})
     assert done.code == 0 and done.json["train.seed"], done.err
+
+
+def test_a_number_of_threads_that_is_none_is_refused_before_accelerate_reads_it(in_process: Program) -> None:
+    done = in_process("train", "CONFIG=smoke", env={"OMP_NUM_THREADS": "4,2"})
+    done.refused(2, "environment: `OMP_NUM_THREADS` is `4,2`; expected a number of threads")
+
+
+@pytest.mark.parametrize("words", [["help"], ["config", "CONFIG=smoke", "JSON=1"]])
+def test_output_to_a_full_disk_is_one_error(words: list[str], cache: Path, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sft_play", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=ROOT,
+            env=environment(cache, tmp_path / "runs"),
+        )
+    message = "error: the output cannot be written: no space is left on the disk\n"
+    assert (done.returncode, done.stderr) == (3, message)
+
+
+@pytest.mark.parametrize("words", [["train", "CONFIG=smoke"], ["runs"], ["init"]])
+def test_a_working_folder_that_was_removed_is_named(words: list[str], cache: Path, tmp_path: Path) -> None:
+    lines = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    done = subprocess.run(
+        ["/bin/sh", "-c", lines, "sh", sys.executable, "-m", "sft_play", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env=environment(cache, tmp_path / "runs"),
+    )
+    assert done.returncode == 2 and "error: the working folder has been removed\n" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---- Presets and accelerate's default file

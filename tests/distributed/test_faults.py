@@ -202,6 +202,21 @@ def test_a_user_without_a_home_is_told_which_variables_replace_it(launcher: Laun
     assert as_stranger(launcher, "help").code == 0
 
 
+def test_places_that_a_user_may_not_enter_are_named(launcher: Launcher, tmp_path: Path) -> None:
+    """An image's `HOME=/root` for another user, a colleague's file."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    words = ("data", f"CONFIG={launcher.config}")
+    places = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
+    for done, name in (
+        (as_stranger(launcher, *words, HOME=f"{locked}/home"), "SFT_PLAY_CACHE="),
+        (as_stranger(launcher, "plan", *words[1:], **{**places, "HF_HOME": f"{locked}/hub"}), f"{locked}/hub"),
+        (as_stranger(launcher, *words, f"DATA_TRAIN_PATH={locked}/rows.jsonl", **places), f"{locked}/rows.jsonl"),
+    ):
+        require_one_error(done, 3, name)
+    assert "cannot be read or written: Permission denied" in done.err and "the cache is" not in done.err
+
+
 def test_a_user_without_a_home_trains(launcher: Launcher, tmp_path: Path) -> None:
     caches = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
     before = set(tmp_path.iterdir())

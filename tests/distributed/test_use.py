@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,7 @@ def test_any_folder_with_a_model_can_be_tried(place: Place, merged: Path, why: s
     [
         ("infer", "RUN=demo INPUT=x.txt", 2, "`INPUT` needs `OUTPUT`"),
         ("infer", "RUN=demo PROMPT=", 2, "`PROMPT` is empty"),
+        ("infer", "RUN=demo PROMPT=\udcff", 2, "`PROMPT` is not UTF-8 text"),
         ("infer", "RUN=demo PROMPT=a INPUT=x.txt OUTPUT=y", 2, "one or the other"),
         ("infer", "RUN=demo INPUT={0}/data.jsonl OUTPUT={0}/data.jsonl", 2, "is the same file as `INPUT`"),
         ("infer", "RUN=demo INPUT={0}/data.jsonl OUTPUT={0}/none/a.jsonl", 2, "cannot be written"),
@@ -209,6 +211,11 @@ def test_invalid_calls_of_infer_and_merge_are_refused(
     place: Place, merged: Path, command: str, words: str, code: int, message: str
 ) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))
+
+
+def test_a_conversation_needs_stdin(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it under `<&-`
+    place.call("infer", "RUN=demo").refused(2, "stdin is closed", "PROMPT=...")
 
 
 def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:

@@ -46,12 +46,12 @@ def refusal(tmp_path: Path, text: str) -> str:
 
 def test_comments_and_trailing_commas_are_read_with_the_lines_of_keys(tmp_path: Path) -> None:
     text = (
-        '{\n\t// a comment with "quotes" and {braces}\n\t"wandb": "http://not-a-comment", /* b\n'
+        '{\n\t// a comment with "quotes" and {braces}\n\t"log_level": "http://not-a-comment", /* b\n'
         '  c */ "zero_optimization": {"stage": 1,},\n}\n'
     )
     user = read_user_json(write(tmp_path / "x.json", text))
-    assert user.settings == {"wandb": "http://not-a-comment", "zero_optimization": {"stage": 1}}
-    places = [user.place(key) for key in ("wandb", "zero_optimization.stage", "zero_optimization.none", "none")]
+    assert user.settings == {"log_level": "http://not-a-comment", "zero_optimization": {"stage": 1}}
+    places = [user.place(key) for key in ("log_level", "zero_optimization.stage", "zero_optimization.none", "none")]
     assert [place.rpartition("x.json")[2] for place in places] == [":3", ":4", ":4", ""]
 
 
@@ -231,8 +231,15 @@ def test_settings_that_deepspeeds_models_refuse_are_named_with_key_and_line(
             '"zero_optimization": {"stage": 3, "offload_param": "cpu"}',
             '`zero_optimization.offload_param` is `"cpu"`; expected',
         ),
-        ('"zero_optimization": {"stage": true}', "`zero_optimization.stage` is `True`; expected 1, 2 or 3"),
+        ('"zero_optimization": {"stage": true}', "`zero_optimization.stage` is `true`; expected 1, 2 or 3"),
+        ('"zero_optimization": {"stage": "2"}', '`zero_optimization.stage` is `"2"`; expected 1, 2 or 3'),
         ('"fp16": true', "`fp16` is `true`; expected an object"),
+        ('"flops_profiler": true', "`flops_profiler` is `true`; expected an object"),
+        ('"optimizer": {"type": "AdamW", "params": "auto"}', '`optimizer.params` is `"auto"`; expected an object'),
+        ('"wall_clock_breakdown": "false"', '`wall_clock_breakdown` is `"false"`; expected true or false'),
+        ('"steps_per_print": "2000"', '`steps_per_print` is `"2000"`; expected a number'),
+        ('"steps_per_print": Infinity', "`steps_per_print` is `Infinity`; expected a number"),
+        ('"torch_autocast": {"enabled": true}', "`torch_autocast.enabled` is `true`: `train.bf16` decides"),
         ('"gradient_cliping": 1.0', "unknown DeepSpeed key `gradient_cliping`"),
     ],
 )
@@ -243,7 +250,7 @@ def test_settings_that_fail_in_deepspeeds_engine_are_refused_with_their_line(
     assert re.search(rf"ds\.json:2: .*{re.escape(message)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
     allowed = (
         '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false},'
-        ' "gradient_predivide_factor": 1.0}'
+        ' "gradient_predivide_factor": 1.0, "steps_per_print": 1e5, "optimizer": null, "fp16": null}'
     )
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
 
