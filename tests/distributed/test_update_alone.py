@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.shape import FLATTENED_MODEL_TYPES
+from sft_play.plan.shape import FLATTENED_MODEL_TYPES, WITHOUT_SDPA
 from tests.families import build_family, long_rope
 from tests.training_runs import Trial, column, make_run, must_train, resume_from, same_curves, same_to_the_bit
 
@@ -47,7 +47,12 @@ def test_every_split_gives_the_same_losses(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     base = build_family(tmp_path / "base", family, **(long_rope(family) if case == "longrope" else {}))
     optim = next((line.split(": ")[1] for line in settings if "optim" in line), "adamw_torch")
-    fields = (("optim", optim), ("gradient_checkpointing", case == "recomputation"))
+    attention = "eager" if family in WITHOUT_SDPA else "sdpa"
+    fields = (
+        ("optim", optim),
+        ("gradient_checkpointing", case == "recomputation"),
+        ("attn_implementation", attention),
+    )
 
     in_lines = family in FLATTENED_MODEL_TYPES
 
