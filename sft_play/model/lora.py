@@ -346,6 +346,7 @@ def add_adapters(
     Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
     targets = find_targets(model, settings.target_modules)
+    _check_names(model, settings, targets)
     shape = peft_settings(settings)
     config = LoraConfig(
         **(shape | _trained_rows(model, embeddings_of(settings, len(new_tokens)), shape, new_tokens)),
@@ -371,6 +372,31 @@ def add_adapters(
     if settings.init in MUTATING:
         trained.initial_adapters = {name: matrix.detach().cpu().clone() for name, matrix in _pairs(trained)}
     return trained, targets.notes
+
+
+def _check_names(model: nn.Module, settings: LoraSettings, targets: Targets) -> None:
+    """Raise `UserError` for names of differing or saved modules that PEFT would apply to nothing, or to adapters."""
+    adapted, modules = [*targets.modules, *targets.parameters], [name for name, _ in model.named_modules()]
+    patterns = {key: getattr(settings, key) for key in ("rank_pattern", "alpha_pattern")}
+    for key, typed in patterns.items():
+        for pattern in typed:
+            if not any(re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) for name in adapted):
+                raise UserError(
+                    f"`tuning.lora.{key}` names `{pattern}`, which is no module with an adapter",
+                    hint=f"adapters are on {_some(sorted({_leaf(name) for name in adapted}))}",
+                )
+    for typed in settings.modules_to_save:
+        saved = [name for name in modules if _ends(name, typed)]
+        if not saved:
+            raise UserError(
+                f"`tuning.lora.modules_to_save` names `{typed}`, which this model does not have",
+                hint=f"it has {_some(sorted({_leaf(name) for name in modules if not _leaf(name).isdigit()} - {''}))}",
+            )
+        if inside := next((name for name in adapted if any(_inside(name, module) for module in saved)), None):
+            raise UserError(
+                f"`tuning.lora.modules_to_save` names `{typed}`, but `{inside}` has an adapter",
+                hint="leave it out of one: `tuning.lora.target_modules` names the modules with adapters",
+            )
 
 
 def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:

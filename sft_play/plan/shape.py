@@ -276,9 +276,15 @@ class ModelShape:
         parameters = sum(matrix.count * matrix.rank(lora) * (matrix.inputs + matrix.outputs) for matrix in targets)
         if lora.variant == "dora":
             parameters += sum(matrix.count * matrix.outputs for matrix in targets)
-        rows = {"none": 0, "new": new_tokens, "all": self.vocab_size}[embeddings_of(lora, new_tokens)]
+        trained = embeddings_of(lora, new_tokens)
+        rows = {"none": 0, "new": new_tokens, "all": self.vocab_size}[trained]
         parameters += rows * self.hidden_size * (1 if self.tied else 2)
-        saved = [matrix for matrix in self.matrices if any(matrix.is_called(name) for name in lora.modules_to_save)]
+        saved = [
+            matrix
+            for matrix in self.matrices
+            if any(matrix.is_called(name) for name in lora.modules_to_save)
+            and not (trained == "all" and matrix.kind == "ends")
+        ]
         parameters += sum(matrix.parameters for matrix in saved)
         if lora.bias != "none" and self.qkv_bias:
             biased = [matrix for matrix in (self.matrices if lora.bias == "all" else targets) if matrix.typed in BIASED]

@@ -76,6 +76,8 @@ CASES = {
         [],
         "x.yaml:5: `train.label_smoothing_factor` is 0.1, which goes with `train.loss: nll`, and that is `dft`",
     ),
+    "a pattern that is none": (GOOD, ['TUNING_LORA_RANK_PATTERN={"(": 8}'], "`tuning.lora.rank_pattern` has `(`: missing )"),
+    "another tool's new tokens": (GOOD + "resize_vocab: true\n", [], "did you mean `data.new_tokens`?"),
     "Muon for adapters": (GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"),
     "an optimizer per micro-batch": (GOOD + "train:\n  optim: lomo\n", [], "x.yaml:4: `train.optim` is `lomo`, which updates weights"),
     "elastic pods": (GOOD + "kubernetes: {elasticPolicy: {minReplicas: 1}}\n", [], "`kubernetes.max_restarts` starts them again"),

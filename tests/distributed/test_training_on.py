@@ -212,6 +212,23 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
     assert losses(again)[0] == pytest.approx(losses(full)[-1], abs=1e-6)
 
 
+def test_a_third_training_is_on_a_base_with_a_merged_adapter(place: Place) -> None:
+    parent = train(place, "merged-once", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge")
+    words = (f"CONFIG={place.folder}/demo.yaml", "RUN_NAME=third", "MODEL_ADAPTER=merged-once", "MODEL_NAME=")
+    done = place.run("train", *words)
+    assert done.returncode == 0, done.stderr
+    third = place.folder / "runs/third"
+    assert losses(third)[0] == pytest.approx(losses(parent)[-1], abs=1e-6) and losses(third)[-1] < losses(third)[0]
+    assert place.run("merge", "RUN=third").returncode == 0
+    place.call("resume", "RUN=third", "MODEL_ADAPTER=first").refused(2, "`model.adapter` cannot change")
+
+
+def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
+    folder = foreign(place, tmp_path / "biased", target_modules=["q_proj"], lora_bias=True)
+    train(place, "biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
+    place.call("merge", "RUN=biased").refused(5, "PEFT cannot merge", "base layer has no bias")
+
+
 def test_a_second_training_is_resumed_to_the_bit(place: Place, second: Path) -> None:
     words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
     run = train(place, "stopped", *words)
@@ -223,7 +240,7 @@ def test_a_second_training_is_resumed_to_the_bit(place: Place, second: Path) -> 
         assert torch.equal(one, weights(run / "model")[name]), name
 
 
-def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, second: Path, tmp_path: Path) -> None:
     def refused(code: int, *said: str, words: list[str]) -> None:
         place.call("train", f"CONFIG={place.config}", "RUN_NAME=none", *words).refused(code, *said)
         assert not (place.folder / "runs/none").exists()
@@ -234,8 +251,19 @@ def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, tmp_p
     refused(2, "`tuning.lora.r` is `8`", "has `4`", "merge", words=["MODEL_ADAPTER=first", "TUNING_LORA_R=8"])
     refused(2, "`tuning.mode` is `full`", "train on", words=["MODEL_ADAPTER=first", "TUNING_MODE=full"])
     refused(2, "neither a run nor a folder", words=["MODEL_ADAPTER=frist"])
-    refused(2, "has an adapter", "MODEL_ADAPTER=first", words=["MODEL_NAME=first"])
+    refused(2, "has an adapter", "MODEL_ADAPTER=second", words=["MODEL_NAME=second"])
     refused(2, "a complete model", words=[f"MODEL_ADAPTER={place.folder}/model"])
+    refused(
+        2, "`tuning.lora.embeddings` is `all`", "`none`", words=["MODEL_ADAPTER=first", "TUNING_LORA_EMBEDDINGS=all"]
+    )
+    saved = "TUNING_LORA_MODULES_TO_SAVE=[embed_tokens]"
+    refused(2, "`tuning.lora.modules_to_save`", "`none`", words=["MODEL_ADAPTER=first", saved])
+    refused(2, "`first` trains none", "merge", words=["MODEL_ADAPTER=first", "DATA_NEW_TOKENS=[<tool>]"])
+    refused(5, "chat template", "`data.system`", words=["MODEL_ADAPTER=first", "DATA_SYSTEM=Be short."])
+    rows = foreign(place, tmp_path / "rows", target_modules=["q_proj"], trainable_token_indices=[5])
+    staged = ["LAUNCH_STRATEGY=pipeline", "NUM_GPUS=2"]
+    for words in ([f"MODEL_ADAPTER={rows}"], ["TUNING_LORA_EMBEDDINGS=all"], [saved], ["TUNING_LORA_INIT=pissa"]):
+        place.call("plan", f"CONFIG={place.config}", *words, *staged).refused(2, "`pipeline`")
     missing, pickled = copy("missing"), copy("pickled")
     (missing / "adapter_model.safetensors").unlink()
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
