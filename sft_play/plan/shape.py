@@ -522,6 +522,9 @@ def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:
     )
     parameters = shape.adapter_parameters(lora, len(config.data.new_tokens))
     text = f"adapters of rank {lora.r} on {names}: {parameters:,} parameters"
+    if config.model.adapter:
+        start = "continue" if config.tuning.adapter == "continue" else "are new, over a base with"
+        text += f"; they {start} `{config.model.adapter}`"
     text += "; DoRA runs as PEFT's own layers, which no kernel fuses" if lora.variant == "dora" else ""
     return {"adapters": text + (f"; {', '.join(frozen)} stay frozen" if frozen else "")}
 

@@ -80,6 +80,8 @@ def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Pa
     assert losses(second)[-1] < losses(second)[0]
     assert place.scores("RUN=first")["loss"] == pytest.approx(losses(second)[0], abs=1e-6)
     stamp = json.loads((second / "model/stamp.json").read_text())
+    plan = place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=first").out
+    assert "adapters of rank 4" in plan and f"they continue `{place.folder}/runs/first/model`" in plan
     assert stamp["parent"]["name"] == "first" and stamp["parent"]["use"] == "continue" and stamp["lora"]["r"] == 4
 
 
