@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import load_peft_weights
 from peft.utils import transformers_weight_conversion as conversion
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -286,7 +287,8 @@ def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
             # An adapter with missing weights would load as the zero function, as if it were untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             warnings.filterwarnings("ignore", message=CHECKPOINTING, category=FutureWarning)
-            return PeftModel.from_pretrained(
+            mapping = getattr(base, "_checkpoint_conversion_mapping", {})
+            adapted = PeftModel.from_pretrained(
                 base,
                 str(folder),
                 config=saved_config(base, folder),
@@ -294,6 +296,12 @@ def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
                 autocast_adapter_dtype=False,
                 torch_device="cpu",
             )
+            # PEFT ignores weights of modules that the base lacks, such as a deeper model's, and only tells when asked.
+            weights = load_peft_weights(str(folder), device="cpu", key_mapping=mapping)
+            unread = set_peft_model_state_dict(adapted, weights).unexpected_keys
+            if foreign := [name for name in unread if ".lora_" in name or name.endswith(".bias")]:
+                raise ValueError(f"{len(foreign)} of its weights are of modules that the model lacks: `{foreign[0]}`")
+            return adapted
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the adapter does not fit the base model: {' '.join(str(error).split())[:400]}", place=str(folder)

@@ -95,7 +95,8 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
         folder = find_adapter(config, origins["model.adapter"])
         stamp = own_stamp(folder)
         saved = dict(read_json(folder / CONFIG))
-        if not name and (base := stamp.base_model if stamp else saved.get("base_model_name_or_path")):
+        if not name:
+            base = _base_of(folder, stamp.base_model if stamp else saved.get("base_model_name_or_path"))
             config, origins["model.name"] = (
                 replace(config, model=replace(config.model, name=base)),
                 f"adapter {adapter}",
@@ -109,6 +110,20 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
                 if origins[f"tuning.lora.{key}"] == DEFAULT
             }
     return replace(loaded, config=config, origins=MappingProxyType(origins))
+
+
+def _base_of(folder: Path, name: str | None) -> str:
+    """Return the base that an adapter names. Raise `CheckpointError` if it is a folder that is not here."""
+    if name and not (name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir()):
+        return name
+    hint = "MODEL_NAME=folder or hub id of the model that it was trained over"
+    if f"/{MADE}-" in (name or ""):
+        hint += "; `make data RUN=` of its run makes that folder again"
+    raise CheckpointError(
+        f"the adapter was trained over `{name}`, and there is no such folder" if name else "the adapter names no base",
+        place=str(folder / CONFIG),
+        hint=hint,
+    )
 
 
 def _run_of(name: str) -> RunFolder | None:

@@ -225,6 +225,14 @@ def test_a_third_training_is_on_a_base_with_a_merged_adapter(place: Place) -> No
     place.call("resume", "RUN=third", "MODEL_ADAPTER=first").refused(2, "`model.adapter` cannot change")
 
 
+def test_an_adapter_of_a_deeper_model_is_refused(place: Place, tmp_path: Path) -> None:
+    deep = build_tiny_llama(tmp_path / "deep", num_hidden_layers=3)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(deep), LoraConfig(task_type="CAUSAL_LM", r=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=deep", f"MODEL_ADAPTER={tmp_path}/adapter")
+    assert done.returncode == 5 and "of modules that the model lacks: `base_model.model.model.layers.2." in done.stderr
+
+
 def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
     folder = foreign(place, tmp_path / "biased", target_modules=["q_proj"], lora_bias=True)
     train(place, "biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
@@ -262,6 +270,12 @@ def test_what_does_not_fit_is_refused_before_anything_starts(place: Place, secon
     refused(2, "`tuning.lora.modules_to_save`", "`none`", words=["MODEL_ADAPTER=first", saved])
     refused(2, "`first` trains none", "merge", words=["MODEL_ADAPTER=first", "DATA_NEW_TOKENS=[<tool>]"])
     refused(5, "chat template", "`data.system`", words=["MODEL_ADAPTER=first", "DATA_SYSTEM=Be short."])
+    config, moved = place.folder / "unnamed.yaml", foreign(place, tmp_path / "moved", target_modules=["q_proj"])
+    config.write_text(place.config.read_text().replace(f"name: {place.folder}/model, ", ""))
+    for base, said in (("/elsewhere/model", "no such folder"), (None, "names no base")):
+        settings = json.loads((moved / "adapter_config.json").read_text())
+        (moved / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": base}))
+        place.call("plan", f"CONFIG={config}", f"MODEL_ADAPTER={moved}").refused(5, said, "MODEL_NAME=")
     rows = foreign(place, tmp_path / "rows", target_modules=["q_proj"], trainable_token_indices=[5])
     staged = ["LAUNCH_STRATEGY=pipeline", "NUM_GPUS=2"]
     for words in ([f"MODEL_ADAPTER={rows}"], ["TUNING_LORA_EMBEDDINGS=all"], [saved], ["TUNING_LORA_INIT=pissa"]):
