@@ -127,15 +127,17 @@ def prepare(
     model = with_chat(resolve(config), chat)
     if (adapter := parent_of(config)) is not None:
         check_trained(Path(adapter.path), ours=False)
-        refuse_other_base(adapter, model)
         tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
         if config.tuning.adapter == "merge":
+            refuse_other_base(adapter, model)
             base, parts = model, f"{model.fingerprint} {adapter.fingerprint}"
             merged = _made("merged", parts, lambda use, to: use.write_merged_base(config, base, adapter, to))
             model = with_chat(merged, chat)
     if config.data.new_tokens:
         former, parts = model, f"{model.fingerprint} {json.dumps(config.data.new_tokens)}"
         model = with_chat(_made("tokens", parts, lambda use, to: use.write_with_new_tokens(config, former, to)), chat)
+    if adapter is not None and config.tuning.adapter == "continue":
+        refuse_other_base(adapter, model)
     tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
@@ -161,7 +163,7 @@ def _made(what: str, parts: str, write: Callable[[Any, Path], None]) -> Resolved
     """Return the model that `write` makes, by `sft_play.model.use`, in a cache folder on first use; only that needs
     torch.
     """
-    from sft_play.model.resolve import describe
+    from sft_play.model.resolve import describe_made, made_folder
 
     def make(folder: Path) -> None:
         from sft_play.model import use
@@ -169,9 +171,7 @@ def _made(what: str, parts: str, write: Callable[[Any, Path], None]) -> Resolved
         folder.mkdir()
         write(use, folder)
 
-    name = text_sha256(parts)
-    target = make_once(cache_folder() / "models" / f"{what}-{name[:24]}", "config.json", make)
-    return replace(describe(str(target), target, MADE, None), fingerprint=name)
+    return describe_made(make_once(made_folder(f"{MADE}-{what}-{text_sha256(parts)}"), "config.json", make))
 
 
 def _tokenizer(model: ResolvedModel, *, trust: bool) -> Any:

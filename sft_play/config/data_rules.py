@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -138,6 +139,13 @@ def adapters(config: Config) -> Iterator[Conflict]:
         yield Conflict("tuning.lora.init", ", but `tuning.lora.variant` is `dora`", "omit one of the two")
     if config.model.adapter and tuning.adapter == "continue" and lora.init != "default":
         yield Conflict("tuning.lora.init", ", but an adapter that is trained on starts as it is", "omit one of the two")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                hint = "`{down_proj: 8}`, or a regular expression of Python"
+                yield Conflict(f"tuning.lora.{key}", f"`tuning.lora.{key}` has `{pattern}`: {error}", hint)
     if lora.init == "orthogonal" and any(rank % 2 for rank in (lora.r, *lora.rank_pattern.values())):
         yield Conflict("tuning.lora.init", ", which needs even ranks", "TUNING_LORA_R=16")
 
@@ -145,13 +153,14 @@ def adapters(config: Config) -> Iterator[Conflict]:
 def new_tokens(config: Config) -> Iterator[Conflict]:
     """Check new tokens, and that the other keys allow them."""
     tokens, embeddings = config.data.new_tokens, config.tuning.lora.embeddings
-    if twice := next((token for token, count in Counter(tokens).items() if count > 1 or not token.strip()), None):
-        yield Conflict("data.new_tokens", f", and `{twice}` appears twice, or is blank", "name each token once")
-    if embeddings == "new" and not tokens:
+    if twice := [token for token, count in Counter(tokens).items() if count > 1 or not token.strip()]:
+        yield Conflict("data.new_tokens", f", and `{twice[0]}` appears twice, or is blank", "name each token once")
+    continued = config.model.adapter is not None and config.tuning.adapter == "continue"
+    if embeddings == "new" and not (tokens or continued):
         yield Conflict("tuning.lora.embeddings", ", but there are no `data.new_tokens`", "`all` trains every row")
     if tokens and config.model.init == "random":
         yield Conflict("data.new_tokens", ", but `model.init` is `random`", "put them into the tokenizer")
-    trained = config.tuning.mode != "full" and (tokens or embeddings == "all") and embeddings != "none"
+    trained = config.tuning.mode != "full" and (embeddings in ("new", "all") or (tokens and embeddings == "auto"))
     if trained and config.tuning.backend == "unsloth":
         yield Conflict("tuning.backend", ", which trains no embeddings here", "`tuning.backend: bnb`")
     if trained and config.launch.tensor_parallel > 1:

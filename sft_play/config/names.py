@@ -37,7 +37,7 @@ ELSEWHERE: Mapping[str, str] = {
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "model.vocab_size": "num_words vocabulary_size",
     "model.init": "from_scratch",
-    "train.loss": "loss_type loss_function",
+    "train.loss": "loss_type loss_function use_dft_loss",
     "train.label_smoothing_factor": "label_smoothing",
     "model.attn_implementation": "attention_implementation use_flash_attention_2 flash_attention flash_attn",
     "tuning.task": "stage task",
@@ -58,7 +58,9 @@ ELSEWHERE: Mapping[str, str] = {
     "tuning.lora.plus_ratio": "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
     "tuning.lora.bias": "lora_bias",
-    "data.new_tokens": "add_tokens add_special_tokens new_special_tokens additional_tokens special_tokens tokens",
+    "data.new_tokens": (
+        "add_tokens add_special_tokens new_special_tokens additional_tokens special_tokens tokens resize_vocab"
+    ),
     "data.train_path": (
         "dataset_name dataset_path train_file train_data data_path train_dataset datasets dataset data.path"
         " data.train data.file"

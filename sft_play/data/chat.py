@@ -198,7 +198,7 @@ class Renderer:
     def _everything(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> RowText:
         """Return the row of `train.loss_on: all`: every token, with the weight of its turn."""
         if all(message.get("train") is False for message in messages):
-            raise DataError("every turn has `train: false`, so there is nothing to learn")
+            raise DataError("every turn has `train: false` or weight 0, so there is nothing to learn")
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
         prompt, answer = self.answer(messages, last, tools)
         weighted = []
@@ -274,7 +274,9 @@ def answers_to_learn(messages: Sequence[Message], loss_on: str) -> list[int]:
     if not chosen:
         which = "the last answer has" if loss_on == "last" and answers else "every answer has"
         raise DataError(
-            f"{which} `train: false`, so there is nothing to learn" if answers else "there is no answer to learn"
+            f"{which} `train: false` or weight 0, so there is nothing to learn"
+            if answers
+            else "there is no answer to learn"
         )
     return chosen
 

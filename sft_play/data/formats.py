@@ -191,6 +191,8 @@ def _tokens(row: Row) -> Parts:
     for name, other in (("labels", labels), (WEIGHT, weights), *masks.items()):
         if other is not None and len(other) != len(ids):
             raise DataError(f"`{name}` has {len(other)} entries and `input_ids` {len(ids)}")
+    if weights is not None and not any(weights):
+        raise DataError("`weight` is 0 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
     _refuse_unread(row, ids)
     flags: list[Sequence[float] | None] = [*(masks.get(name) for name in MASKS), weights]
     for mask in filter(None, flags):

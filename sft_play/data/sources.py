@@ -384,7 +384,7 @@ JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
         _yes_or_no,
     ),
     (re.compile(r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?)|thumbs_down"), _opposite),
-    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|\w+_weight"), _number),
+    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), _number),
     (re.compile(r"label|status|verdict|preference|feedback"), _verdict),
 )
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing if
@@ -417,12 +417,14 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
             judging = ((column, keep) for column in sorted(row.keys() - heeded) for keep in _keepers(column, chat))
             conditions = ((column, keep(column, row[column])) for column, keep in judging)
             if judged := next((pair for pair in conditions if pair[1]), None):
+                column, condition = judged
+                weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""
                 yield (
                     place,
                     DataError(
-                        f"`{judged[0]}` seems to say whether to learn the row, and is not read",
+                        f"`{column}` seems to say whether to learn the row, and is not read",
                         place=place,
-                        hint=f"`filter: {judged[1]}` keeps what is good, `filter: has({judged[0]})` all",
+                        hint=f"{weighs}`filter: {condition}` keeps what is good, `filter: has({column})` all",
                     ),
                 )
                 continue

@@ -398,7 +398,7 @@ def _of_parts(ids: list[int], parts: Sequence[Part], prompt: list[int], referenc
         if weights is not None:
             weights[start:end] = [weight] * (end - start)
     if all(label == IGNORED for label in labels[1:]):
-        raise DataError("no token of the row is learnt: every turn has `train: false`")
+        raise DataError("no token of the row is learnt: every turn has `train: false` or weight 0")
     return Encoded(ids, labels, prompt, reference, weights)
 
 

@@ -165,6 +165,8 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
     )
 
 
+OF_THE_BASE = ("model.adapter", "tuning.adapter", "data.new_tokens")
+"""Keys of what a run starts from, of which its prepared base is made."""
 OF_SCHEDULERS = ("slurm.", "kubernetes.")
 """Sections that say where a run is started and do not affect what it computes."""
 BY_RESUME = "resume, in place of "
@@ -176,9 +178,12 @@ def check_overrides(call: Call) -> None:
     refused = [
         override
         for override in call.overrides
-        if override.key not in CHANGEABLE
-        and not override.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
-        and not needs_own_word(override.key)
+        if override.key in OF_THE_BASE
+        or not (
+            override.key in CHANGEABLE
+            or override.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
+            or needs_own_word(override.key)
+        )
     ]
     hint = (
         'omit it, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may'
@@ -267,7 +272,8 @@ def compare_early(checkpoint: Path, config: Config) -> None:
         backend=tuning.backend,
         mode=tuning.mode,
         quantization=tuning.quantization if tuning.mode == "qlora" else "none",
-        base_model=old.base_model if tuning.adapter == "merge" else label(config.model),
+        # What preparation makes of the base is compared when it was made.
+        base_model=old.base_model if tuning.adapter == "merge" or config.data.new_tokens else label(config.model),
         lora=None if tuning.mode == "full" else asdict(tuning.lora),
         max_seq_len=config.model.max_seq_len,
         seed=config.train.seed,

@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import load_peft_weights
 from peft.utils import transformers_weight_conversion as conversion
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -286,7 +287,8 @@ def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
             # An adapter with missing weights would load as the zero function, as if it were untrained.
             warnings.filterwarnings("error", message=".*missing adapter keys.*")
             warnings.filterwarnings("ignore", message=CHECKPOINTING, category=FutureWarning)
-            return PeftModel.from_pretrained(
+            mapping = getattr(base, "_checkpoint_conversion_mapping", {})
+            adapted = PeftModel.from_pretrained(
                 base,
                 str(folder),
                 config=saved_config(base, folder),
@@ -294,6 +296,12 @@ def read_adapter(base: Any, folder: Path, *, trainable: bool = False) -> Any:
                 autocast_adapter_dtype=False,
                 torch_device="cpu",
             )
+            # PEFT ignores weights of modules that the base lacks, such as a deeper model's, and only tells when asked.
+            weights = load_peft_weights(str(folder), device="cpu", key_mapping=mapping)
+            unread = set_peft_model_state_dict(adapted, weights).unexpected_keys
+            if foreign := [name for name in unread if ".lora_" in name or name.endswith(".bias")]:
+                raise ValueError(f"{len(foreign)} of its weights are of modules that the model lacks: `{foreign[0]}`")
+            return adapted
     except (RuntimeError, ValueError, UserWarning, OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the adapter does not fit the base model: {' '.join(str(error).split())[:400]}", place=str(folder)
@@ -346,6 +354,7 @@ def add_adapters(
     Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
     targets = find_targets(model, settings.target_modules)
+    _check_names(model, settings, targets)
     shape = peft_settings(settings)
     config = LoraConfig(
         **(shape | _trained_rows(model, embeddings_of(settings, len(new_tokens)), shape, new_tokens)),
@@ -371,6 +380,31 @@ def add_adapters(
     if settings.init in MUTATING:
         trained.initial_adapters = {name: matrix.detach().cpu().clone() for name, matrix in _pairs(trained)}
     return trained, targets.notes
+
+
+def _check_names(model: nn.Module, settings: LoraSettings, targets: Targets) -> None:
+    """Raise `UserError` for names of differing or saved modules that PEFT would apply to nothing, or to adapters."""
+    adapted, modules = [*targets.modules, *targets.parameters], [name for name, _ in model.named_modules()]
+    patterns = {key: getattr(settings, key) for key in ("rank_pattern", "alpha_pattern")}
+    for key, typed in patterns.items():
+        for pattern in typed:
+            if not any(re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) for name in adapted):
+                raise UserError(
+                    f"`tuning.lora.{key}` names `{pattern}`, which is no module with an adapter",
+                    hint=f"adapters are on {_some(sorted({_leaf(name) for name in adapted}))}",
+                )
+    for typed in settings.modules_to_save:
+        saved = [name for name in modules if _ends(name, typed)]
+        if not saved:
+            raise UserError(
+                f"`tuning.lora.modules_to_save` names `{typed}`, which this model does not have",
+                hint=f"it has {_some(sorted({_leaf(name) for name in modules if not _leaf(name).isdigit()} - {''}))}",
+            )
+        if inside := next((name for name in adapted if any(_inside(name, module) for module in saved)), None):
+            raise UserError(
+                f"`tuning.lora.modules_to_save` names `{typed}`, but `{inside}` has an adapter",
+                hint="leave it out of one: `tuning.lora.target_modules` names the modules with adapters",
+            )
 
 
 def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:

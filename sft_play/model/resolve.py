@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, is_expanded
-from sft_play.runs.adapters import ADAPTER_WEIGHTS, check_adapter
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, MADE, check_adapter
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
@@ -45,6 +46,8 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Return the model, downloaded if necessary. Raise `DataError` with a hint."""
     if (folder := _folder(model.name)) is not None:
         check_folder(folder, model.name)
+        if folder.name.startswith(f"{MADE}-") and folder == made_folder(folder.name):
+            return describe_made(folder)
         return describe(model.name, _trainable(folder), "folder", None)
     snapshot, complete = _cached(model), False
     with contextlib.suppress(DataError):  # after an interrupted download the rest is downloaded
@@ -168,6 +171,16 @@ def describe(name: str, folder: Path, source: str, revision: str | None) -> Reso
     )
 
 
+def made_folder(name: str) -> Path:
+    """Return the place in the cache of a base that a preparation makes."""
+    return cache_folder() / "models" / name
+
+
+def describe_made(folder: Path) -> ResolvedModel:
+    """Return the record of a base that a preparation made: it is known by what it was made of, which names it."""
+    return replace(describe(str(folder), folder, MADE, None), fingerprint=folder.name.rpartition("-")[2])
+
+
 def tokenizer_sha256(folder: Path) -> list[str]:
     """Return the names and checksums of a tokenizer's files."""
     return [f"{name} {file_sha256(folder / name)}" for name in TOKENIZER_FILES if (folder / name).is_file()]
@@ -231,17 +244,20 @@ def check_trained(folder: Path, *, ours: bool = True) -> None:
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
     """Raise `CheckpointError` if an adapter belongs to another base model than `base`, by its stamp or shapes."""
     folder = Path(parent.path)
-    hint = (
-        "omit `model.name` to use the adapter's own base; if that base was merged, `make merge` the adapter's run first"
-    )
     if stamp := own_stamp(folder):
         adapter = f"the adapter `{parent.name}` was trained"
-        for problem, then, now in (
-            (f"{adapter} over `{stamp.base_model}`, not `{base.name}`", stamp.base_fingerprint, base.fingerprint),
+        for problem, then, now, hint in (
+            (
+                f"{adapter} over `{stamp.base_model}`, not `{base.name}`",
+                stamp.base_fingerprint,
+                base.fingerprint,
+                "omit `model.name` and `data.new_tokens` to use the adapter's own base",
+            ),
             (
                 f"{adapter} with another tokenizer or chat template than that of `{base.name}`",
                 stamp.tokenizer_fingerprint,
                 base.tokenizer_fingerprint,
+                "keep the `data.chat_template`, `data.system` and `data.style` of its run, or `make merge` it first",
             ),
         ):
             if then != now:

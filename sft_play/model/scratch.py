@@ -26,6 +26,7 @@ from sft_play.model.resolve import (
 )
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
+from sft_play.runs.adapters import MADE
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
 
@@ -45,7 +46,7 @@ def describe_source(config: Config, model: ResolvedModel) -> str:
     """Describe the model and its origin in a line; for random weights their number, seed and tokenizer."""
     if model.source == "embedded":
         return f"model: {LABEL}, from a package: the hub cannot be reached"
-    if model.source == "folder" and model.name == model.path:
+    if model.source in ("folder", MADE) and model.name == model.path:
         return f"model: the folder {model.path}"
     if model.source != "scratch":
         origin = (

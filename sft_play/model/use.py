@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 
 from sft_play.config.load import load_config, read_config
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
+from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, first_line
 from sft_play.files import (
     current_umask,
     file_sha256,
@@ -394,7 +394,14 @@ def _merge_and_compare(
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
     model = lora.read_adapter(_full_precision_base(config, folder, partial), weights).eval()
     adapter_logits = _logits(model, prompts)
-    model = model.merge_and_unload()
+    try:
+        model = model.merge_and_unload()
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"PEFT cannot merge this adapter: {first_line(error)}",
+            place=str(weights),
+            hint="`tuning.adapter: continue`, `infer`, `eval` and `serve` take it as it is",
+        ) from error
     merged_logits = _logits(model, prompts)
     scale, difference = _compare(merged_logits, adapter_logits, EXACT, "the merged model")
     tell(

@@ -276,9 +276,15 @@ class ModelShape:
         parameters = sum(matrix.count * matrix.rank(lora) * (matrix.inputs + matrix.outputs) for matrix in targets)
         if lora.variant == "dora":
             parameters += sum(matrix.count * matrix.outputs for matrix in targets)
-        rows = {"none": 0, "new": new_tokens, "all": self.vocab_size}[embeddings_of(lora, new_tokens)]
+        trained = embeddings_of(lora, new_tokens)
+        rows = {"none": 0, "new": new_tokens, "all": self.vocab_size}[trained]
         parameters += rows * self.hidden_size * (1 if self.tied else 2)
-        saved = [matrix for matrix in self.matrices if any(matrix.is_called(name) for name in lora.modules_to_save)]
+        saved = [
+            matrix
+            for matrix in self.matrices
+            if any(matrix.is_called(name) for name in lora.modules_to_save)
+            and not (trained == "all" and matrix.kind == "ends")
+        ]
         parameters += sum(matrix.parameters for matrix in saved)
         if lora.bias != "none" and self.qkv_bias:
             biased = [matrix for matrix in (self.matrices if lora.bias == "all" else targets) if matrix.typed in BIASED]
@@ -516,6 +522,9 @@ def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:
     )
     parameters = shape.adapter_parameters(lora, len(config.data.new_tokens))
     text = f"adapters of rank {lora.r} on {names}: {parameters:,} parameters"
+    if config.model.adapter:
+        start = "continue" if config.tuning.adapter == "continue" else "are new, over a base with"
+        text += f"; they {start} `{config.model.adapter}`"
     text += "; DoRA runs as PEFT's own layers, which no kernel fuses" if lora.variant == "dora" else ""
     return {"adapters": text + (f"; {', '.join(frozen)} stay frozen" if frozen else "")}
 

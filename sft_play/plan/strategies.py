@@ -84,7 +84,8 @@ def _check(request: Request, chosen: str) -> None:
     # What is installed here says nothing about a machine that is only described.
     if quantises and not hardware.described and not has_bitsandbytes():
         raise HardwareError("`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing")
-    if conflict := conflict_for(config.tuning, chosen, len(config.data.new_tokens)):
+    strategy = "pipeline" if chosen == "ddp" and config.launch.strategy == "pipeline" else chosen
+    if conflict := conflict_for(config.tuning, strategy, len(config.data.new_tokens)):
         raise UserError(conflict)
     if tensor > 1 and chosen.startswith("zero"):
         raise UserError(
@@ -320,8 +321,8 @@ def has_bitsandbytes() -> bool:
 def conflict_for(tuning: TuningConfig, strategy: str, new_tokens: int = 0) -> str | None:
     """Return why this backend, quantisation or adapter cannot be combined with a strategy, or `None` if it can.
 
-    `strategy` is `single`, `ddp`, `zero1` to `zero3` or `fsdp2`. The reasons were measured with the pinned versions, as
-    docs/models.md describes.
+    `strategy` is `single`, `ddp`, `zero1` to `zero3`, `fsdp2` or `pipeline`. The reasons were measured with the
+    pinned versions, as docs/models.md describes.
     """
     backend, int8 = tuning.backend, tuning.mode == "qlora" and tuning.quantization == "int8"
     if backend == "unsloth" and strategy not in ("single", "ddp"):

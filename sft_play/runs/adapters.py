@@ -67,13 +67,17 @@ def peft_settings(lora: LoraSettings) -> dict[str, Any]:
 
 
 def _from_peft(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `tuning.lora` in an adapter's configuration, with the default initialisation."""
-    settings = {}
+    """Return the keys of `tuning.lora` in an adapter's configuration, with the default initialisation; an older PEFT
+    did not write every key.
+    """
+    settings, absent = dict[str, Any](), LoraSettings(r=8, alpha=8.0)
     for key, (name, other) in IN_PEFT.items():
         value = saved.get(name)
-        if key != "init" and value is not None:
-            settings[key] = next((ours for ours, theirs in other.items() if theirs == value), value)
-    return settings | {"init": "default", "alpha": float(settings.get("alpha", 8))}
+        missing = key == "init" or value is None
+        ours = next((ours for ours, theirs in other.items() if theirs == value), value)
+        settings[key] = getattr(absent, key) if missing else ours
+    settings["alpha"] = float(settings["alpha"])
+    return settings
 
 
 def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
@@ -91,7 +95,8 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
         folder = find_adapter(config, origins["model.adapter"])
         stamp = own_stamp(folder)
         saved = dict(read_json(folder / CONFIG))
-        if not name and (base := stamp.base_model if stamp else saved.get("base_model_name_or_path")):
+        if not name:
+            base = _base_of(folder, stamp.base_model if stamp else saved.get("base_model_name_or_path"))
             config, origins["model.name"] = (
                 replace(config, model=replace(config.model, name=base)),
                 f"adapter {adapter}",
@@ -105,6 +110,20 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
                 if origins[f"tuning.lora.{key}"] == DEFAULT
             }
     return replace(loaded, config=config, origins=MappingProxyType(origins))
+
+
+def _base_of(folder: Path, name: str | None) -> str:
+    """Return the base that an adapter names. Raise `CheckpointError` if it is a folder that is not here."""
+    if name and not (name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir()):
+        return name
+    hint = "MODEL_NAME=folder or hub id of the model that it was trained over"
+    if f"/{MADE}-" in (name or ""):
+        hint += "; `make data RUN=` of its run makes that folder again"
+    raise CheckpointError(
+        f"the adapter was trained over `{name}`, and there is no such folder" if name else "the adapter names no base",
+        place=str(folder / CONFIG),
+        hint=hint,
+    )
 
 
 def _run_of(name: str) -> RunFolder | None:
@@ -200,6 +219,7 @@ def _shape(loaded: LoadedConfig, folder: Path, saved: Mapping[str, Any], stamp: 
     own = _from_peft(saved)
     targets = (stamp.lora or {}).get("target_modules") if stamp else None
     own["target_modules"] = targets or _targets(folder, saved)
+    own["embeddings"] = _trained_rows(saved, stamp)
     for key, value in own.items():
         asked = getattr(typed, key)
         if not loaded.typed(f"tuning.lora.{key}") or _same(asked, value):
@@ -211,9 +231,25 @@ def _shape(loaded: LoadedConfig, folder: Path, saved: Mapping[str, Any], stamp: 
             f"`tuning.lora.{key}` is `{_shown(asked)}`, but the adapter `{loaded.config.model.adapter}` has"
             f" `{_shown(value)}`",
             place=loaded.origins[f"tuning.lora.{key}"],
-            hint="omit it: an adapter keeps its shape; `tuning.adapter: merge` starts a new one of any shape",
+            hint=f"omit it: {KEEPS_ITS_SHAPE}",
+        )
+    if loaded.config.data.new_tokens and own["embeddings"] == "none" and not own["modules_to_save"]:
+        raise UserError(
+            f"`data.new_tokens` adds rows to train, and the adapter `{loaded.config.model.adapter}` trains none",
+            place=loaded.origins["data.new_tokens"],
+            hint=KEEPS_ITS_SHAPE,
         )
     return replace(typed, **own)
+
+
+KEEPS_ITS_SHAPE = "an adapter keeps its shape; `tuning.adapter: merge` starts a new one of any shape"
+
+
+def _trained_rows(saved: Mapping[str, Any], stamp: Stamp | None) -> str:
+    """Return an adapter's `tuning.lora.embeddings`."""
+    if saved.get("trainable_token_indices"):
+        return "new"
+    return "all" if stamp and (stamp.lora or {}).get("embeddings") == "all" else "none"
 
 
 def _same(asked: Any, value: Any) -> bool:
@@ -225,7 +261,7 @@ def _same(asked: Any, value: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value).lower()
 
 
 def _targets(folder: Path, saved: Mapping[str, Any]) -> list[str]:

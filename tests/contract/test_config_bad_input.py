@@ -103,6 +103,10 @@ CASES = {
         [],
         "x.yaml:5: `train.label_smoothing_factor` is 0.1, which goes with `train.loss: nll`, and that is `dft`",
     ),
+    "a pattern that does not compile": (
+        GOOD, ['TUNING_LORA_RANK_PATTERN={"(": 8}'], "`tuning.lora.rank_pattern` has `(`: missing )"
+    ),
+    "another tool's new tokens": (GOOD + "resize_vocab: true\n", [], "did you mean `data.new_tokens`?"),
     "Muon for adapters": (
         GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"
     ),

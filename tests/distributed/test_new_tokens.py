@@ -88,6 +88,26 @@ def test_new_rows_start_at_the_mean_and_are_trained_saved_and_merged(
     shutil.rmtree(run)
 
 
+def test_a_training_with_new_tokens_is_resumed_and_trained_on(place: Place) -> None:
+    def losses(run: str, command: str, *words: str) -> list[float]:
+        done = place.run(command, *words)
+        assert done.returncode == 0, done.stderr
+        return [row["eval_loss"] for row in metrics(place.folder / "runs" / run, "eval")]
+
+    parent = losses("parent", "train", f"CONFIG={place.config}", "RUN_NAME=parent")
+    resumed = losses("parent", "resume", "RUN=parent", "TRAIN_MAX_STEPS=6")
+    assert resumed[: len(parent)] == parent and resumed[-1] < parent[-1]
+    place.call("resume", "RUN=parent", "DATA_NEW_TOKENS=[<other>]").refused(2, "`data.new_tokens` cannot change")
+    once = place.folder / "once.yaml"
+    text = place.config.read_text().replace(f"name: {place.folder}/model, ", "")
+    once.write_text(text.replace(", new_tokens: [<tool>, </tool>, <never>]", ""))
+    for name, config in (("same", place.config), ("adapters", once)):
+        second = losses(name, "train", f"CONFIG={config}", f"RUN_NAME={name}", "MODEL_ADAPTER=parent")
+        assert second[0] == pytest.approx(resumed[-1], abs=1e-6) and second[-1] < second[0]
+        assert place.run("merge", f"RUN={name}").returncode == 0
+        place.call("push", f"RUN={name}", "REPO=me/x").refused(2, f"make merge RUN={name}")
+
+
 def test_uses_are_counted_when_rows_are_prepared(place: Place) -> None:
     done = place.run("inspect", f"CONFIG={place.config}", "JSON=1")
     assert done.returncode == 0, done.stderr
@@ -111,4 +131,5 @@ def test_invalid_new_tokens_are_refused(place: Place) -> None:
     refused(4, "`<|im_end|>`, which the vocabulary of", tokens='["<|im_end|>"]')
     refused(4, "`<b>`, which the chat template or the tokenizer splits", tokens=r'["\n<b>", "<b>"]')
     refused(2, "appears twice", tokens='["<a>", "<a>"]')
+    refused(2, "or is blank", tokens='[""]')
     refused(2, "no `data.new_tokens`", tokens="[]", words=("TUNING_LORA_EMBEDDINGS=new",))

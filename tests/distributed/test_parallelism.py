@@ -99,6 +99,16 @@ def answers(run: Path) -> list[str]:
     return [json.loads(line)["answer"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
+def test_muon_in_a_pipeline_agrees_to_its_rounding(config: Path, cache: Path, session_runs: Path) -> None:
+    words = ["TUNING_MODE=full", "TRAIN_OPTIM=muon", "TRAIN_PREDICT_WITH_GENERATE=false"]
+    alone = train(config, session_runs / "parts-muon", cache, words)
+    staged = train(config, session_runs / "parts-muon-staged", cache, [*words, *WAYS["pp-flattened"]])
+    losses, expected = ([row["loss"] for row in metrics(run)] for run in (staged, alone))
+    assert losses == pytest.approx(expected, abs=1e-4) and losses[-1] < losses[0]
+    held_as_planned(staged)
+
+
 @pytest.mark.parametrize(
     ("mode", "way"), [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in PAIRS]
 )

@@ -80,6 +80,8 @@ def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Pa
     assert losses(second)[-1] < losses(second)[0]
     assert place.scores("RUN=first")["loss"] == pytest.approx(losses(second)[0], abs=1e-6)
     stamp = json.loads((second / "model/stamp.json").read_text())
+    plan = place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=first").out
+    assert "adapters of rank 4" in plan and f"they continue `{place.folder}/runs/first/model`" in plan
     assert stamp["parent"]["name"] == "first" and stamp["parent"]["use"] == "continue" and stamp["lora"]["r"] == 4
 
 
@@ -216,6 +218,31 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
     assert losses(again)[0] == pytest.approx(losses(full)[-1], abs=1e-6)
 
 
+def test_a_third_training_is_on_a_base_with_a_merged_adapter(place: Place) -> None:
+    parent = train(place, "merged-once", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge")
+    words = (f"CONFIG={place.folder}/demo.yaml", "RUN_NAME=third", "MODEL_ADAPTER=merged-once", "MODEL_NAME=")
+    done = place.run("train", *words)
+    assert done.returncode == 0, done.stderr
+    third = place.folder / "runs/third"
+    assert losses(third)[0] == pytest.approx(losses(parent)[-1], abs=1e-6) and losses(third)[-1] < losses(third)[0]
+    assert place.run("merge", "RUN=third").returncode == 0
+    place.call("resume", "RUN=third", "MODEL_ADAPTER=first").refused(2, "`model.adapter` cannot change")
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(place: Place, tmp_path: Path) -> None:
+    deep = build_tiny_llama(tmp_path / "deep", num_hidden_layers=3)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(deep), LoraConfig(task_type="CAUSAL_LM", r=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=deep", f"MODEL_ADAPTER={tmp_path}/adapter")
+    assert done.returncode == 5 and "of modules that the model lacks: `base_model.model.model.layers.2." in done.stderr
+
+
+def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
+    folder = foreign(place, tmp_path / "biased", target_modules=["q_proj"], lora_bias=True)
+    train(place, "biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
+    place.call("merge", "RUN=biased").refused(5, "PEFT cannot merge", "base layer has no bias")
+
+
 def test_a_second_training_resumes_bit_for_bit(place: Place, second: Path) -> None:
     words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
     run = train(place, "stopped", *words)
@@ -227,7 +254,7 @@ def test_a_second_training_resumes_bit_for_bit(place: Place, second: Path) -> No
         assert torch.equal(tensor, weights(run / "model")[name]), name
 
 
-def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, tmp_path: Path) -> None:
+def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, second: Path, tmp_path: Path) -> None:
     def refused(code: int, *parts: str, words: list[str]) -> None:
         place.call("train", f"CONFIG={place.config}", "RUN_NAME=none", *words).refused(code, *parts)
         assert not (place.folder / "runs/none").exists()
@@ -238,8 +265,25 @@ def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, tm
     refused(2, "`tuning.lora.r` is `8`", "has `4`", "merge", words=["MODEL_ADAPTER=first", "TUNING_LORA_R=8"])
     refused(2, "`tuning.mode` is `full`", "train on", words=["MODEL_ADAPTER=first", "TUNING_MODE=full"])
     refused(2, "neither a run nor a folder", words=["MODEL_ADAPTER=frist"])
-    refused(2, "has an adapter", "MODEL_ADAPTER=first", words=["MODEL_NAME=first"])
+    refused(2, "has an adapter", "MODEL_ADAPTER=second", words=["MODEL_NAME=second"])
     refused(2, "a complete model", words=[f"MODEL_ADAPTER={place.folder}/model"])
+    refused(
+        2, "`tuning.lora.embeddings` is `all`", "`none`", words=["MODEL_ADAPTER=first", "TUNING_LORA_EMBEDDINGS=all"]
+    )
+    saved = "TUNING_LORA_MODULES_TO_SAVE=[embed_tokens]"
+    refused(2, "`tuning.lora.modules_to_save`", "`none`", words=["MODEL_ADAPTER=first", saved])
+    refused(2, "`first` trains none", "merge", words=["MODEL_ADAPTER=first", "DATA_NEW_TOKENS=[<tool>]"])
+    refused(5, "chat template", "`data.system`", words=["MODEL_ADAPTER=first", "DATA_SYSTEM=Be short."])
+    config, moved = place.folder / "unnamed.yaml", foreign(place, tmp_path / "moved", target_modules=["q_proj"])
+    config.write_text(place.config.read_text().replace(f"name: {place.folder}/model, ", ""))
+    for base, message in (("/elsewhere/model", "no such folder"), (None, "names no base")):
+        settings = json.loads((moved / "adapter_config.json").read_text())
+        (moved / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": base}))
+        place.call("plan", f"CONFIG={config}", f"MODEL_ADAPTER={moved}").refused(5, message, "MODEL_NAME=")
+    rows = foreign(place, tmp_path / "rows", target_modules=["q_proj"], trainable_token_indices=[5])
+    staged = ["LAUNCH_STRATEGY=pipeline", "NUM_GPUS=2"]
+    for words in ([f"MODEL_ADAPTER={rows}"], ["TUNING_LORA_EMBEDDINGS=all"], [saved], ["TUNING_LORA_INIT=pissa"]):
+        place.call("plan", f"CONFIG={place.config}", *words, *staged).refused(2, "`pipeline`")
     missing, pickled = copy("missing"), copy("pickled")
     (missing / "adapter_model.safetensors").unlink()
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import LoraSettings
+from sft_play.errors import UserError
 from sft_play.model.lora import add_adapters, publish_on_base, read_adapter
+from sft_play.plan.architecture import shape_from_file
 from sft_play.runs.adapters import peft_settings
 from sft_play.trace.build import BASE
 from tests.tiny_models import build_tiny_llama
@@ -91,6 +93,29 @@ def test_a_shape_is_pefts(folder: Path, ours: dict[str, Any], theirs: dict[str, 
     assert (logits(merged) - after).abs().max() < 3e-6
     merged.save_pretrained(tmp_path / "merged")
     assert (logits(base(tmp_path / "merged")) - after).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rank_pattern": {"dwn_proj": 8}}, "`tuning.lora.rank_pattern` names `dwn_proj`"),
+        ({"alpha_pattern": {"lm_head": 8.0}}, "`tuning.lora.alpha_pattern` names `lm_head`"),
+        ({"modules_to_save": ["embed_token"]}, "`tuning.lora.modules_to_save` names `embed_token`"),
+        ({"modules_to_save": ["mlp"]}, "`model.layers.0.mlp.gate_proj` has an adapter"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        add_adapters(base(folder).requires_grad_(False), LoraSettings(**settings), BASE, torch.float32)
+    assert message in caught.value.message
+
+
+def test_the_plan_counts_a_module_that_is_named_twice_once(folder: Path) -> None:
+    settings = LoraSettings(r=4, embeddings="all", modules_to_save=["embed_tokens"])
+    model, _ = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
+    trained = {id(part): part.numel() for part in model.parameters() if part.requires_grad}
+    shape = shape_from_file(folder / "config.json")
+    assert shape.adapter_parameters(settings) == sum(trained.values())
 
 
 def test_the_default_is_plain_lora() -> None:

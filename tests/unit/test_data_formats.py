@@ -136,6 +136,7 @@ def test_token_rows_are_read_without_their_padding() -> None:
         ({"instruction": "q", "output": "a", "history": [["q"]]}, "`history[0]` is not a pair"),
         ({"input_ids": [1, -5]}, "`input_ids` contains -5"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "`labels` is -100 everywhere"),
+        ({"input_ids": [1, 2], "weight": [0, 0]}, "`weight` is 0 everywhere"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "is 0 between tokens"),
     ],
 )

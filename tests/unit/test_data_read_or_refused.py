@@ -279,6 +279,7 @@ def test_a_falsy_list_is_refused_too(column: str, value: Any) -> None:
         ({"rating": "3"}, "number(rating) >= 3"),
         ({"kto_tag": True}, "kto_tag"),
         ({"sample_weight": 0}, "sample_weight >= 0"),
+        ({"weights": 0.5}, "weights >= 0.5"),
         ({"train": False}, "train"),
     ],
 )
@@ -292,6 +293,8 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
         assert "seems to say whether to learn the row" in caught.value.message and f"`filter: {filtered}`" in (
             caught.value.hint or ""
         )
+        column = next(iter(judged))
+        assert (f"`columns: {{weight: {column}}}`" in (caught.value.hint or "")) == ("weight" in column)
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=filtered)) in (1, 2)
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=f"has({next(iter(judged))})")) == 2
     assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
