@@ -44,6 +44,8 @@ OF_A_MODEL = SETTINGS | {"model.revision", "model.trust_remote_code"}
 """Keys that may be changed for a model without a run."""
 BATCH_SIZE = 8
 """Prompts answered together without a plan."""
+NOT_UTF8 = re.compile(r"[\ud800-\udfff]")
+"""What Python reads for bytes that are not UTF-8."""
 COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends"
 
 
@@ -71,6 +73,8 @@ def main(call: Call) -> int:
         return _answer_prompt(call, ready, facts)
     if rows is not None:
         return _answer_file(call, ready, rows, Path(options["OUTPUT"]))
+    if isinstance(sys.stdin, io.TextIOWrapper):  # so that other bytes are refused below in every locale
+        sys.stdin.reconfigure(errors="surrogateescape")
     return Conversation(ready, as_json=call.json).run(sys.stdin)
 
 
@@ -90,7 +94,7 @@ def _check_options(options: Mapping[str, str]) -> None:
         raise UserError("`PROMPT` asks for one answer and `INPUT`/`OUTPUT` for a file of them: give one or the other")
     if not options.get("PROMPT", "?").strip():
         raise UserError("`PROMPT` is empty")
-    if re.search(r"[\ud800-\udfff]", options.get("PROMPT", "")):
+    if NOT_UTF8.search(options.get("PROMPT", "")):
         raise UserError("`PROMPT` is not UTF-8 text")
     if sys.stdin is None and not options.keys() & {"PROMPT", "INPUT", "OUTPUT"}:
         raise UserError("stdin is closed: there are no questions to read", hint="PROMPT=... asks one, INPUT= a file")
@@ -315,6 +319,10 @@ class Conversation:
             line = stdin.readline()
             if not line or line.strip() == "/quit":
                 return 0
+            if NOT_UTF8.search(line):
+                raise UserError(
+                    "a question on stdin is not UTF-8 text", hint="iconv -f LATIN1 -t UTF-8 converts a file"
+                )
             if line.strip() == "/reset":
                 self.messages.clear()
                 tell("the conversation is cleared")

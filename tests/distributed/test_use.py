@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,6 +217,12 @@ def test_invalid_calls_of_infer_and_merge_are_refused(
 def test_a_conversation_needs_stdin(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it under `<&-`
     place.call("infer", "RUN=demo").refused(2, "stdin is closed", "PROMPT=...")
+
+
+def test_a_piped_question_that_is_not_utf_8_is_refused(place: Place) -> None:
+    command = place.command("infer", "RUN=demo")
+    done = subprocess.run(command, input=b"caf\xe9\n", env=place.environment, capture_output=True, check=False)
+    assert done.returncode == 2 and b"is not UTF-8 text" in done.stderr and b"Traceback" not in done.stderr
 
 
 def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:
