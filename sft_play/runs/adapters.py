@@ -89,8 +89,11 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
     if run := _run_of(name):
         config = replace(config, model=replace(config.model, name=str(_whole_model(run, name, origins["model.name"]))))
     if adapter is not None:
-        run = _run_of(adapter)
-        place = str(weights_folder(run, None)) if run else adapter
+        place, (name_of_run, _, checkpoint) = adapter, adapter.rpartition("@")
+        if run := _run_of(adapter):
+            place = str(weights_folder(run, None))
+        elif run := _run_of(name_of_run):
+            place = str(weights_folder(run, checkpoint))
         config = replace(config, model=replace(config.model, adapter=place))
         folder = find_adapter(config, origins["model.adapter"])
         stamp = own_stamp(folder)

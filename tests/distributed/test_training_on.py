@@ -243,6 +243,16 @@ def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> No
     place.call("merge", "RUN=biased").refused(5, "PEFT cannot merge", "base layer has no bias")
 
 
+def test_a_checkpoint_of_a_run_is_trained_on(place: Place) -> None:
+    parent = train(place, "saved", "TRAIN_SAVE_STEPS=2", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=2")
+    run = train(place, "from-checkpoint", "MODEL_ADAPTER=saved@step-000002")
+    assert losses(run)[0] == pytest.approx(losses(parent)[0], abs=1e-6)
+    assert json.loads((run / "stamp.json").read_text())["parent"]["name"] == "saved@step-000002"
+    place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=saved@step-000009").refused(
+        5, "no checkpoint `step-000009`"
+    )
+
+
 def test_a_second_training_resumes_bit_for_bit(place: Place, second: Path) -> None:
     words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
     run = train(place, "stopped", *words)
