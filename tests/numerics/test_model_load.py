@@ -114,7 +114,7 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
             {"quant_method": "fbgemm_fp8"},
             "lora",
             "single",
-            "is quantised by `fbgemm_fp8`, and adapters are not trained",
+            "is quantised by `fbgemm_fp8`, and adapters over such a base are not supported",
         ),
         (
             {"quant_method": "gptq", "bits": 4},
