@@ -358,10 +358,18 @@ def _settings(run: RunFolder) -> dict[str, Any]:
 
 
 def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Return the keys whose values differ, each with the value of every side, `None` for a side without that key."""
+    """Return the keys whose values differ, each with the value of every side, `None` for a side without that key.
+
+    A plain model has no keys of training, and therefore does not differ in them.
+    """
     settings = _side_by_side([side.settings for side in sides])
-    present = {key: [side.settings[key] for side in sides if key in side.settings] for key in settings}
-    return {key: values for key, values in settings.items() if any(value != present[key][0] for value in present[key])}
+    sections = [{key.partition(".")[0] for key in side.settings} for side in sides]
+    changed = {}
+    for key, values in settings.items():
+        present = [value for value, own in zip(values, sections, strict=True) if key.partition(".")[0] in own]
+        if any(value != present[0] for value in present):
+            changed[key] = values
+    return changed
 
 
 def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:

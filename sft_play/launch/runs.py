@@ -368,8 +368,9 @@ def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
+    """Return each score's best value from the first step on; step 0 has the weights that training began with."""
     scores: dict[str, float] = {}
-    for row in evaluations:
+    for row in (row for row in evaluations if row.get("step") != 0):
         for name, value in row.items():
             kind = name.removeprefix("eval_").partition("/")[0]
             if isinstance(value, (int, float)) and (kind in OF_LOSS or kind in LABELS):

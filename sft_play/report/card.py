@@ -297,7 +297,7 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
 
 def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     if not after:
-        yield "This model was not scored."
+        yield "This model was not scored on the rows that its run held out."
         return
 
     def cell(scores: dict[str, Any], name: str) -> str:

@@ -51,6 +51,15 @@ def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
 
 
+def test_scores_on_other_rows_are_no_results_of_the_card(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "tuned", tmp_path / "tuned")
+    scores = tmp_path / "tuned" / "eval" / "step-000005"
+    scores.rename(scores.with_name("step-000005-other-0123abcd"))
+    done = typed(runs, "card", f"RUN={tmp_path / 'tuned'}", f"OUT={tmp_path / 'card.md'}")
+    assert done.code == 0, done.err
+    assert "was not scored on the rows that its run held out" in (tmp_path / "card.md").read_text()
+
+
 def test_a_card_does_not_contain_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tuned"
     shutil.copytree(runs / "tuned", folder)

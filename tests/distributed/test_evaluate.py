@@ -125,9 +125,15 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
 
 
 def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
-    shutil.copytree(place.folder / "runs" / "one", place.folder / "runs" / "unscored", symlinks=True)
-    shutil.rmtree(place.folder / "runs" / "unscored" / "eval")
+    unscored = place.folder / "runs" / "unscored"
+    shutil.copytree(place.folder / "runs" / "one", unscored, symlinks=True)
+    shutil.rmtree(unscored / "eval")
+    settings = json.loads((unscored / "config.json").read_text())
+    data = settings["config"]["data"]
+    data |= {"train_path": None, "sources": [*data["sources"], {"path": "further.jsonl"}]}
+    (unscored / "config.json").write_text(json.dumps(settings))
     result = place.call("compare", "RUNS=one unscored", "JSON=1").json
+    assert result["settings"] == {"data.sources[1].path": [None, "further.jsonl"]}, "a source of one side only"
     assert result["losses"]["loss"][0] > 0 and result["losses"]["loss"][1] is None
     assert result["facts"]["steps"] == [2, 2] and not result["scores"] and not result["rows"]
     printed = place.call("compare", "RUNS=one unscored")
