@@ -110,7 +110,7 @@ def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_pat
         ("", "needs `SWEEP`"),
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
         (f"SWEEP={mixed} SLURM=1 HARDWARE=2xH100", "train-deepspeed and train-distributed"),
-        (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` is typed"),
+        (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` was typed"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=no", "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):
         in_process("sweep", "CONFIG=quickstart", *words.split()).refused(2, message)

@@ -96,7 +96,7 @@ def test_a_shape_is_pefts(folder: Path, ours: dict[str, Any], theirs: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"rank_pattern": {"dwn_proj": 8}}, "`tuning.lora.rank_pattern` names `dwn_proj`"),
         ({"alpha_pattern": {"lm_head": 8.0}}, "`tuning.lora.alpha_pattern` names `lm_head`"),

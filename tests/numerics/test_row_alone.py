@@ -159,6 +159,7 @@ SPLIT = {
     "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps",
     "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_static_graph",
+    "activation_offload",
 }  # fmt: skip
 """They decide the split, or how it is carried out."""
 WHOLE = {

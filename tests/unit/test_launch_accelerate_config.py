@@ -125,7 +125,7 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
             "DEEPSPEED",
             "`deepspeed_config_file` is `gone.json`, and there is no such file",
         ),
-        ("deepspeed_config: {zero_stage: two}", "DEEPSPEED", "`zero_optimization.stage` is `two`"),
+        ("deepspeed_config: {zero_stage: two}", "DEEPSPEED", '`zero_optimization.stage` is `"two"`'),
         ("main_process_ip: [10.0.0.1]", "MULTI_GPU", "`main_process_ip` is `[10.0.0.1]`; expected text"),
         (
             "main_process_port: 70000",
