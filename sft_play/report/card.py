@@ -179,7 +179,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
     adapter = kind_of(weights) == "adapter"
     base, on_hub = _plain(stamp.public_base[0]), stamp.public_base[1]
     before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(stamp.step or 0)) or {}
-    held_out = prepared.validation.sources[0].name if prepared.validation else ""
+    held_out = prepared.validation.sources[:MOST_SOURCES] if prepared.validation else ()
     header = ModelCardData(
         base_model=base if on_hub else None,
         library_name="peft" if adapter else "transformers",
@@ -196,7 +196,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
             EvalResult(
                 task_type="text-generation",
                 dataset_type="held-out",
-                dataset_name=_name(held_out) or "held out",
+                dataset_name=", ".join(_name(source.name) for source in held_out) or "held out",
                 metric_type=metric,
                 metric_name=label_of_metric(metric),
                 metric_value=round(value["mean"], 4),

@@ -21,6 +21,11 @@ pytestmark = pytest.mark.slow
 def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     run = make_run(folder / "tuned", tiny)
+    sources = [{"name": name, "rows": 20, "tokens": 200, "label_tokens": 40} for name in ("a/b/faq.csv", "chat.jsonl")]
+    counts = {"rows": 40, "dropped": 0, "tokens": 400, "label_tokens": 80, "longest": 12, "median": 10}
+    prepared = json.loads(run.prepared.read_text())
+    held_out = {"path": "unused", "fingerprint": "f" * 64, "sources": sources, **counts}
+    run.prepared.write_text(json.dumps({**prepared, "validation": held_out}))
     run.training_metrics.write_text(json.dumps({"steps": 5, "training_seconds": 90, "tokens_per_second": 1234.5}))
     for step, mean in ((0, 0.1), (5, 0.4)):
         run.evaluation(step).mkdir(parents=True)
@@ -45,7 +50,8 @@ def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     text = (tmp_path / "card.md").read_text()
     header = yaml.safe_load(text.split("---\n")[1])
     assert (header["library_name"], header["pipeline_tag"]) == ("peft", "text-generation")
-    assert header["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.4
+    [result] = header["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == 0.4 and result["dataset"]["name"] == "faq.csv, chat.jsonl"
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500] | 0.4000 [0.3500, 0.4500] |" in text
     assert "AutoPeftModelForCausalLM" in text and "1.5 min" in text
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
