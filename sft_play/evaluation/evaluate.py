@@ -52,7 +52,9 @@ SCORING = frozenset(
     }
 )
 """Keys that may differ from the run's configuration when its own rows are scored."""
-OTHER_ROWS = frozenset({"data.val_path", "data.validation", "data.overlong", "data.num_proc", "model.max_seq_len"})
+OTHER_ROWS = frozenset(
+    {"data.val_path", "data.validation", "data.bad_rows", "data.overlong", "data.num_proc", "model.max_seq_len"}
+)
 """Keys that may differ as well when other rows are scored."""
 
 
@@ -294,9 +296,7 @@ def _columns_of(path: Path, sources: Sequence[DataSource]) -> Mapping[str, str]:
     named = [source.columns for source in sources if source.columns]
     if not named or kind(path) not in TABLES or not path.is_file():
         return {}
-    row = next((row for _, row in read_file(path)), {})
-    if isinstance(row, DataError):
-        return {}
+    row = next((row for _, row in read_file(path) if not isinstance(row, DataError)), {})
 
     def is_there(names: Mapping[str, str], new: str) -> bool:
         column, _, of_turns = new.partition(".")

@@ -124,6 +124,14 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert comparison["differences"]["rougeL"][1]["n"] == 6
 
 
+def test_bad_rows_of_other_data_are_dropped_as_the_hint_says(place: Place) -> None:
+    other = place.folder / "some-bad.jsonl"
+    other.write_text((place.folder / "other.jsonl").read_text() + '{"prompt": "What?"}\n')
+    refused = place.run("eval", "RUN=one", f"DATA={other}")
+    assert refused.returncode == 4 and "DATA_BAD_ROWS=drop" in refused.stderr
+    assert place.scores("RUN=one", f"DATA={other}", "DATA_BAD_ROWS=drop")["chrf"]["n"] == 6
+
+
 def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     unscored = place.folder / "runs" / "unscored"
     shutil.copytree(place.folder / "runs" / "one", unscored, symlinks=True)
