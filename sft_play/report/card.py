@@ -306,7 +306,8 @@ def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
         return f"{value:.4f}" if isinstance(value, (int, float)) else "–"
 
-    yield "On held-out rows, with 95 % bootstrap intervals:\n"
+    answers = max((score["n"] for score in metrics_of(after).values()), default=0)
+    yield "On held-out rows" + (f", with 95 % intervals over {plural(answers, 'answer')}:\n" if answers else ":\n")
     yield "| | before | after |\n|---|---:|---:|"
     for name in ("loss", *metrics_of(after)):
         yield f"| {_plain(label_of_metric(name))} | {cell(before, name)} | {cell(after, name)} |"
