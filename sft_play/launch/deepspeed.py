@@ -327,7 +327,7 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     steps = settings.get("steps_per_print")
     if steps not in (None, "auto") and not (isinstance(steps, int | float) and 0 <= steps < math.inf):
         text = f"`steps_per_print` is `{_json(steps)}`; expected a number"
-        yield "steps_per_print", text, "take the key out to print nothing"
+        yield "steps_per_print", text, "remove the key to print nothing"
     for key, (values, why) in ONLY.items():
         if (value := _at(settings, key)) not in (None, "auto", *values):
             yield key, f"`{key}` is `{_json(value)}`: {why}", "remove the key"

@@ -28,7 +28,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__([*self.muon.param_groups, *adamw.param_groups], {})
 
     def step(self, closure: Any = None) -> None:
-        # Given anew, since `load_state_dict` replaces groups and states.
+        # Set at each step, since `load_state_dict` replaces groups and states.
         for part in (self.muon, self.adamw):
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == (part is self.muon)]
