@@ -72,6 +72,11 @@ TRAININGS: Mapping[str, Training] = {
     "full": Training(f"{SHORT} TUNING_MODE=full TRAIN_LEARNING_RATE=1e-4"),
     "fp16": Training(f"{SHORT} TRAIN_FP16=true TRAIN_BF16=false"),
     "recomputation": Training(f"{SHORT} TRAIN_GRADIENT_CHECKPOINTING=true"),
+    "Muon": Training(f"{SHORT} TUNING_MODE=full TRAIN_OPTIM=muon TRAIN_LEARNING_RATE=1e-3"),
+    "8-bit AdamW": Training(f"{SHORT} TUNING_MODE=full TRAIN_OPTIM=adamw_8bit TRAIN_LEARNING_RATE=1e-4"),
+    "DoRA": Training(f"{SHORT} TUNING_LORA_VARIANT=dora"),
+    "offloaded inputs": Training(f"{SHORT} TRAIN_GRADIENT_CHECKPOINTING=true TRAIN_ACTIVATION_OFFLOAD=on"),
+    "profiled": Training(f"{SHORT} TRAIN_PROFILE_STEPS=3"),
     "undisturbed": Training("TRAIN_MAX_STEPS=60"),
     "stopped": Training("TRAIN_MAX_STEPS=60"),
     "8B LoRA": Training(large=True),
@@ -102,6 +107,7 @@ TRL_GOAL = 0.6
 STOP_SECONDS = 20
 """Seconds that a program may take to end before it is killed."""
 MODES = ("QLoRA, nf4", "QLoRA, int8", "full", "fp16", "recomputation")
+NEWER = ("Muon", "8-bit AdamW", "DoRA", "offloaded inputs")
 OTHER_KERNELS = ("8B LoRA, sdpa", "8B LoRA, plain kernels", "8B QLoRA, int8")
 SHARDED = ("FSDP2", "FSDP2, QLoRA", "ZeRO-2", "ZeRO-3, offloaded")
 
@@ -570,6 +576,27 @@ def compared_with_trl(lab: Lab) -> Iterator[Row]:
     yield Row("largest difference of a step's loss to TRL's", f"{apart:.1e}", "<= 0.03", apart <= 0.03)
 
 
+def newer_ways(lab: Lab) -> Iterator[Row]:
+    """Train with Muon, 8-bit AdamW, DoRA and offloaded inputs; profile; train on from an adapter."""
+    yield from each(lab, NEWER, learns)
+    yield close("inputs offloaded and kept", lab.run("offloaded inputs"), lab.trained("recomputation"), 1e-2)
+    parent = lab.train("profiled")
+    profile = json.loads(lab.program("profile", {"RUN": "profiled", "JSON": "1"}))
+    computing = profile["rank0"]["shares"]["kernels"]
+    yield Row("profiled: share of the time in kernels", f"{computing:.0%}", "> 0", computing > 0)
+    before = list(parent.column("loss").values())
+    words = lab.words(TRAININGS["profiled"]) | {"RUN_NAME": "trained-on", "MODEL_ADAPTER": "profiled"}
+    shutil.rmtree(lab.run("trained on").folder, ignore_errors=True)
+    lab.program("train", words)
+    after = list(lab.run("trained on").column("loss").values())
+    yield Row(
+        "trained on: first losses of the parent and of it",
+        f"{before[0]:.3f}, {after[0]:.3f}",
+        "falls",
+        after[0] < before[0],
+    )
+
+
 STEPS: Mapping[int, Step] = {
     0: Step("the machine", 60, machine),
     1: Step("a model of 8B weights, made here", 150, large_model),
@@ -588,6 +615,7 @@ STEPS: Mapping[int, Step] = {
     14: Step("one rank under FSDP2 and ZeRO", 200, lambda lab: each(lab, SHARDED, learns)),
     11: Step("8B: memory, planned and measured", 240, large_memory),
     15: Step("forecast by a run", 180, forecast_by_run),
+    18: Step("newer ways to train", 240, newer_ways),
     17: Step("8B: other kernels, int8", 240, lambda lab: fast(lab, 20, *OTHER_KERNELS)),
 }
 """Ordered by importance to a user, since a call's time may end before the last step."""
