@@ -183,6 +183,7 @@ def _answer_file(call: Call, ready: Ready, rows: Sequence[Question], output: Pat
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
     output_rows = [_output_row(ready, row, next(coming).parts if row.messages else None) for row in rows]
+    replaced = ", which replaces an older file" if output.exists() else ""
     try:
         write_text(output, WRITERS[output.suffix.lower()](output_rows))
     except OSError as error:
@@ -192,7 +193,7 @@ def _answer_file(call: Call, ready: Ready, rows: Sequence[Question], output: Pat
         print(json.dumps({"rows": len(rows), "output": str(output), "cut": cut}))
     else:
         empty = f", {len(rows) - len(asked)} of them to empty lines" if len(rows) > len(asked) else ""
-        tell(f"{plural(len(rows), 'answer')} in {output}{empty}")
+        tell(f"{plural(len(rows), 'answer')} in {output}{empty}{replaced}")
     return 0
 
 

@@ -22,6 +22,8 @@ LABELS: Mapping[str, str] = {
     "chrf": "chrF",
     "exact_match": "exact match",
     "f1": "token F1",
+    "valid_json": "valid JSON",
+    "json_match": "JSON match",
     "accuracy": "accuracy",
     "macro_f1": "macro F1",
 }

@@ -314,7 +314,8 @@ class EvalConfig:
     """How answers are generated and scored."""
 
     metrics: list[str] = field(default_factory=lambda: ["rouge1", "rouge2", "rougeL"])
-    """`rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`; of labels `accuracy`, `macro_f1`;
+    """`rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`; of JSON `valid_json`, `json_match`; of labels
+    `accuracy`, `macro_f1`;
     `evaluate:NAME` of the `evaluate` library."""
     max_seconds: AboveZero | None = None
     """Time limit for generating answers in one evaluation."""

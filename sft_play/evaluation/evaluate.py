@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.metrics import label_of_metric
+from sft_play.config.metrics import OF_ANSWERS, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.files import file_sha256
 from sft_play.launch.run_folder import find_run, has_started
@@ -103,17 +103,17 @@ def main(call: Call) -> int:
         run = plain_run(loaded, rows.model)
         weights = find_weights(run, BASE)
     assert weights is not None, "a run has weights, and a plain model is its own base"
-    folder, settings = run.evaluation(weights.step, rows.name), settings_of(loaded.config, run, weights, rows)
+    folder = run.evaluation(weights.step, rows.name)
     scores = read_scores(folder)
+    config = _with_earlier_metrics(loaded.config, scores or {})
+    settings = settings_of(config, run, weights, rows)
     # Scores that a time budget cut short are never reused.
     if scores and scores.get("complete") is not False and scores.get("settings", {}).get("key") == settings["key"]:
         tell("already scored: weights, data and settings are the same")
     else:
         from sft_play.evaluation.held_out import score_run
 
-        scores = score_run(
-            run, weights.folder, rows.split, folder, step=weights.step, config=loaded.config, settings=settings
-        )
+        scores = score_run(run, weights.folder, rows.split, folder, step=weights.step, config=config, settings=settings)
     return _show(call, run, weights, folder, scores, table(scores, folder))
 
 
@@ -126,6 +126,12 @@ def _show(
         name = "untuned base" if weights.label == BASE else weights.label
         print(f"run          {run.name}, {name} (step {weights.step})", *lines, f"files        {folder}", sep="\n")
     return 0
+
+
+def _with_earlier_metrics(config: Config, scores: Mapping[str, Any]) -> Config:
+    """Add the built-in metrics of earlier `scores` of the same rows, which new ones replace."""
+    earlier = [name for name in metrics_of(scores) if name in OF_ANSWERS and name not in config.eval.metrics]
+    return replace(config, eval=replace(config.eval, metrics=[*earlier, *config.eval.metrics])) if earlier else config
 
 
 def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights: Weights | None) -> int:

@@ -7,6 +7,7 @@ numbers that people quote. Other metrics come from the `evaluate` library.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import string
@@ -175,9 +176,35 @@ def token_f1(reference: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
+def valid_json(_reference: str, answer: str) -> float:
+    """Return 1 where the answer is one JSON value (RFC 8259: no `NaN`, no text around it), else 0."""
+    return float(_parsed(answer) is not NOT_JSON)
+
+
+def json_match(reference: str, answer: str) -> float:
+    """Return 1 where the answer is the reference's JSON value, whatever the order of keys and the white space.
+
+    Numbers must be written alike: 1 and 1.0 differ.
+    """
+    return float(_parsed(answer) is not NOT_JSON and _parsed(answer) == _parsed(reference))
+
+
+NOT_JSON = object()
+
+
+def _parsed(text: str) -> Any:
+    try:
+        # As text, since `true` equals 1 in Python. `int` refuses the constants: `NaN` and the infinities.
+        return json.dumps(json.loads(text, parse_constant=int), sort_keys=True)
+    except (ValueError, RecursionError):
+        return NOT_JSON
+
+
 OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {
     "exact_match": exact_match,
     "f1": token_f1,
+    "valid_json": valid_json,
+    "json_match": json_match,
     "accuracy": labels.accuracy,
 }
 """Built-in metric other than ROUGE -> its score of a reference and an answer; `config.metrics.LABELS` lists all."""

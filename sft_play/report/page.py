@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -66,11 +67,10 @@ def write_report(run: RunFolder, path: Path | None = None) -> Path:
 def record_of(run: RunFolder) -> dict[str, Any]:
     """Return everything that the page shows of a run."""
     config, rows, spikes = read_facts(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
-    steps = sorted(run.path.glob("eval/step-*"))
-    scores = [
-        (int(folder.name[5:]), folder, scores_there)
-        for folder in steps
-        if folder.name[5:].isdecimal() and (scores_there := read_scores(folder))
+    evaluated = [
+        (folder, int(name[1]), name[2], scores)
+        for folder in sorted(run.path.glob("eval/step-*"))
+        if (name := re.fullmatch(r"step-(\d+)(-.+)?", folder.name)) and (scores := read_scores(folder))
     ]
     held_out = read_facts(run.prepared).get("validation")
     return {
@@ -95,22 +95,26 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in findings(rows, spikes)],
         "events": read_events(run),
         "spikes": spikes,
-        "evaluations": [
-            {
-                "step": step,
-                "loss": scores_there.get("loss"),
-                "labels": scores_there.get("classification"),
-                "scores": {label_of_metric(name): value for name, value in metrics_of(scores_there).items()},
-            }
-            for step, _, scores_there in scores
-        ],
-        "samples": samples_of([(step, folder) for step, folder, _ in scores]),
+        "evaluations": [_evaluation(step, scores) for _, step, other, scores in evaluated if not other],
+        "other_rows": [_evaluation(step, scores) for _, step, other, scores in evaluated if other],
+        "samples": samples_of([(step, folder) for folder, step, other, _ in evaluated if not other]),
         "checkpoints": sorted(
             folder.name for folder in run.path.glob("checkpoints/step-*") if (folder / "manifest.json").is_file()
         ),
         "logs": {path.stem: _tail(path) for path in _logs(run)},
         "repeat": _repeat(run),
         "labels": LABELS,
+    }
+
+
+def _evaluation(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
+    settings = scores.get("settings")
+    return {
+        "step": step,
+        "data": short_path(str(settings.get("data", ""))) if isinstance(settings, dict) else "",
+        "loss": scores.get("loss"),
+        "labels": scores.get("classification"),
+        "scores": {label_of_metric(name): value for name, value in metrics_of(scores).items()},
     }
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from sft_play.errors import CheckpointError, HardwareError
+from sft_play.errors import CheckpointError, HardwareError, typed_here
 from sft_play.files import disk_problem, errno_of, sync_path, write_text
 from sft_play.model import published
 from sft_play.model.lora import publish_on_base
@@ -230,7 +230,7 @@ def model_card(stamp: Stamp, run: str) -> str:
         f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags:"
         f" [sft-play]\n---\n\n# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`,"
         f" trained by SFT-Play: {stamp.mode}{lora}, rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size}"
-        f" rows per step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `make infer RUN={run}`. `stamp.json` records"
+        f" rows per step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `{typed_here(f'make infer RUN={run}')}`. `stamp.json` records"
         " everything that it was made from.\n"
     )
 

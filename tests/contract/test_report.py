@@ -52,6 +52,8 @@ def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -
         {"event": "resumed", "time": 2.0, "checkpoint": "step-000020"},
         {"event": "finished", "time": 3.0, "code": 0},
     ]
+    figures = {"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}
+    others = figures | {"loss": 2.5, "settings": {"data": "others.jsonl"}}
     answer = {"row": 0, "prompt": HOSTILE, "reference": "r", "answer": HOSTILE, "scores": {"rougeL": 0.5}}
     contents: dict[Path, list[Any]] = {
         folder / "config.json": [
@@ -64,10 +66,10 @@ def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -
         folder / "prepared.json": [{"model": {"name": model}}],
         folder / "metrics.jsonl": rows,
         folder / "events.jsonl": events,
-        evaluation / "scores.json": [
-            {"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}
-        ],
+        evaluation / "scores.json": [figures],
         evaluation / "predictions.jsonl": [answer],
+        evaluation.with_name("step-000040-others-1234") / "scores.json": [others],
+        evaluation.with_name("step-000040-others-1234") / "predictions.jsonl": [answer],
         folder / "logs" / "rank0.log": [HOSTILE],
     }
     for path, lines in contents.items():
@@ -99,7 +101,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
             assert shown.value("document.title") == "first – SFT-Play", "what a run wrote is text, never HTML"
         words = shown.value("document.body.innerText")
         assert "finished" in words and "0.5000 [0.4000, 0.6000]" in words and HOSTILE in words
-        assert "make train-distributed CONFIG=" in words
+        assert "make train-distributed CONFIG=" in words and "Other rows, at step 40: others.jsonl" in words
         heads = shown.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
         assert heads[:3] == ["Scores", "Answers", "Curves"], "what came out of it is above how it went"
         assert "Trained tokens of each rank" in words, "two ranks: their charts are open"

@@ -63,6 +63,9 @@ def test_other_settings_and_weights_are_scored_again(place: Place) -> None:
     shutil.copytree(runs / "one", runs / "again", symlinks=True)
     fewer = place.scores("RUN=again", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4")
     assert fewer["rougeL"]["n"] == 3
+    more = place.scores("RUN=again", "EVAL_SAMPLES=3", "TRAIN_GENERATION_MAX_NEW_TOKENS=4", "EVAL_METRICS=[valid_json]")
+    assert (more["rougeL"], more["chrf"]) == (fewer["rougeL"], fewer["chrf"]), "another metric costs no score"
+    assert more["valid_json"]["n"] == 3
     last = place.scores("RUN=again", "CHECKPOINT=last", "TRAIN_PREDICT_WITH_GENERATE=false")
     assert (last["weights"], last["answers"], "rougeL" in last) == ("step-000002", 0, False)
     assert last["loss"] == pytest.approx(fewer["loss"], rel=1e-6)

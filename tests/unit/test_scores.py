@@ -71,6 +71,23 @@ def test_scores_of_labels_are_those_of_their_confusion_matrix() -> None:
     assert "101 different texts; labels are at most 100" in warning
 
 
+def test_answers_in_json_are_compared_as_values() -> None:
+    reference = '{"name": "Ann", "paid": true, "total": 12}'
+    answers = {
+        '{"total": 12, "name": "Ann",\n "paid": true}': (1, 1),
+        '{"name": "Ann", "paid": 1, "total": 12}': (1, 0),
+        '"Ann"': (1, 0),
+        f"```json\n{reference}\n```": (0, 0),
+        f"{reference} Done.": (0, 0),
+        '{"name": "Ann", "paid": true, "total": NaN}': (0, 0),
+        "": (0, 0),
+    }
+    scored = score_answers(["valid_json", "json_match"], [reference] * len(answers), list(answers))
+    assert [(row["valid_json"], row["json_match"]) for row in scored.each] == list(answers.values())
+    [unlike] = score_answers(["json_match"], ["not JSON"], ["not JSON"]).each
+    assert unlike["json_match"] == 0
+
+
 def test_answers_that_are_all_wrong_or_all_right_are_not_certain() -> None:
     none = score_answers(["exact_match"], ["a b"] * 54, ["c"] * 54).intervals["exact_match"]
     assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(0.066, abs=1e-3)  # 1 - 0.025 ** (1 / 54)

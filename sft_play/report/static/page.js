@@ -199,12 +199,18 @@ function labelsTable(evaluation) {
   return [el("h3", {}, `Labels after step ${evaluation.step}`), tableOf([{ name: "label" }, ...columns], found.map(([name, one]) => [name, ...shares.map((key) => one[key].toFixed(3)), number(one.n)]), true),
     answered.length <= 30 ? [el("h3", {}, "Confusion: rows are the references, columns the answers"), matrix] : null];
 }
+function otherRows(record) {
+  return record.other_rows.map((one) => [el("h3", {}, `Other rows, at step ${number(one.step)}: ${one.data}`), evaluationsTable([one])]);
+}
 function scoresTable(record) {
-  const names = [...new Set(record.evaluations.flatMap((one) => Object.keys(one.scores)))];
   if (!record.evaluations.length) return el("p", { class: "note" }, record.use.eval ? ["No answers have been scored: ", el("code", {}, record.use.eval)] : "No rows are held out for scores.");
+  return evaluationsTable(record.evaluations);
+}
+function evaluationsTable(evaluations) {
+  const names = [...new Set(evaluations.flatMap((one) => Object.keys(one.scores)))];
   const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true })), ...(names.length ? [{ name: "answers", n: true }] : [])];
-  const rows = record.evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
-  return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(record.evaluations.filter((one) => one.labels).slice(-1)[0])];
+  const rows = evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
+  return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(evaluations.filter((one) => one.labels).slice(-1)[0])];
 }
 function runView(record, home) {
   metrics = record.labels;
@@ -225,7 +231,7 @@ function runView(record, home) {
     el("div", { class: "cards" }, card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", number(s.loss)), s.best !== null ? card("best " + s.metric, number(s.best)) : null,
       card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
       card("time", duration(s.seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
-    el("h2", {}, "Scores"), scoresTable(record),
+    el("h2", {}, "Scores"), scoresTable(record), otherRows(record),
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
     whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, whole)] : null,
     each.length ? fold(`${each.length} more: time, memory and load of each rank and machine`, { open: (plan.world_size || 1) > 1 }, el("div", { class: "charts" }, each)) : null,
