@@ -91,12 +91,14 @@ class Hardware:
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
 """`2x24GB`, `4090`, `A100 x 2`."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
+RAM = re.compile(MEMORY.pattern + r"[ -]*RAM", re.IGNORECASE)
 WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return the hardware of a description such as `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first) or `cpu`.
+    """Return the hardware of a description such as `2x24GB`, `12GB+8GB@1Gbit`, `2x8xH100` (machines first), `cpu` or
+    `RTX4090+64GB-RAM` (with a machine's memory).
 
     Raise `HardwareError`.
     """
@@ -105,17 +107,21 @@ def parse_hardware(text: str) -> Hardware:
     if body.strip().lower() == "cpu":
         return replace(cpu_only(), network_bytes_per_second=speed)
     machines = re.match(r"\s*(\d{1,4})\s*x\s*(?=\d+\s*x)", body)  # `2x8xH100`
-    parts = re.split("[+,]", body[machines.end() if machines else 0 :])
-    devices = [device for part in parts for device in _devices(part.strip(), text)]
+    parts = [part.strip() for part in re.split("[+,]", body[machines.end() if machines else 0 :])]
+    memory = next((match for match in map(RAM.fullmatch, parts) if match), None)
+    cards = [part for part in parts if not (memory and part == memory[0])]
+    if not cards:
+        raise _nonsense(body, text)
+    devices = [device for part in cards for device in _devices(part, text)]
     return Hardware(
         kind="cuda",
         devices=tuple(devices),
         cpu_threads=ASSUMED_THREADS,
-        ram_bytes=ASSUMED_RAM,
+        ram_bytes=int(float(memory[1]) * GIB) if memory else ASSUMED_RAM,
         described=True,
         network_bytes_per_second=speed,
-        ram_known=False,
-        listed=len(parts),
+        ram_known=memory is not None,
+        listed=len(cards),
         nodes=int(machines.group(1)) if machines else 1,
     )
 
@@ -175,7 +181,7 @@ def _nonsense(part: str, text: str) -> HardwareError:
         f"`{part}` is not known hardware",
         place=f"HARDWARE={text}",
         hint=(f"did you mean `{meant}`? " if meant else "")
-        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, cpu, or a count and a name of docs/hardware.md, such as"
+        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md, such as"
         f" {', '.join(WELL_KNOWN)}",
     )
 

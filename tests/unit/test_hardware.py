@@ -33,6 +33,12 @@ def test_cards_are_parsed_from_the_names_of_the_catalogue() -> None:
     assert 11.5 * GIB < parse_hardware("3080 12GB").devices[0].memory_bytes < 12 * GIB
 
 
+def test_a_machines_memory_is_described_beside_its_cards() -> None:
+    two = parse_hardware("2x4090+64 GB RAM@1Gbit")
+    assert (len(two.devices), two.ram_bytes, two.ram_known, two.listed) == (2, 64 * GIB, True, 1)
+    assert not parse_hardware("2x4090").ram_known
+
+
 def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
     for name, card in CATALOGUE.items():
         assert parse_hardware(name).devices[0].name == name
@@ -42,7 +48,7 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+"],
+    ["0x24GB", "banana", "2x0GB", "2x24GB@fast", "2x24GB@0Gbit", "+", "64GB-RAM", "4090+8GB-RAM+9GB-RAM"],
 )
 def test_unknown_hardware_is_refused_with_the_known_names(text: str) -> None:
     with pytest.raises(HardwareError) as error:
