@@ -1,11 +1,12 @@
 """`make accept-gpu`: check what only a real GPU can show, step by step, offline, with bounds and time limits.
 
     python -m benchmarks.acceptance [SECONDS=600] [STEPS=0-3,8] [FOLDER=.cache/acceptance]
-        [WRITE=docs/benchmarks-gpu.md] [COMMIT=name] [SMALL=FOLDER]
+        [WRITE=docs/benchmarks-gpu.md] [COMMIT=name] [SMALL=FOLDER] [AT_ONCE=0]
 
 A step whose time ends keeps its rows; a step for which too little time is left does not start. FOLDER keeps models,
 runs and `results.json`, so that a later call with other STEPS adds to the same page. It needs the packages, but no
-network. SMALL=FOLDER names a model to use instead of SmolLM2-135M-Instruct, if that is not available; then steps also
+network. On a large card (AT_ONCE=1: on any) the steps of the small model run at once, in half of the time: a short
+training is mostly its start. SMALL=FOLDER names a model to use instead of SmolLM2-135M-Instruct, if that is not available; then steps also
 run on a CPU, with a tiny large model, which tests the steps, but no GPU.
 """
 
@@ -24,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.acceptance_steps import GIB, STEPS, Lab, Row, SkippedError, Step, StepError
+from benchmarks.acceptance_steps import FORTY_GIB, GIB, STEPS, Lab, Row, SkippedError, Step, StepError, started
 from benchmarks.harness import introduction, markdown
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import read_json, write_json, write_text
@@ -41,7 +42,12 @@ DEFAULTS = {
     "WRITE": "docs/benchmarks-gpu.md",
     "COMMIT": "",
     "SMALL": "",
+    "AT_ONCE": "",
 }
+GROUPS = ((4, 13), (5, 18), (6,), (12,), (7,), (2,), (3,), (14,))
+"""Steps of the small model that may run at once; those of a group share trainings, and run one by one."""
+FIRST = (0, 1)
+"""Steps that run beside the groups."""
 LEAST_SHARE = 0.3
 """Share of its limit that must be left for a step to start."""
 WORDS = {True: "yes", False: "**no**", None: ""}
@@ -70,35 +76,70 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(RUNS_DIR=str(folder / "runs"), HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     lab = Lab(folder=folder, card=card.name, memory_bytes=card.memory_bytes, small=small, on_cpu=on_cpu)
+    lab.patient = on_cpu or options["AT_ONCE"] == "0"
     results_file, about = folder / "results.json", {"machine": describe(hardware), "small": small.name if small else ""}
     results = read_json(results_file) if results_file.is_file() else {}
     # Results of another GPU, model or version start a new table.
     if about != {name: results.get(name, "") for name in about}:
         results = about | {"steps": {}}
-    commit, end, done = options["COMMIT"] or commit_here(), begun + int(options["SECONDS"]), list[int]()
+    commit, end, ran = options["COMMIT"] or commit_here(), begun + int(options["SECONDS"]), set[int]()
 
     def record(number: int, result: Mapping[str, Any]) -> None:
+        ran.add(number)
         results["steps"][str(number)] = {**result, "date": time.strftime("%Y-%m-%d"), "commit": commit}
         write_json(results_file, results)
         write_text(Path(options["WRITE"]), page(results))
 
+    at_once = options["AT_ONCE"] == "1" or (not options["AT_ONCE"] and card.memory_bytes >= FORTY_GIB * GIB)
+    groups = [part for group in GROUPS if at_once and (part := [n for n in group if n in chosen])]
+    alone = [n for n in chosen if not any(n in group for group in groups)]
     with ending(lab):
-        if 4 in chosen:
+        for group in groups:
+            begin_group(lab, group, options | {"COMMIT": commit, "SECONDS": str(int(options["SECONDS"]) // 2)})
+        if 4 in alone:
             lab.begin("cpu")
-        for number in chosen:
+        for number in sorted(alone, key=lambda n: n not in FIRST):
+            if number not in FIRST:
+                collect(lab, groups, record)
             if end - time.monotonic() < LEAST_SHARE * STEPS[number].seconds:
                 print(f"{number:>2}  {STEPS[number].title}: not started, no time is left", file=sys.stderr, flush=True)
                 continue
             result = run_step(lab, STEPS[number], end, partial(record, number))
-            done.append(number)
             print(
                 f"{number:>2}  {STEPS[number].title}: {result['state']}, {result['seconds']:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
+        collect(lab, groups, record)
+    done = [n for n in chosen if n in ran]
     print("\n".join(table([row for n in done for row in results["steps"][str(n)]["rows"]])))
     all_hold = all(results["steps"][str(n)]["state"] in ("holds", "skipped") for n in done)
     return 0 if all_hold and done == chosen else 1
+
+
+def begin_group(lab: Lab, group: Sequence[int], options: Mapping[str, str]) -> None:
+    """Start a call of this program in the background, with the steps of a group and a folder of its own."""
+    name = ",".join(map(str, group))
+    folder = lab.folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").unlink(missing_ok=True)
+    words = {**options, "STEPS": name, "FOLDER": str(folder), "WRITE": str(folder / "page.md"), "AT_ONCE": "0"}
+    with (lab.folder / f"{name}.log").open("w") as log:
+        program = ["-m", "benchmarks.acceptance", *(f"{key}={value}" for key, value in words.items())]
+        lab.background[name] = started(program, {}, log, log)
+
+
+def collect(lab: Lab, groups: Sequence[Sequence[int]], record: Callable[[int, Mapping[str, Any]], None]) -> None:
+    """Wait for the groups, which end by their own limits, and `record` what they have."""
+    for group in groups:
+        name = ",".join(map(str, group))
+        if process := lab.background.get(name):
+            process.wait()
+            del lab.background[name]
+            file = lab.folder / name / "results.json"
+            for number, result in (read_json(file)["steps"] if file.is_file() else {}).items():
+                print(f"{number:>2}  {STEPS[int(number)].title}: {result['state']}", file=sys.stderr, flush=True)
+                record(int(number), result)
 
 
 @contextlib.contextmanager
@@ -134,7 +175,7 @@ def options_of(arguments: Sequence[str]) -> tuple[dict[str, str], list[int]]:
 def run_step(lab: Lab, step: Step, end: float, record: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
     """Run a step until its limit or `end`; `record` its outcome after each row, also a failure with its reason."""
     begun, rows = time.monotonic(), list[Row]()
-    lab.deadline = end if lab.on_cpu else min(begun + step.seconds, end)  # the limits are those of a card
+    lab.deadline = end if lab.patient else min(begun + step.seconds, end)
 
     def result(state: str, reason: str = "") -> dict[str, Any]:
         outcome = {

@@ -176,6 +176,8 @@ class Lab:
     """A model to use instead of SmolLM2-135M-Instruct."""
     on_cpu: bool = False
     """With a CPU the large model is tiny too: this tests the steps, not a GPU."""
+    patient: bool = False
+    """Whether the limits of steps do not count: they are those of a card that no other step uses."""
     deadline: float = 0.0
     background: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Trainings that run in the background of the steps."""

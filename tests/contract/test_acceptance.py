@@ -64,6 +64,15 @@ def test_a_failed_step_is_reported_and_a_later_call_completes_the_page(accept, t
 
 
 @pytest.mark.slow
+def test_steps_of_the_small_model_run_at_once(accept, tiny: Path, tmp_path: Path) -> None:
+    assert accept("STEPS=1,5,12", f"SMALL={tiny}", "SECONDS=400", "AT_ONCE=1").code in (0, 1)
+    results = json.loads((tmp_path / "work" / "results.json").read_text(encoding="utf-8"))
+    assert results["steps"].keys() == {"1", "5", "12"}
+    assert (tmp_path / "work" / "5" / "runs" / "full").is_dir() and (tmp_path / "work" / "m8b").is_dir()
+    assert len(results["steps"]["5"]["rows"]) == 9, "two rows of each training, but one of fp16, which a CPU refuses"
+
+
+@pytest.mark.slow
 def test_a_stopped_call_stops_its_trainings_and_keeps_its_rows(cache: Path, tiny: Path, tmp_path: Path) -> None:
     places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}", f"SMALL={tiny}", "STEPS=0,4,5"]
     env, results = (
