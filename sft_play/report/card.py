@@ -36,6 +36,9 @@ PUSHED = re.compile(
 """Names of the files that are uploaded; other files next to the weights are not."""
 TOKEN_HINT = "set HF_TOKEN to a token with write access (huggingface.co/settings/tokens), or type `hf auth login`"
 MOST_SOURCES = 20
+COPY = (
+    "It was trained and scored on a copy of the base whose weights were quantised to 4 bits (Q4_1), not on the hub's.\n"
+)
 
 
 def main(call: Call) -> int:
@@ -209,6 +212,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         f"---\n{header.to_yaml()}\n---\n",
         f"# {_plain(run.name)}\n",
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
+        *([COPY] if prepared.model.source == "embedded" else []),
         "## Use\n",
         *_use(base, adapter, on_hub, plan, weights),
         "## Data\n",

@@ -66,6 +66,15 @@ def test_scores_on_other_rows_are_no_results_of_the_card(runs: Path, tmp_path: P
     assert "was not scored on the rows that its run held out" in (tmp_path / "card.md").read_text()
 
 
+def test_the_card_names_the_copy_that_was_trained(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "tuned", tmp_path / "tuned")
+    path = tmp_path / "tuned" / "prepared.json"
+    prepared = json.loads(path.read_text())
+    path.write_text(json.dumps(prepared | {"model": prepared["model"] | {"source": "embedded"}}))
+    assert typed(runs, "card", f"RUN={tmp_path / 'tuned'}", f"OUT={tmp_path / 'card.md'}").code == 0
+    assert "quantised to 4 bits (Q4_1), not on the hub's" in (tmp_path / "card.md").read_text()
+
+
 def test_a_card_does_not_contain_markup_of_a_runs_files(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tuned"
     shutil.copytree(runs / "tuned", folder)
