@@ -295,6 +295,8 @@ def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
         place = f"{path}:{error.lineno}:{error.colno}"
         hint = "`//` and `/* */` comments and trailing commas are fine"
         raise UserError(f"not JSON: {error.msg}", place=place, hint=hint) from error
+    except RecursionError as error:
+        raise UserError("not JSON that can be read: nested too deeply", place=str(path)) from error
     if not isinstance(value, dict):
         raise UserError(f"contains a {type(value).__name__}; expected an object `{{...}}`", place=f"{path}:1")
     # JSON is YAML except for tabs; this also refuses duplicate keys.

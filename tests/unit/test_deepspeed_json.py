@@ -57,7 +57,14 @@ def test_comments_and_trailing_commas_are_read_with_the_lines_of_keys(tmp_path: 
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("{\n  // x\n  'a': 1\n}", ":3:3"), ('{"a": 1', ":1:8"), ("", ":1:1"), ("[1]", ":1"), ('{"a": 1,\n"a": 2}', ":2")],
+    [
+        ("{\n  // x\n  'a': 1\n}", ":3:3"),
+        ('{"a": 1', ":1:8"),
+        ("", ":1:1"),
+        ("[1]", ":1"),
+        ('{"a": 1,\n"a": 2}', ":2"),
+        ('{"a": ' * 9999, ""),
+    ],
 )
 def test_invalid_json_is_reported_with_its_place(tmp_path: Path, text: str, place: str) -> None:
     assert f"ds.json{place}: " in refusal(tmp_path, text)
