@@ -7,6 +7,7 @@ without the packages of the configuration. `docs/doctor.md` lists the findings.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import json
 import os
@@ -212,16 +213,19 @@ def canonical(name: str) -> str:
 
 
 def shadowed_libraries() -> Iterator[Finding]:
-    """Report files in the working folder that Python would import instead of a library."""
+    """Report files of PYTHONPATH that are imported instead of a library; the working folder is never searched."""
+    entries = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    folders = {entry for entry in entries if not any(entry.glob("*.dist-info"))}
     for name in LIBRARIES:
-        for candidate in (Path(f"{name}.py"), Path(name) / "__init__.py"):
-            if candidate.is_file():
-                yield Finding(
-                    "shadowed-library",
-                    "error",
-                    text=f"`{candidate}` in the working folder hides the library `{name}`",
-                    remedy="rename it: Python looks in the working folder first",
-                )
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        file = Path(spec.origin).resolve() if spec and spec.origin else Path()
+        if folders & {file.parent, file.parent.parent}:
+            yield Finding(
+                "shadowed-library",
+                "error",
+                text=f"`{file}` is imported instead of the library `{name}`",
+                remedy="rename it, or unset PYTHONPATH",
+            )
 
 
 def compilers() -> Iterator[Finding]:

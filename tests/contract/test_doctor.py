@@ -146,6 +146,12 @@ def another_version(doctor: Doctor) -> None:
     doctor.environment["PYTHONPATH"] = f"{info.parent}{os.pathsep}{ROOT}"
 
 
+def another_library(doctor: Doctor) -> None:
+    (doctor.folder / "stubs").mkdir()
+    (doctor.folder / "stubs" / "datasets.py").touch()
+    doctor.environment["PYTHONPATH"] += f"{os.pathsep}{doctor.folder / 'stubs'}"
+
+
 def blocked(variable: str) -> Spoil:
     """Put a folder below a file."""
     return lambda doctor: doctor.environment.update({variable: str(doctor.bin / "sh" / "inside")})
@@ -167,7 +173,7 @@ BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
     "another version": (another_version, "warning", "package-version", "accelerate 0.1.0 (tested: "),
     "hidden library": (
-        lambda doctor: (doctor.working / "datasets.py").touch(), "error", "shadowed-library", "datasets.py"
+        another_library, "error", "shadowed-library", "stubs/datasets.py` is imported instead"
     ),
     "driver": (
         lambda doctor: doctor.tool(
