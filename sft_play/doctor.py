@@ -229,20 +229,20 @@ def shadowed_libraries() -> Iterator[Finding]:
 
 
 def compilers() -> Iterator[Finding]:
-    """Report missing tools that DeepSpeed needs to compile its communication op and its CPU optimizer."""
+    """Report missing tools that DeepSpeed needs to compile its CPU optimizer."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
         yield Finding(
             "no-compiler",
             "warning",
-            text="no C++ compiler on the PATH; DeepSpeed compiles an extension when it first runs",
-            remedy="apt-get install g++ (Debian, Ubuntu) or the like; all but train-deepspeed works without",
+            text="no C++ compiler on the PATH; DeepSpeed compiles the optimizer of a run that offloads it",
+            remedy="apt-get install g++ (Debian, Ubuntu) or the like; all but offloading works without",
         )
     beside_python = Path(sys.executable).with_name("ninja")  # not on the PATH unless the environment is activated
     if not shutil.which("ninja") and not beside_python.is_file():
         yield Finding(
             "no-ninja",
             "warning",
-            text="`ninja` is missing; DeepSpeed needs it to compile its extension",
+            text="`ninja` is missing; DeepSpeed needs it to compile the optimizer of a run that offloads it",
             remedy="make install, or pip install ninja",
         )
 

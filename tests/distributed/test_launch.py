@@ -108,10 +108,10 @@ def test_a_zero_3_file_of_two_words_saves_the_full_model(launcher: Launcher) -> 
     )
     assert launcher("setup-accelerate", "STRATEGY=zero3", "NUM_GPUS=2", "OUT=zero3.yaml").code == 0
     for name, file in (("one", "DEEPSPEED_CONFIG=ds.json"), ("two", "ACCELERATE_CONFIG=zero3.yaml")):
-        done = launcher(
-            "train-deepspeed", f"CONFIG={launcher.config}", f"RUN_NAME={name}", "NUM_GPUS=2", "TUNING_MODE=full", file
-        )
+        words = ("train-deepspeed", f"CONFIG={launcher.config}", f"RUN_NAME={name}", "NUM_GPUS=2", "TUNING_MODE=full")
+        done = launcher(*words, file, TORCH_EXTENSIONS_DIR=str(launcher.folder / "extensions"))
         assert done.code == 0, done.err
+        assert not (launcher.folder / "extensions").exists(), "a run that offloads nothing compiles nothing"
         assert (launcher.runs / name / "checkpoints" / "step-000001").is_dir()
         assert (launcher.runs / name / "model" / "model.safetensors").is_file()
         assert ("ds.json:2: `stage3_gather" in done.out) == (name == "one"), done.out

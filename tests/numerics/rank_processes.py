@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from sft_play.launch.environment import extensions_folder, free_port, remove_stale_build_locks
+from sft_play.launch.environment import free_port
 from tests.conftest import ROOT
 
 
@@ -40,9 +40,7 @@ def run_ranks(world: int, module: str, *words: str, inside: Sequence[str] = ()) 
         "--master-port",
         str(free_port()),
     ]
-    remove_stale_build_locks()
-    own = {"TORCH_EXTENSIONS_DIR": str(extensions_folder())}
-    env = os.environ | own | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*inside, *launch, "-m", module, *words],
         cwd=ROOT,
