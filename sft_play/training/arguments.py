@@ -35,9 +35,9 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
         args = TrainingArguments(**values)
         _try_schedule(args)
     except ImportError as error:
-        raise HardwareError(f"`train.` needs a package that is not installed: {error}") from error
+        raise HardwareError(f"a setting of `train` needs what cannot be imported: {error}") from error
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise UserError(f"transformers refuses these settings of `train.`: {error}", place=str(run.config)) from error
+        raise UserError(f"transformers refuses these settings of `train`: {error}", place=str(run.config)) from error
     return args
 
 
