@@ -242,7 +242,7 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's own JSON."""
     notices: list[str] = []
     deepspeed: Path | None = None
-    if plan.strategy.startswith("zero"):
+    if plan.zero:
         hidden_size = job.shape.hidden_size
         if job.options.deepspeed:
             settings, deepspeed_notices = resolve(

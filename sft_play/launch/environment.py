@@ -250,9 +250,9 @@ def worker_environment(
     notes = []
     if plan.device == "cpu":
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    if plan.strategy.startswith("zero") and "TORCH_EXTENSIONS_DIR" not in ambient:
+    if plan.zero and "TORCH_EXTENSIONS_DIR" not in ambient:
         chosen["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
-    if plan.device == "cpu" and plan.strategy in {"single", "ddp"}:
+    if plan.device == "cpu" and not plan.sharded:
         # Without it each process of a `MULTI_GPU` launch would be rank 0 of 1. With it accelerate would silently ignore
         # DeepSpeed and FSDP, so under these the worker chooses gloo itself (ADR 4).
         chosen["ACCELERATE_USE_CPU"] = "true"

@@ -113,9 +113,7 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
         return request
     before = Plan.load(path)
     nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
-    command: Any = (
-        "zero" if before.strategy.startswith("zero") else "auto" if before.strategy == "ddp" else before.strategy
-    )
+    command: Any = "zero" if before.zero else "auto" if before.strategy == "ddp" else before.strategy
     same_hardware = not call.options.get("HARDWARE")
     met = nodes == before.num_nodes > 1 and same_hardware and before.device == hardware.kind and not request.num_gpus
     return replace(

@@ -33,7 +33,6 @@ from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
-from sft_play.runs.manifest import SHARDED
 from sft_play.text import as_typed
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
@@ -312,7 +311,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     for name, shards in (
         ("adapters", shards_weights),
         ("trained", shards_weights),
-        ("optimizer", plan.strategy in SHARDED),
+        ("optimizer", plan.sharded),
     ):
         values = [int(rank.memory_bytes.get(name, 0)) for rank in plan.ranks]
         sizes += sum(values) if shards else max(values, default=0)

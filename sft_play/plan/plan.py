@@ -14,6 +14,7 @@ from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
 from sft_play.plan.experience import Work
 from sft_play.plan.hardware import Device
+from sft_play.runs.manifest import SHARDED
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, fixed_settings
@@ -131,13 +132,17 @@ class Setup:
     def autocast(self) -> bool:
         """Whether autocast multiplies fp32 weights in a narrower type."""
         # DeepSpeed casts the weights themselves, FSDP2 those that it gathers.
-        casts_weights = self.zero or self.strategy == "fsdp2"
-        return self.precision != "fp32" and self.weights_dtype == "float32" and not casts_weights
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.sharded
 
     @property
     def zero(self) -> bool:
         """Whether DeepSpeed holds weights, gradients and optimizer."""
         return self.strategy.startswith("zero")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks divide states, by an engine under which all make the same micro-steps (ZeRO, FSDP2)."""
+        return self.strategy in SHARDED
 
     @property
     def width(self) -> int:

@@ -257,7 +257,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
 
 def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...]) -> float:
     """Return the time of clipping and the update: memory traffic of every trained weight, and Muon's products."""
-    shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
+    shards = len(devices) if setup.sharded else 1
     if setup.device == "cpu":
         bandwidth = CPU_BANDWIDTH / len(devices)  # processes of one CPU share its memory
     else:
