@@ -144,7 +144,7 @@ def announcement(
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []
-    if _slots(before) != _slots(after):
+    if before.slots != after.slots:
         new = _divided(after).replace("accumulation ", "")
         typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
         although = f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
@@ -169,13 +169,9 @@ def _start(checkpoint: Path | None) -> str:
     return checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
 
 
-def _slots(plan: Plan) -> list[tuple[int, int]]:
-    return [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
-
-
 def _divided(plan: Plan) -> str:
     """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` if micro-steps differ."""
-    slots = list(dict.fromkeys(_slots(plan)))
+    slots = list(dict.fromkeys(plan.slots))
     if len({steps for _, steps in slots}) == 1:
         return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
     return ", ".join(f"{micro} x {steps}" for micro, steps in slots)

@@ -219,6 +219,11 @@ class Plan(Setup):
         return sum(self.stages[:stage]), sum(self.stages[: stage + 1])
 
     @property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """Micro-batch and micro-steps of each group of ranks that train the same rows."""
+        return tuple((rank.micro_batch, rank.accumulation) for rank in self.ranks[:: self.group_size])
+
+    @property
     def ranks_by_node(self) -> tuple[int, ...]:
         """How many ranks each node has."""
         return self.node_ranks or (self.world_size // self.num_nodes,) * self.num_nodes

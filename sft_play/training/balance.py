@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -61,10 +62,9 @@ class ShareChooser:
     def __init__(self, plan: Plan, turns: int) -> None:
         self.plan, self.turns = plan, turns
         self.alike = len({rank.device_name for rank in plan.ranks}) == 1
-        slots = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks)
-        self.rows = slots if plan.pack_tokens else plan.global_batch_size
+        self.rows = sum(map(math.prod, plan.slots)) if plan.pack_tokens else plan.global_batch_size
         """Rows of a step to divide; with packing, its largest number of packs."""
-        planned = spans(self.rows, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
+        planned = spans(self.rows, plan.slots)
         self.working = tuple(rank for rank, rows in enumerate(planned) if rows)
         """Ranks that have work in the plan; each keeps at least one row, or it would never be measured again."""
         self.sums = [[0.0] * 4 for _ in plan.ranks]

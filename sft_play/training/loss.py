@@ -76,7 +76,7 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
     return GlobalBatchSampler(
         rows=order.rows,
         global_batch=plan.global_batch_size,
-        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks[:: plan.group_size]],
+        ranks=plan.slots,
         rank=context.ranks.data_rank,
         seed=config.train.seed,
         order=order,
