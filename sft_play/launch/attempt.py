@@ -74,7 +74,7 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
                     return following.outcome or outcome
                 job = _restart(job, run, following, alone=alone)
                 if job.machines or following.less:
-                    recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
+                    recoveries = (*plan.recoveries, following.facts) if following.less else plan.recoveries
                     job, plan = agree(job, prepared, run, recoveries)
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
@@ -101,12 +101,11 @@ def _restart(job: Job, run: RunFolder, following: Following, *, alone: bool) -> 
     print(f"\n{following.message}", file=sys.stderr, flush=True)
     if following.less:
         job = job.with_request(replace(job.options.request, **following.less))
-    if following.event:
-        facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
-        with contextlib.suppress(OSError):  # a full disk must not end the run for lack of this record
-            record_event(run, following.event, node_rank=job.node.rank, **facts)
-        if job.node.rank == 0:
-            notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.message}")
+    facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
+    with contextlib.suppress(OSError):  # a full disk must not end the run for lack of this record
+        record_event(run, following.event, node_rank=job.node.rank, **facts)
+    if job.node.rank == 0:
+        notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.message}")
     time.sleep(following.pause)
     if (machines := job.machines) is None:
         return job.with_fresh_port()
@@ -153,7 +152,7 @@ def _with_less(
     changed = recovery.facts(before, plan, outcome, checkpoint)
     text = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
     less = {name: getattr(reduced, name) for name in recovery.LESS}
-    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
+    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less)
 
 
 def worker_arguments(

@@ -38,15 +38,13 @@ class Following:
     outcome: Outcome | None = None
     """How the run ended, with the reason why it does not continue; `None` if there is nothing to add."""
     message: str = ""
-    event: str | None = None
-    """Event that every machine records, with `facts`."""
+    event: str = ""
+    """Event that every machine records before another attempt, with `facts`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     pause: float = 0.0
     """Seconds before the next attempt."""
     less: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the launch's request that change because memory ran out."""
-    recovered: Mapping[str, Any] | None = None
-    """The change in the form that the plan keeps."""
+    """Fields of the launch's request that change because memory ran out; the plan then keeps `facts`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain data."""

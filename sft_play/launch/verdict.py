@@ -67,7 +67,6 @@ Cause = Literal[
     "not_joined",
     "failed",
     "agent",
-    "vanished",
     "peer",
     "port",
 ]
