@@ -14,7 +14,6 @@ import hmac
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -37,14 +36,9 @@ LEAST = 16
 MAKE_ONE = f"export {VARIABLE}=$(openssl rand -hex 32), and the same value on every node"
 
 
-def new_word() -> str:
-    """Return a random word: a key, or a challenge for a peer."""
-    return secrets.token_hex(32)
-
-
-def key_here(environ: Mapping[str, str] | None = None) -> str | None:
+def key_here() -> str | None:
     """Return the key in the environment, or `None` without one. Raise `UserError` for one that is too short."""
-    key = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    key = os.environ.get(VARIABLE, "").strip()
     if key and len(key) < LEAST:
         raise UserError(
             f"`{VARIABLE}` has {len(key)} characters; expected at least {LEAST}", place="environment", hint=MAKE_ONE

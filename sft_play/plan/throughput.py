@@ -118,11 +118,9 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, insi
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
 
 
-def flops_per_token(
-    config: Config, shape: ModelShape, tokens: int, *, recompute: bool, label_share: float = 1.0
-) -> float:
-    """Return the floating-point operations per trained token in rows of `tokens` with causal attention."""
-    return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
+def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute: bool) -> float:
+    """Return the floating-point operations per token, all of them labels, in rows of `tokens` with causal attention."""
+    return batch_flops(config, shape, tokens=1, labels=1, pairs=tokens / 2, recompute=recompute)
 
 
 def _reached(peak_flops: float, device: Device, setup: Setup) -> float:

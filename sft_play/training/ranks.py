@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, first_line
-from sft_play.launch.environment import VARIABLE, key_here, new_word, proof, proves
+from sft_play.launch.environment import VARIABLE, key_here, proof, proves
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import Stamp
@@ -264,7 +264,7 @@ def check_peers(plan: Plan, ranks: Ranks) -> None:
     """
     if plan.num_nodes == 1 or (key := key_here()) is None:
         return
-    words = ranks.gather(new_word())
+    words = ranks.gather(secrets.token_hex(32))
     proofs = ranks.gather(proof(key, "rank", ranks.rank, words))
     if wrong := [place for place, answer in enumerate(proofs) if not proves(key, answer, "rank", place, words)]:
         raise HardwareError(
