@@ -42,12 +42,10 @@ from sft_play.launch.settings import (
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import all_hidden, detect, require_usable
-from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
-from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.sources import explain_refusal, parse_source, plan_by_source
+from sft_play.plan.sources import parse_source, plan_for
 from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
 
@@ -300,22 +298,11 @@ class Job:
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """Return the plan: final, or early if `prepared` is `None`."""
-        request = Request(
-            config=self.loaded.config,
-            hardware=self.hardware,
-            shape=self.shape,
-            typed=self.loaded.typed,
-            prepared=prepared,
-            launch=replace(self.options.request, early=prepared is None),
-            runs=past_runs(),
-        )
+        launch = replace(self.options.request, early=prepared is None)
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):
             source = "formula"
-        try:
-            return plan_by_source(request, source)
-        except UserError as error:
-            raise explain_refusal(self.loaded, self.hardware, error) from None
+        return plan_for(self.loaded, self.hardware, launch, prepared, source, self.shape)
 
     def world_size(self, before: Plan) -> int:
         """Return the number of processes of all nodes; `before` is the last plan of a resumed run."""

@@ -66,7 +66,7 @@ def _rehearse(call: Call) -> int:
     request = _as_the_run_was(call, options.request, hardware)
     request = _request(call, loaded, request, hardware)
     hardware = with_network(loaded.config, hardware, request)
-    price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    price = parse_price(call.options.get("PRICE_PER_HOUR"))
     prepared = _prepared(call)
     source = parse_source(call.options.get("SOURCE"), "known")
     if source == "probe":

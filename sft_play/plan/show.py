@@ -314,8 +314,10 @@ def _pair(measured: float, forecast: float | None, write: Any) -> str:
     return f"{write(measured)}, forecast {write(forecast)}{change}"
 
 
-def parse_price(text: str) -> float:
-    """Return the price of a machine-hour. Raise `UserError` for anything but a number of 0 or more."""
+def parse_price(text: str | None) -> float | None:
+    """Return the price of a machine-hour, if any. Raise `UserError` for anything but a number of 0 or more."""
+    if text is None:
+        return None
     try:
         price = float(text)
     except ValueError:

@@ -235,19 +235,23 @@ def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) 
 def plan_for(
     loaded: LoadedConfig,
     hardware: Hardware,
-    request: LaunchRequest,
+    launch: LaunchRequest,
     prepared: Prepared | None = None,
     source: Source = "known",
+    shape: ModelShape | None = None,
 ) -> Plan:
-    """Return the plan with the facts of the data: `prepared`, or those of an earlier preparation. Raise `UserError`."""
+    """Return the plan with the facts of the data: `prepared`, or unless it is `early` those of an earlier preparation.
+
+    Raise `UserError`.
+    """
     config = loaded.config
     asked = Request(
         config=config,
         hardware=hardware,
-        shape=shape_of(config.model),
-        launch=request,
+        shape=shape or shape_of(config.model),
+        launch=launch,
         typed=loaded.typed,
-        prepared=prepared or lookup(config),
+        prepared=prepared or (None if launch.early else lookup(config)),
         runs=past_runs(),
     )
     try:
