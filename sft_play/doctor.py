@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError, by_make
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
-from sft_play.plan.hardware import cpu_only, ram_bytes
+from sft_play.plan.hardware import GIB, cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, hub_cache, hub_folder, is_offline, runs_folder
 from sft_play.runs.origin import has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
@@ -58,7 +58,6 @@ LIBRARIES = (
     "tensorboard",
 )
 
-GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
     r"|TORCHELASTIC_\w+|ACCELERATE_\w+"

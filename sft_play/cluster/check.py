@@ -31,13 +31,12 @@ from sft_play.cluster.ssh import (
 from sft_play.config.call import Call
 from sft_play.config.reader import Count, record_of
 from sft_play.errors import HardwareError, UserError, printable, raise_all
-from sft_play.launch.environment import holder_of
+from sft_play.launch.environment import PORT, holder_of
 from sft_play.plan.hardware import GIB, network_speed
 from sft_play.runs.folder import cache_folder, runs_folder
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 from sft_play.text import Finding, finding_lines, plural, table
 
-PORT = 29500
 CONNECT_SECONDS, SEND_SECONDS = 5, 1.0
 """Time limit of a connection to the master's port; duration of the transfer that measures its speed."""
 CHUNK = os.urandom(2**18)

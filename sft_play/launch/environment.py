@@ -31,6 +31,8 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.ranks import visible_names
 
 VARIABLE = "MASTER_KEY"
+PORT = 29500
+"""`MASTER_PORT` of several machines unless it is given."""
 LEAST = 16
 """Minimum number of characters of a key, since a shorter one can be guessed."""
 MAKE_ONE = f"export {VARIABLE}=$(openssl rand -hex 32), and the same value on every node"

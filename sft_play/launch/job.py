@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
@@ -20,6 +20,7 @@ from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, ask_deepspeed, load_user_json, resolve
 from sft_play.launch.environment import (
+    PORT,
     Node,
     WorkerEnvironment,
     free_port,
@@ -43,13 +44,11 @@ from sft_play.launch.settings import (
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import all_hidden, detect, require_usable
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
+from sft_play.plan.plan import COMMANDS, CommandStrategy, LaunchRequest, Plan
 from sft_play.plan.shape import ModelShape
 from sft_play.plan.sources import parse_source, plan_for
 from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
-
-CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,7 +371,7 @@ def _node(options: LaunchOptions) -> Node:
             require_free_port(port, hint="omit MASTER_PORT: on one machine a free port is chosen")
         return Node(master_port=port or free_port(), interface=loopback_interface())
     assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
-    port = port or 29500
+    port = port or PORT
     shorten_name_lookups()
     if request.node_rank == 0:
         if not is_of_this_machine(options.master_address):

@@ -15,13 +15,13 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
-from sft_play.launch.job import CommandStrategy, LaunchOptions, job_of, read_options, refuse_early, refuse_files
+from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import LaunchRequest, Plan, command_of
+from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
 from sft_play.plan.ranks import devices_of
 from sft_play.plan.request import DoesNotFitError, with_network
 from sft_play.plan.show import (

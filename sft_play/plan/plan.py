@@ -20,6 +20,8 @@ from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, fixed_settings
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
+"""Strategy that a command implies: `make train` is `single`, `make train-distributed` is `auto`."""
 Precision = Literal["fp32", "bf16", "fp16"]
 Layout = Literal["flattened", "unmasked", "padded"]
 """Rows in one line, or one line per row, padded on the right without an attention mask or with one."""
@@ -260,8 +262,7 @@ class Plan(Setup):
 class LaunchRequest:
     """The launch as the user typed it; `None` leaves a choice to the plan."""
 
-    command_strategy: Literal["single", "ddp", "zero", "fsdp2", "auto"] = "single"
-    """Strategy that the command implies: `make train` is `single`, `make train-distributed` is `auto`."""
+    command_strategy: CommandStrategy = "single"
     num_gpus: int | None = None
     """Processes on this machine."""
     num_nodes: int = 1
