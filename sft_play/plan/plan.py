@@ -147,6 +147,11 @@ class Setup:
         return self.strategy in SHARDED
 
     @property
+    def passes(self) -> int:
+        """Passes through the layers in a micro-step: forward, backward, and forward again where recomputed."""
+        return 3 if self.gradient_checkpointing else 2
+
+    @property
     def width(self) -> int:
         """Bytes of an operand of a matrix multiplication."""
         return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2

@@ -134,7 +134,7 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     if config.tuning.mode != "qlora":
         return 0.0
     weights = quantised_parameters(config, shape, setup.strategy)
-    return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width)
+    return setup.passes * weights * (NF4_BYTES + setup.width)
 
 
 def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, device: Device) -> float:
