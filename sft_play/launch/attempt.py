@@ -222,7 +222,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             checkpoint=checkpoint.name if checkpoint else None,
             launch=launch_facts(job.options),
         )
-    ranks, variables = job.ranks_here(plan), environment.variables
+    ranks, variables = ranks_of(plan, job.node), environment.variables
     live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")
     with show_live(run, console, enabled=live) as rank0:
         outcome = supervise(
@@ -357,7 +357,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         variables = job.environment(short).variables
         arguments = [*worker_arguments(folder, job.node), "--probe"]
         with Path(os.devnull).open("wb") as nowhere:
-            outcome = supervise(arguments, variables, folder, job.ranks_here(plan), console=nowhere.fileno())
+            outcome = supervise(arguments, variables, folder, ranks_of(plan, job.node), console=nowhere.fileno())
         save_probe(path, _measure(outcome, plan, folder))
 
 

@@ -28,7 +28,6 @@ from sft_play.launch.environment import (
     is_of_this_machine,
     key_here,
     loopback_interface,
-    ranks_of,
     require_free_port,
     shorten_name_lookups,
     worker_environment,
@@ -308,10 +307,6 @@ class Job:
         if self.processes is not None:
             return self.processes
         return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
-
-    def ranks_here(self, plan: Plan) -> range:
-        """Return the ranks that this node runs."""
-        return ranks_of(plan, self.node)
 
     def home(self, run: RunFolder) -> RunFolder:
         """Return the folder for this node's configuration and preparation: the run's, or its part of a shared one."""
