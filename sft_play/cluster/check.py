@@ -207,7 +207,7 @@ def _look_at_cards(answer: HostReport, facts: Facts, answers: Sequence[HostRepor
 def _look_at_system(answer: HostReport, facts: Facts, *, alone: bool) -> None:
     host = answer.host
     if facts.system != "Linux":
-        answer.add("no-linux", f"it runs {facts.system}", "omit it of the inventory: runs need Linux")
+        answer.add("no-linux", f"it runs {facts.system}", "omit it from the inventory: runs need Linux")
     if not facts.rsync and not alone:
         text = "there is no `rsync`, by which code and data come from the first host to the others"
         answer.add("rsync", text, "on it: `sudo apt install rsync`")

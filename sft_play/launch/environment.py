@@ -210,8 +210,8 @@ def extensions_folder() -> Path:
 
 
 def remove_stale_build_locks() -> None:
-    """Remove the locks that killed builds left in `extensions_folder`: loading an extension would wait for them for
-    ever. A build that is going on holds its lock open.
+    """Remove the locks that killed builds left in `extensions_folder`: loading an extension would wait for them
+    forever. A running build holds its lock open.
     """
     for lock in extensions_folder().rglob("lock"):
         if not any(_leads_to(opened, lock.resolve()) for opened in Path("/proc").glob("[0-9]*/fd/*")):
