@@ -6,8 +6,8 @@
 A step whose time ends keeps its rows; a step for which too little time is left does not start. FOLDER keeps models,
 runs and `results.json`, so that a later call with other STEPS adds to the same page. It needs the packages, but no
 network. On a large card (AT_ONCE=1: on any) the steps of the small model run at once, in half of the time: a short
-training is mostly its start. SMALL=FOLDER names a model to use instead of SmolLM2-135M-Instruct, if that is not available; then steps also
-run on a CPU, with a tiny large model, which tests the steps, but no GPU.
+training is mostly its start. SMALL=FOLDER names a model to use instead of SmolLM2-135M-Instruct, if that is not
+available; then steps also run on a CPU, with a tiny large model, which tests the steps, but no GPU.
 """
 
 from __future__ import annotations

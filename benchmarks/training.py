@@ -29,8 +29,8 @@ from benchmarks.harness import (
     train,
     write_rows,
 )
-from sft_play.data.batches import GlobalBatchSampler
 from sft_play.files import read_json, write_json
+from sft_play.plan.epoch import RowOrder
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
@@ -129,7 +129,6 @@ def spec_of(run: RunFolder, folder: Path, steps: int) -> dict[str, Any]:
     """Return the specification by which `train_other` repeats `run`: rows, order, model, precision and optimizer."""
     plan, prepared = Plan.load(run.plan), Prepared.load(run.prepared)
     assert prepared.train is not None
-    sampler = GlobalBatchSampler(prepared.train.rows, BATCH_SIZE, [(BATCH_SIZE, 1)], rank=0, seed=SEED)
     shared = {
         "output_dir": str(folder / "other"),
         "per_device_train_batch_size": BATCH_SIZE,
@@ -150,7 +149,7 @@ def spec_of(run: RunFolder, folder: Path, steps: int) -> dict[str, Any]:
     }
     return {
         "rows": prepared.train.path,
-        "order": sampler.order(),
+        "order": RowOrder(rows=prepared.train.rows, seed=SEED)(0),
         "model": prepared.model.path,
         "weights_dtype": plan.weights_dtype,
         "arguments": shared,

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError, by_make
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
-from sft_play.plan.hardware import cpu_only, ram_bytes
-from sft_play.runs.folder import accelerate_default, cache_folder, is_offline, runs_folder
+from sft_play.plan.hardware import GIB, cpu_only, ram_bytes
+from sft_play.runs.folder import accelerate_default, cache_folder, hub_cache, hub_folder, is_offline, runs_folder
 from sft_play.runs.origin import has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
 
@@ -59,7 +59,6 @@ LIBRARIES = (
     "tensorboard",
 )
 
-GIB = 2**30
 LAUNCHER_VARIABLES = re.compile(
     r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
     r"|TORCHELASTIC_\w+|ACCELERATE_\w+"
@@ -123,7 +122,6 @@ def machine() -> dict[str, Any]:
     except HardwareError:  # `gpus` reports it
         hardware = cpu_only()
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    hub = os.environ.get("HF_HUB_CACHE") or f"{os.environ.get('HF_HOME') or '~/.cache/huggingface'}/hub"
     return {
         "host_name": socket.gethostname(),
         "identity": f"{boot.read_text().strip()}:{network.readlink()}" if boot.exists() else socket.gethostname(),
@@ -141,7 +139,7 @@ def machine() -> dict[str, Any]:
         "folder": str(Path.cwd()),
         "runs": str(runs_folder().absolute()),
         "cache": str(cache_folder().absolute()),
-        "hub": str(Path(hub).expanduser()),
+        "hub": str(hub_cache()),
     }
 
 
@@ -443,8 +441,7 @@ def token(name: str | None) -> Iterator[Finding]:
     """Report a gated model without a token."""
     if not name or not name.startswith(GATED) or Path(name).exists():
         return
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    file = Path(os.environ.get("HF_TOKEN_PATH") or hub_folder() / "token")
     if not os.environ.get("HF_TOKEN") and not file.is_file():
         yield Finding(
             "token-missing",

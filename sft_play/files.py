@@ -132,12 +132,10 @@ def read_object(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return {}
 
 
-def is_deep(value: Any, most: int = DEEPEST) -> bool:
-    """Return whether parsed JSON is nested more than `most` levels, so that recursion over it would overflow the
-    stack.
-    """
+def is_deep(value: Any) -> bool:
+    """Return whether parsed JSON is nested so deep that recursion over it would overflow the stack."""
     level = [value]
-    for _ in range(most):
+    for _ in range(DEEPEST):
         level = [
             inner
             for container in level

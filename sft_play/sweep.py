@@ -253,7 +253,7 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
     """Plan every run, so that a mistake in any is reported before the first starts, and print number, time and cost of
     all.
     """
-    price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    price = parse_price(call.options.get("PRICE_PER_HOUR"))
     for trial in trials:
         check_unchanged(trial)
     hardware, seconds, targets = detect(), list[float | None](), set[str]()

@@ -287,7 +287,7 @@ def worst_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def _rows_of_a_pack(plan: Plan) -> int:
     """Return the rows per pack with which a step's rows nearly fill two micro-steps, or one if it has only one."""
-    slots = sum(rank.micro_batch * min(2, rank.accumulation) for rank in plan.ranks[:: plan.group_size])
+    slots = sum(micro * min(2, steps) for micro, steps in plan.slots)
     return max(2, -(-plan.global_batch_size // slots))
 
 

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from sft_play.data.batches import GlobalBatchSampler
+from sft_play.plan.epoch import RowOrder
 from tests.tiny_models import build_tiny_llama
 
 GLOBAL_BATCH, STEPS, HEAVY_STEP = 8, 3, 2
@@ -25,9 +25,7 @@ def heavy_config(folder: Path) -> Path:
     base = build_tiny_llama(
         folder / "model", max_position_embeddings=2048, num_attention_heads=HEADS, num_key_value_heads=HEADS
     )
-    order = GlobalBatchSampler(
-        rows=GLOBAL_BATCH * STEPS, global_batch=GLOBAL_BATCH, ranks=[(8, 1)], rank=0, seed=SEED
-    ).order()
+    order = RowOrder(rows=GLOBAL_BATCH * STEPS, seed=SEED)(0)
     heavy = set(order[GLOBAL_BATCH * (HEAVY_STEP - 1) : GLOBAL_BATCH * HEAVY_STEP])
     words = " ".join(list(topics.values())[:30]).split()
     chance, rows = random.Random(0), []

@@ -42,7 +42,8 @@ from sft_play.cluster.ssh import (
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
-from sft_play.runs.folder import RunFolder, cache_folder, require_plain, runs_folder
+from sft_play.plan.hardware import GIB
+from sft_play.runs.folder import RunFolder, cache_folder, hub_cache, require_plain, runs_folder
 from sft_play.runs.prepared import Prepared
 from sft_play.text import bar, plural, tell
 
@@ -51,7 +52,6 @@ SECONDS = 6 * 3600.0
 VANISHED = 24
 """rsync's exit code when source files were removed during the transfer."""
 MOST_NAMED = 10
-GIB = 2**30
 MARKER = ".cache/sft-play-sent"
 """Marker in a machine's project folder, ignored by git: the names of the files that were sent, each followed by a NUL.
 """
@@ -346,7 +346,7 @@ def place_there(path: Path, facts: Facts) -> str:
     path = path.absolute()
     roots = (
         (cache_folder().absolute(), facts.cache),
-        (hub_folder(), facts.hub),
+        (hub_cache(), facts.hub),
         (Path.cwd(), facts.folder),
         (Path.home(), facts.home),
     )
@@ -382,7 +382,7 @@ def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterabl
 def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
     """Copy a model's folder, and the targets of its links if it is in the hub's cache."""
     hint = "it is another model: move it away there, or keep yours in a folder of another name here"
-    hub = hub_folder()
+    hub = hub_cache()
 
     def send(source: Path, place: str, names: Sequence[str], *options: str) -> None:
         marker = f"{facts.cache}/cluster/brought-{text_sha256(facts.host_name + place)[:16]}"
@@ -399,12 +399,6 @@ def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
     files += [path.resolve() for path in files if path.is_symlink() and path.resolve().is_relative_to(root)]
     inside = {str(path.relative_to(root if path.is_relative_to(root) else repository)) for path in files}
     return send(root, str(above), sorted(inside))
-
-
-def hub_folder() -> Path:
-    """Return this machine's cache of huggingface_hub."""
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
 # ---- Runs

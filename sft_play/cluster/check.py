@@ -31,13 +31,12 @@ from sft_play.cluster.ssh import (
 from sft_play.config.call import Call
 from sft_play.config.reader import Count, record_of
 from sft_play.errors import HardwareError, UserError, printable, raise_all
-from sft_play.launch.environment import holder_of
+from sft_play.launch.environment import PORT, holder_of
 from sft_play.plan.hardware import GIB, network_speed
 from sft_play.runs.folder import cache_folder, runs_folder
 from sft_play.runs.origin import OPTIONAL, PACKAGES
 from sft_play.text import Finding, finding_lines, plural, table
 
-PORT = 29500
 CONNECT_SECONDS, SEND_SECONDS = 5, 1.0
 """Time limit of a connection to the master's port; duration of the transfer that measures its speed."""
 CHUNK = os.urandom(2**18)
@@ -208,7 +207,7 @@ def _look_at_cards(answer: HostReport, facts: Facts, answers: Sequence[HostRepor
 def _look_at_system(answer: HostReport, facts: Facts, *, alone: bool) -> None:
     host = answer.host
     if facts.system != "Linux":
-        answer.add("no-linux", f"it runs {facts.system}", "omit it of the inventory: runs need Linux")
+        answer.add("no-linux", f"it runs {facts.system}", "omit it from the inventory: runs need Linux")
     if not facts.rsync and not alone:
         text = "there is no `rsync`, by which code and data come from the first host to the others"
         answer.add("rsync", text, "on it: `sudo apt install rsync`")

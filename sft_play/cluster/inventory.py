@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from sft_play.config.call import Call
-from sft_play.config.layers import PRESETS, check_name
+from sft_play.config.layers import PRESETS
 from sft_play.config.names import closest_file
-from sft_play.config.reader import INVALID, Mismatch, Range, convert, fields_of, shown
+from sft_play.config.reader import INVALID, Mismatch, Range, convert, fields_of, quoted, shown
 from sft_play.config.yaml_files import YamlNode, read_yaml, resolve_scalar
 from sft_play.errors import UserError, raise_all
 from sft_play.files import is_file_name, typed_path
@@ -120,7 +120,8 @@ def inventory_for_call(call: Call) -> Inventory:
 
 def inventory_path(name: str) -> Path:
     """Return the file that `CLUSTER=` names, a path or a shipped inventory's name. Raise `UserError`."""
-    check_name(name, "CLUSTER")
+    if not is_file_name(name):
+        raise UserError(f"`CLUSTER` is `{quoted(name)}`, which cannot be a file name")
     path, shipped = Path(name), INVENTORIES / f"{name}.yaml"
     if path.is_file():
         return path

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from sft_play.cluster import bring
-from sft_play.cluster.check import PORT, Facts, compare, shared_folders
+from sft_play.cluster.check import Facts, compare, shared_folders
 from sft_play.cluster.inventory import Host, Inventory, inventory_for_call
 from sft_play.cluster.ssh import (
     NO_FOLDER,
@@ -54,7 +54,7 @@ from sft_play.errors import HardwareError, UserError, printable, raise_all
 from sft_play.files import typed_path
 from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
 from sft_play.launch.deepspeed import read_user_json
-from sft_play.launch.environment import VARIABLE, next_free_port, require_free_port
+from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
 from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code

@@ -18,7 +18,6 @@ from sft_play.config.reader import INVALID, convert, describe, options, quoted, 
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import YamlNode, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import IN_WHEEL, UserError, without_secret
-from sft_play.files import is_file_name
 from sft_play.runs.folder import is_strangers
 
 DEFAULT = "default"
@@ -110,12 +109,6 @@ def shipped(name: str) -> Path:
         return Path(name)
     path = SHIPPED / name
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def check_name(name: str, what: str) -> None:
-    """Raise `UserError` if `name` cannot be a path."""
-    if not is_file_name(name):
-        raise UserError(f"`{what}` is `{quoted(name)}`, which cannot be a file name")
 
 
 def file_layers(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.plan.batch import Slots
-from sft_play.plan.epoch import best_fit, permutation
+from sft_play.plan.epoch import RowOrder, best_fit
 from sft_play.plan.shape import BY_LENGTHS
 
 Item = TypeVar("Item")
@@ -36,29 +36,24 @@ class GlobalBatchSampler:
 
     def __init__(
         self,
-        rows: int,
+        order: RowOrder,
         global_batch: int,
         ranks: Sequence[Slots],
         rank: int,
-        seed: int,
         *,
-        order: Callable[[int], list[int]] | None = None,
         lengths: Sequence[int] = (),
         pack_tokens: int = 0,
         turns: int = 0,
     ) -> None:
-        """`order` returns the `rows` indices of an epoch (default: a permutation); `lengths` are needed for packing;
-        `turns` is at least the most micro-steps of any rank.
-        """
+        """`lengths` are needed for packing; `turns` is at least the most micro-steps of any rank."""
         self.turns = max(turns, *(steps for _, steps in ranks))
         self.global_batch = global_batch
         self.pack_tokens = pack_tokens
-        if rows < 1 or global_batch < 1 or not self.holds(ranks):
+        if order.rows < 1 or global_batch < 1 or not self.holds(ranks):
             capacity = sum(micro * steps for micro, steps in ranks)
-            raise ValueError(f"{rows} rows in global batches of {global_batch} do not fit {capacity} slots")
-        self.rows = rows
+            raise ValueError(f"{order.rows} rows in global batches of {global_batch} do not fit {capacity} slots")
+        self.order = order
         self.rank = rank
-        self.seed = seed
         self.epoch = 0
         self.lengths = lengths
         self.changes: list[tuple[int, Shares]] = [(0, tuple(ranks))]
@@ -67,12 +62,11 @@ class GlobalBatchSampler:
         """The first optimizer step of the run whose rows have not been cut yet; a loader that fetches ahead is beyond
         the trainer.
         """
-        self._order = order
 
     @property
     def steps(self) -> int:
         """Optimizer steps per epoch."""
-        return -(-self.rows // self.global_batch)
+        return -(-self.order.rows // self.global_batch)
 
     @property
     def ranks(self) -> Shares:
@@ -101,19 +95,15 @@ class GlobalBatchSampler:
         self.changes = [(start, earlier) for start, earlier in self.changes if start < step] + [(step, tuple(shares))]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; called by accelerate's loader at the start of each epoch."""
+        """Choose the order; called by accelerate's loader at the start of each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.steps * self.turns
 
-    def order(self) -> list[int]:
-        """Return this epoch's row indices."""
-        return self._order(self.epoch) if self._order else permutation(self.rows, self.seed, self.epoch)
-
     def __iter__(self) -> Iterator[list[int]]:
-        order, first = self.order(), self.epoch * self.steps
-        for index, start in enumerate(range(0, self.rows, self.global_batch)):
+        order, first = self.order(self.epoch), self.epoch * self.steps
+        for index, start in enumerate(range(0, self.order.rows, self.global_batch)):
             self.next_step = first + index + 1
             yield from self.share(order[start : start + self.global_batch], self.shares_at(first + index))
 

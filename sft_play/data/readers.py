@@ -106,7 +106,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
     name = "row"
     if (
         isinstance(rows, dict) and len(lists := _rows_in(rows)) == 1
-    ):  # an export: its rows, beside what else is said of them
+    ):  # an export: its rows, next to what else is said of them
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""

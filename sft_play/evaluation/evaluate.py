@@ -30,7 +30,7 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
-from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
+from sft_play.runs.stamp import Stamp, compare, refuse
 from sft_play.text import tell
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def main(call: Call) -> int:
     weights = find_weights(run, call.options.get("CHECKPOINT")) if run else None
     loaded = read_settings(call)
     if run and weights and weights.folder:
-        check_stamp(run, loaded.config, weights.folder, "eval")
+        check_stamp(run, loaded.config, weights.folder)
     if "BENCHMARKS" in call.options:
         return _benchmarks(call, loaded, run, weights)
     rows = find_rows(call, loaded, run)
@@ -207,13 +207,13 @@ def find_weights(run: RunFolder, checkpoint: str | None) -> Weights:
     return Weights(label=label_of(run, folder), folder=folder, step=step, content=_content(folder))
 
 
-def check_stamp(run: RunFolder, config: Config, weights: Path, purpose: Purpose) -> None:
+def check_stamp(run: RunFolder, config: Config, weights: Path) -> None:
     """Print how this configuration differs from the stamp of `weights`.
 
     Raise `CheckpointError` for another base, tokenizer, backend or adapter shape.
     """
     now = make_stamp(config, Plan.load(run.plan), Prepared.load(run.prepared))
-    for warning in refuse(compare(Stamp.load(weights), now, purpose), f"`{label_of(run, weights)}`"):
+    for warning in refuse(compare(Stamp.load(weights), now, "eval"), f"`{label_of(run, weights)}`"):
         tell(warning)
 
 

@@ -74,7 +74,7 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
                     return following.outcome or outcome
                 job = _restart(job, run, following, alone=alone)
                 if job.machines or following.less:
-                    recoveries = (*plan.recoveries, following.recovered) if following.recovered else plan.recoveries
+                    recoveries = (*plan.recoveries, following.facts) if following.less else plan.recoveries
                     job, plan = agree(job, prepared, run, recoveries)
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
@@ -101,12 +101,11 @@ def _restart(job: Job, run: RunFolder, following: Following, *, alone: bool) -> 
     print(f"\n{following.message}", file=sys.stderr, flush=True)
     if following.less:
         job = job.with_request(replace(job.options.request, **following.less))
-    if following.event:
-        facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
-        with contextlib.suppress(OSError):  # a full disk must not end the run for lack of this record
-            record_event(run, following.event, node_rank=job.node.rank, **facts)
-        if job.node.rank == 0:
-            notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.message}")
+    facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
+    with contextlib.suppress(OSError):  # a full disk must not end the run for lack of this record
+        record_event(run, following.event, node_rank=job.node.rank, **facts)
+    if job.node.rank == 0:
+        notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.message}")
     time.sleep(following.pause)
     if (machines := job.machines) is None:
         return job.with_fresh_port()
@@ -153,7 +152,7 @@ def _with_less(
     changed = recovery.facts(before, plan, outcome, checkpoint)
     text = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
     less = {name: getattr(reduced, name) for name in recovery.LESS}
-    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less, recovered=changed)
+    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less)
 
 
 def worker_arguments(
@@ -223,7 +222,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             checkpoint=checkpoint.name if checkpoint else None,
             launch=launch_facts(job.options),
         )
-    ranks, variables = job.ranks_here(plan), environment.variables
+    ranks, variables = ranks_of(plan, job.node), environment.variables
     live = ranks.start == 0 and is_terminal(console) and not job.loaded.config.train.extra.get("disable_tqdm")
     with show_live(run, console, enabled=live) as rank0:
         outcome = supervise(
@@ -242,7 +241,7 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's own JSON."""
     notices: list[str] = []
     deepspeed: Path | None = None
-    if plan.strategy.startswith("zero"):
+    if plan.zero:
         hidden_size = job.shape.hidden_size
         if job.options.deepspeed:
             settings, deepspeed_notices = resolve(
@@ -358,7 +357,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         variables = job.environment(short).variables
         arguments = [*worker_arguments(folder, job.node), "--probe"]
         with Path(os.devnull).open("wb") as nowhere:
-            outcome = supervise(arguments, variables, folder, job.ranks_here(plan), console=nowhere.fileno())
+            outcome = supervise(arguments, variables, folder, ranks_of(plan, job.node), console=nowhere.fileno())
         save_probe(path, _measure(outcome, plan, folder))
 
 

@@ -16,7 +16,7 @@ from sft_play.files import is_gone, remove_half_written
 from sft_play.launch import recovery
 from sft_play.launch.agreement import join_machines, remove_own_part
 from sft_play.launch.attempt import newest_here, obtain_prepared, run_attempts
-from sft_play.launch.job import CommandStrategy, Job, job_of, read_options, refuse_early, without_batch_numbers
+from sft_play.launch.job import Job, job_of, read_options, refuse_early, without_batch_numbers
 from sft_play.launch.machines import FETCH
 from sft_play.launch.process import end_by_signals
 from sft_play.launch.resume import (
@@ -43,6 +43,7 @@ from sft_play.launch.run_folder import (
     reserve_folder,
 )
 from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
+from sft_play.plan.plan import CommandStrategy
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder

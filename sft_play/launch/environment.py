@@ -14,7 +14,6 @@ import hmac
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -32,19 +31,16 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.ranks import visible_names
 
 VARIABLE = "MASTER_KEY"
+PORT = 29500
+"""`MASTER_PORT` of several machines unless it is given."""
 LEAST = 16
 """Minimum number of characters of a key, since a shorter one can be guessed."""
 MAKE_ONE = f"export {VARIABLE}=$(openssl rand -hex 32), and the same value on every node"
 
 
-def new_word() -> str:
-    """Return a random word: a key, or a challenge for a peer."""
-    return secrets.token_hex(32)
-
-
-def key_here(environ: Mapping[str, str] | None = None) -> str | None:
+def key_here() -> str | None:
     """Return the key in the environment, or `None` without one. Raise `UserError` for one that is too short."""
-    key = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    key = os.environ.get(VARIABLE, "").strip()
     if key and len(key) < LEAST:
         raise UserError(
             f"`{VARIABLE}` has {len(key)} characters; expected at least {LEAST}", place="environment", hint=MAKE_ONE
@@ -214,8 +210,8 @@ def extensions_folder() -> Path:
 
 
 def remove_stale_build_locks() -> None:
-    """Remove the locks that killed builds left in `extensions_folder`: loading an extension would wait for them for
-    ever. A build that is going on holds its lock open.
+    """Remove the locks that killed builds left in `extensions_folder`: loading an extension would wait for them
+    forever. A running build holds its lock open.
     """
     for lock in extensions_folder().rglob("lock"):
         if not any(_leads_to(opened, lock.resolve()) for opened in Path("/proc").glob("[0-9]*/fd/*")):
@@ -250,9 +246,9 @@ def worker_environment(
     notes = []
     if plan.device == "cpu":
         chosen |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    if plan.strategy.startswith("zero") and "TORCH_EXTENSIONS_DIR" not in ambient:
+    if plan.zero and "TORCH_EXTENSIONS_DIR" not in ambient:
         chosen["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
-    if plan.device == "cpu" and plan.strategy in {"single", "ddp"}:
+    if plan.device == "cpu" and not plan.sharded:
         # Without it each process of a `MULTI_GPU` launch would be rank 0 of 1. With it accelerate would silently ignore
         # DeepSpeed and FSDP, so under these the worker chooses gloo itself (ADR 4).
         chosen["ACCELERATE_USE_CPU"] = "true"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
@@ -20,6 +20,7 @@ from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, ask_deepspeed, load_user_json, resolve
 from sft_play.launch.environment import (
+    PORT,
     Node,
     WorkerEnvironment,
     free_port,
@@ -27,7 +28,6 @@ from sft_play.launch.environment import (
     is_of_this_machine,
     key_here,
     loopback_interface,
-    ranks_of,
     require_free_port,
     shorten_name_lookups,
     worker_environment,
@@ -42,16 +42,12 @@ from sft_play.launch.settings import (
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import all_hidden, detect, require_usable
-from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan
-from sft_play.plan.request import Request
+from sft_play.plan.plan import COMMANDS, CommandStrategy, LaunchRequest, Plan
 from sft_play.plan.shape import ModelShape
-from sft_play.plan.sources import explain_refusal, parse_source, plan_by_source
+from sft_play.plan.sources import parse_source, plan_for
 from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
-
-CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,32 +296,17 @@ class Job:
 
     def plan(self, prepared: Prepared | None) -> Plan:
         """Return the plan: final, or early if `prepared` is `None`."""
-        request = Request(
-            config=self.loaded.config,
-            hardware=self.hardware,
-            shape=self.shape,
-            typed=self.loaded.typed,
-            prepared=prepared,
-            launch=replace(self.options.request, early=prepared is None),
-            runs=past_runs(),
-        )
+        launch = replace(self.options.request, early=prepared is None)
         source = parse_source(self.call.options.get("SOURCE"), "auto")
         if not prepared and not (self.shape.counted and source == "auto"):
             source = "formula"
-        try:
-            return plan_by_source(request, source)
-        except UserError as error:
-            raise explain_refusal(self.loaded, self.hardware, error) from None
+        return plan_for(self.loaded, self.hardware, launch, prepared, source, self.shape)
 
     def world_size(self, before: Plan) -> int:
         """Return the number of processes of all nodes; `before` is the last plan of a resumed run."""
         if self.processes is not None:
             return self.processes
         return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
-
-    def ranks_here(self, plan: Plan) -> range:
-        """Return the ranks that this node runs."""
-        return ranks_of(plan, self.node)
 
     def home(self, run: RunFolder) -> RunFolder:
         """Return the folder for this node's configuration and preparation: the run's, or its part of a shared one."""
@@ -385,7 +366,7 @@ def _node(options: LaunchOptions) -> Node:
             require_free_port(port, hint="omit MASTER_PORT: on one machine a free port is chosen")
         return Node(master_port=port or free_port(), interface=loopback_interface())
     assert options.master_address is not None, "read_options requires MASTER_ADDR for several nodes"
-    port = port or 29500
+    port = port or PORT
     shorten_name_lookups()
     if request.node_rank == 0:
         if not is_of_this_machine(options.master_address):

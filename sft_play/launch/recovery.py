@@ -38,15 +38,13 @@ class Following:
     outcome: Outcome | None = None
     """How the run ended, with the reason why it does not continue; `None` if there is nothing to add."""
     message: str = ""
-    event: str | None = None
-    """Event that every machine records, with `facts`."""
+    event: str = ""
+    """Event that every machine records before another attempt, with `facts`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     pause: float = 0.0
     """Seconds before the next attempt."""
     less: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the launch's request that change because memory ran out."""
-    recovered: Mapping[str, Any] | None = None
-    """The change in the form that the plan keeps."""
+    """Fields of the launch's request that change because memory ran out; the plan then keeps `facts`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -144,7 +142,7 @@ def announcement(
     host = f" ({outcome.host})" if outcome.host else ""
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []
-    if _slots(before) != _slots(after):
+    if before.slots != after.slots:
         new = _divided(after).replace("accumulation ", "")
         typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
         although = f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
@@ -169,13 +167,9 @@ def _start(checkpoint: Path | None) -> str:
     return checkpoint.name if checkpoint else "step 0: there is no checkpoint yet"
 
 
-def _slots(plan: Plan) -> list[tuple[int, int]]:
-    return [(rank.micro_batch, rank.accumulation) for rank in plan.ranks]
-
-
 def _divided(plan: Plan) -> str:
     """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` if micro-steps differ."""
-    slots = list(dict.fromkeys(_slots(plan)))
+    slots = list(dict.fromkeys(plan.slots))
     if len({steps for _, steps in slots}) == 1:
         return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
     return ", ".join(f"{micro} x {steps}" for micro, steps in slots)

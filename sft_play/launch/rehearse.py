@@ -15,13 +15,13 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
-from sft_play.launch.job import CommandStrategy, LaunchOptions, job_of, read_options, refuse_early, refuse_files
+from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import LaunchRequest, Plan, command_of
+from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
 from sft_play.plan.ranks import devices_of
 from sft_play.plan.request import DoesNotFitError, with_network
 from sft_play.plan.show import (
@@ -66,7 +66,7 @@ def _rehearse(call: Call) -> int:
     request = _as_the_run_was(call, options.request, hardware)
     request = _request(call, loaded, request, hardware)
     hardware = with_network(loaded.config, hardware, request)
-    price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    price = parse_price(call.options.get("PRICE_PER_HOUR"))
     prepared = _prepared(call)
     source = parse_source(call.options.get("SOURCE"), "known")
     if source == "probe":
@@ -113,9 +113,7 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
         return request
     before = Plan.load(path)
     nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
-    command: Any = (
-        "zero" if before.strategy.startswith("zero") else "auto" if before.strategy == "ddp" else before.strategy
-    )
+    command: Any = "zero" if before.zero else "auto" if before.strategy == "ddp" else before.strategy
     same_hardware = not call.options.get("HARDWARE")
     met = nodes == before.num_nodes > 1 and same_hardware and before.device == hardware.kind and not request.num_gpus
     return replace(

@@ -373,7 +373,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
 def changes(old: LoadedConfig, new: LoadedConfig) -> list[Override]:
     """Return the keys whose values differ, as overrides with the place of the new value.
 
-    A value that a resume on another number of processes computed (`resume.with_its_batch`) does not count as changed
+    A value that a resume on another number of processes computed (`with_its_batch`) does not count as changed
     while the command still has the value that it replaced.
     """
     before, after = flatten(old), flatten(new)

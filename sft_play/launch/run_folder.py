@@ -33,7 +33,6 @@ from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
-from sft_play.runs.manifest import SHARDED
 from sft_play.text import as_typed
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
@@ -80,12 +79,6 @@ def choose_name(run_name: str | None, config_path: Path | None) -> str:
     return run_name
 
 
-def names_from(name: str) -> Iterator[RunFolder]:
-    """Yield the run of a generated name, then alternatives in case it is taken, such as `demo-20261121-051500.2`."""
-    yield RunFolder(runs_folder() / name)
-    yield from (RunFolder(runs_folder() / f"{name}.{number}") for number in itertools.count(2))
-
-
 @contextlib.contextmanager
 def reserve_folder(
     name: str, *, node_rank: int = 0, never_started_too: bool = False, unnamed: bool = False
@@ -93,13 +86,14 @@ def reserve_folder(
     """Reserve `runs/NAME/` for this launch, and remove it if the body raises before workers start.
 
     mkdir is atomic, so exactly one of two launches with the same name gets it; if `unnamed`, the other takes the next
-    free name. Nodes other than 0 may share the folder with node 0 on a network disk: they join a folder in which their
-    node has not started yet. With `never_started_too`, take over a folder that an earlier launch left before its
-    workers started.
+    free name, such as `demo-20261121-051500.2`. Nodes other than 0 may share the folder with node 0 on a network disk:
+    they join a folder in which their node has not started yet. With `never_started_too`, take over a folder that an
+    earlier launch left before its workers started.
     """
     run = RunFolder(runs_folder() / name)
     if unnamed:
-        run, created = next(run for run in names_from(name) if _make(run, node_rank, unnamed=True)), True
+        others = (RunFolder(runs_folder() / f"{name}.{number}") for number in itertools.count(2))
+        run, created = next(run for run in itertools.chain([run], others) if _make(run, node_rank, unnamed=True)), True
     else:
         created = not (never_started_too and run.path.is_dir() and not has_started(run)) and _make(run, node_rank)
     try:
@@ -312,7 +306,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     for name, shards in (
         ("adapters", shards_weights),
         ("trained", shards_weights),
-        ("optimizer", plan.strategy in SHARDED),
+        ("optimizer", plan.sharded),
     ):
         values = [int(rank.memory_bytes.get(name, 0)) for rank in plan.ranks]
         sizes += sum(values) if shards else max(values, default=0)

@@ -394,7 +394,7 @@ def short_path(text: str) -> str:
 
 def main(call: Call) -> int:
     """Print the runs that match `WHERE`, ordered by `SORT` or the newest first; return 0."""
-    price = parse_price(call.options["PRICE_PER_HOUR"]) if "PRICE_PER_HOUR" in call.options else None
+    price = parse_price(call.options.get("PRICE_PER_HOUR"))
     runs = sorted(
         (list_run(run, price) for run in all_runs()), key=lambda summary: (summary.age_seconds or 0.0, summary.name)
     )

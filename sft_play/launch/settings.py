@@ -16,10 +16,10 @@ from sft_play.config.yaml_files import YamlNode, dump_yaml, read_plain_yaml, rea
 from sft_play.errors import HardwareError, UserError, raise_all, typed_here
 from sft_play.files import write_text
 from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, load_user_json
-from sft_play.launch.environment import Node
+from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import Plan, Precision, Strategy, command_of
+from sft_play.plan.plan import CommandStrategy, Plan, Precision, Strategy, command_of
 from sft_play.text import plural
 
 NO_FILE = "none"
@@ -37,7 +37,7 @@ DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
     "fsdp2": "FSDP",
 }
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-STRATEGIES: Mapping[str, Literal["single", "ddp", "zero", "fsdp2"]] = {
+STRATEGIES: Mapping[str, CommandStrategy] = {
     "NO": "single",
     "MULTI_GPU": "ddp",
     "MULTI_CPU": "ddp",
@@ -128,7 +128,7 @@ class AccelerateChoices:
     """The decisions of an accelerate config; `None` or empty where it decides nothing."""
 
     path: Path | None = None
-    strategy: Literal["single", "ddp", "zero", "fsdp2"] | None = None
+    strategy: CommandStrategy | None = None
     num_gpus: int | None = None
     """Processes on this machine."""
     num_nodes: int | None = None
@@ -364,7 +364,7 @@ def main(call: Call) -> int:
         device=hardware.kind,
         precision=precision,
         processes=num_gpus * num_nodes,
-        node=Node(count=num_nodes, master_port=29500 if num_nodes > 1 else 0),
+        node=Node(count=num_nodes, master_port=PORT if num_nodes > 1 else 0),
         deepspeed_file=None,  # the stage is enough to render a run's DeepSpeed JSON
     )
     if num_nodes > 1:  # these differ between machines, and are options of the command

@@ -23,36 +23,32 @@ from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, folder_gone
 
 LOST = 75
-WORDS: Mapping[str, tuple[str, str]] = {
-    "exit": (
-        r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)",
-        "torch 2.13, distributed/elastic/multiprocessing/errors: each failed rank, negative for a signal, first last",
+PATTERNS = {
+    # torch 2.13, distributed/elastic/multiprocessing/errors: each failed rank, negative for a signal, first last.
+    "exit": re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)"),
+    # Python 3.11, subprocess.CalledProcessError of a single process.
+    "death": re.compile(r"died with <Signals\.(\w+): \d+>"),
+    # torch 2.13, TCPStore.cpp: machines whose agents did not come.
+    "missing": re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined"),
+    # torch 2.13, socket.cpp: taken since it was found free.
+    "port": re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
+    # torch 2.13, ProcessGroupNCCL.cpp: before it aborts a rank whose collective operation failed or never ended.
+    "watchdog": re.compile(
+        r"(?i)watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*"
     ),
-    "death": (r"died with <Signals\.(\w+): \d+>", "Python 3.11, subprocess.CalledProcessError of a single process"),
-    "missing": (
-        r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined",
-        "torch 2.13, TCPStore.cpp: machines whose agents did not come",
+    # The same, where the rank's own GPU has failed.
+    "own fault": re.compile(r"(?i)CUDA error|Cuda failure|unhandled cuda error"),
+    # libstdc++, and bitsandbytes 0.50, which exits with 1: memory that ran out in C++.
+    "native": re.compile(
+        r"terminate called after throwing an instance of 'std::bad_alloc'|Error out of memory at line \d+ in file \S+"
     ),
-    "port": (r"EADDRINUSE|[Aa]ddress already in use", "torch 2.13, socket.cpp: taken since it was found free"),
-    "watchdog": (
-        r"(?i)watchdog thread terminated with exception: .*|to dump debug info, due to collective timeout.*",
-        "torch 2.13, ProcessGroupNCCL.cpp: before it aborts a rank whose collective operation failed or never ended",
-    ),
-    "own fault": (r"(?i)CUDA error|Cuda failure|unhandled cuda error", "the same, where the rank's own GPU has failed"),
-    "native": (
-        r"terminate called after throwing an instance of 'std::bad_alloc'|Error out of memory at line \d+ in file \S+",
-        "libstdc++, and bitsandbytes 0.50, which exits with 1: memory that ran out in C++",
-    ),
-    "helper": (
-        r"DataLoader worker .* killed by signal: Killed",
-        "torch 2.13, DataLoader.cpp: a loading process was killed",
-    ),
+    # torch 2.13, DataLoader.cpp: a loading process was killed.
+    "helper": re.compile(r"DataLoader worker .* killed by signal: Killed"),
 }
-"""Messages of other programs that are parsed, since neither records nor exit codes have the fact: pattern and origin.
+"""Messages of other programs that are parsed, since neither records nor exit codes have the fact.
 
 The first four are in the log of `accelerate launch`, the others in that of a rank.
 """
-PATTERNS = {name: re.compile(pattern) for name, (pattern, _) in WORDS.items()}
 WORDS_BYTES = 200_000
 """Length of the end of a rank's log that is searched: stacks of all threads may follow the reason of an abort."""
 
@@ -67,7 +63,6 @@ Cause = Literal[
     "not_joined",
     "failed",
     "agent",
-    "vanished",
     "peer",
     "port",
 ]

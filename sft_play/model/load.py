@@ -93,7 +93,7 @@ def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared, tokeniz
             model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, dtype, tokens)
         if plan.stages:
             keep_outline(model)
-    if plan.precision != "fp32" and not plan.strategy.startswith("zero"):
+    if plan.precision != "fp32" and not plan.zero:
         lora.leave_casts_to_autocast(model)
     if fuses_adapters(plan.strategy, config.tuning.lora):
         lora.fuse_adapters(model)
@@ -154,7 +154,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
 
 def _held_dtype(plan: Plan) -> torch.dtype:
     """Return the type of weights in memory; DeepSpeed casts them before its fp32 copy, so wider ones are useless."""
-    narrow = plan.strategy.startswith("zero") and plan.precision != "fp32"
+    narrow = plan.zero and plan.precision != "fp32"
     return COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
 

@@ -23,7 +23,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, UserError
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.shape import ModelShape
-from sft_play.runs.folder import OFFLINE, cache_folder, is_offline
+from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
 from sft_play.runs.prepared import Prepared
 
 SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
@@ -303,10 +303,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 def _cached_config(model: ModelConfig) -> Path | None:
     """Return the `config.json` of an earlier download, without importing the hub's library."""
-    home = (
-        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-    )
-    folder = Path(home) / f"models--{model.name.replace('/', '--')}"
+    folder = hub_cache() / f"models--{model.name.replace('/', '--')}"
     revision = model.revision or "main"
     try:
         commit = (folder / "refs" / revision).read_text().strip()

@@ -220,7 +220,7 @@ def padded_layout(request: Request) -> Layout:
 def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
     """Return the optimizer that runs. Raise for one that cannot run here as typed."""
     config, strategy = request.config, setup.strategy
-    configured, replicas = config.train.optim, strategy in ("single", "ddp")
+    configured, replicas = config.train.optim, not setup.sharded
     # The fused kernel needs no copies of the weights, but under FSDP2 it cannot take a loss scaler's tensors next to
     # sharded ones.
     fused = replicas or (strategy == "fsdp2" and setup.precision != "fp16")
@@ -242,7 +242,7 @@ def choose_optimizer(request: Request, setup: Setup, reasons: Reasons) -> str:
 
 def _check_optimizer(config: Config, shape: ModelShape, setup: Setup) -> None:
     """Raise `UserError` for a typed optimizer that this strategy or this model does not allow."""
-    optimizer, whole = config.train.optim, setup.strategy in ("single", "ddp") and setup.tensor_parallel == 1
+    optimizer, whole = config.train.optim, not setup.sharded and setup.tensor_parallel == 1
     if OPTIMIZERS[optimizer].whole and not whole:
         divider = setup.strategy if setup.tensor_parallel == 1 else "`launch.tensor_parallel`"
         raise UserError(

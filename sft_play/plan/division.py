@@ -318,7 +318,7 @@ def _most_packs(packed: Division) -> int:
 def _with_shares(request: Request, division: Division, reasons: dict[str, str]) -> Division:
     """Return the division with shares by speed and memory where ranks are unlike and the batch is `auto`."""
     setup, devices = division.setup, request.data_devices
-    same, speeds_known = setup.strategy != "ddp", all(device.peak_flops for device in devices)
+    same, speeds_known = setup.sharded, all(device.peak_flops for device in devices)
     most = (
         max(_most_packs(division), *division.batch.micro_batches)
         if setup.pack_tokens

@@ -31,14 +31,6 @@ from sft_play.errors import DataError
 from sft_play.plan.request import Request
 from sft_play.runs.prepared import PreparedSplit, SourceFacts, row_integers
 
-
-def permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    """Return the shuffled order of all rows in an epoch."""
-    order = list(range(rows))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
 MANY_TIMES = 10
 """Repetitions of a row within an epoch that cause a warning."""
 
@@ -173,7 +165,9 @@ class RowOrder:
     def __call__(self, epoch: int) -> list[int]:
         """Return the row indices of an epoch."""
         if self.mixture is None:
-            return permutation(self.rows, self.seed, epoch)
+            order = list(range(self.rows))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            return order
         return self.mixture.order(self.source_of_row, self.lengths, self.seed, epoch)
 
 

@@ -181,8 +181,8 @@ def _nonsense(part: str, text: str) -> HardwareError:
         f"`{part}` is not known hardware",
         place=f"HARDWARE={text}",
         hint=(f"did you mean `{meant}`? " if meant else "")
-        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md, such as"
-        f" {', '.join(WELL_KNOWN)}",
+        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md,"
+        f" such as {', '.join(WELL_KNOWN)}",
     )
 
 

@@ -198,7 +198,7 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         optimizer += trained * 4
     buffers = slow_network_bytes(config, setup, trained, width)
     buffers += _buffers(shape, setup, trained, full, frozen + quant_state + (weights if full else 0))
-    if setup.strategy in ("zero1", "zero2", "zero3", "fsdp2"):
+    if setup.sharded:
         optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
         gradients /= shards
@@ -228,7 +228,7 @@ def trained_bytes(config: Config, setup: Setup) -> int:
     Adapters are fp32, except that over a quantised base that computes in bf16 they are bf16 (`model/load.py`), though
     not with Unsloth. DeepSpeed casts trained weights to the computation's type, and accelerate's FSDP2 makes them fp32.
     """
-    if setup.precision != "fp32" and (setup.zero or setup.strategy == "fsdp2"):
+    if setup.precision != "fp32" and setup.sharded:
         return 2 if setup.zero else 4
     if config.tuning.mode == "full":
         return setup.weight_bytes
@@ -243,7 +243,7 @@ def gradient_bytes(config: Config, setup: Setup) -> int:
 
 def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights: float) -> float:
     """Return the bytes of a strategy's communication buffers; `weights` is the size of the base before sharding."""
-    if setup.strategy in ("single", "ddp"):
+    if not setup.sharded:
         return 0.0  # gradients are views into DDP's buckets
     # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each. bf16
     # gradients are reduced in fp32.
@@ -416,7 +416,7 @@ def _optimizer_step_bytes(config: Config, shape: ModelShape, setup: Setup) -> fl
     on_host = setup.device != "cuda" or (setup.zero and setup.offload_optimizer)
     if on_host or setup.optim != "adamw_torch":
         return 0.0
-    shards = setup.world_size // setup.tensor_parallel if setup.strategy not in ("single", "ddp") else 1
+    shards = setup.world_size // setup.tensor_parallel if setup.sharded else 1
     return trainable_parameters(config, shape) * 4 / shards
 
 

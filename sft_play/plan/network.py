@@ -133,7 +133,7 @@ def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: in
     """Return the time to gather a micro-step's weights under ZeRO-3 and FSDP2; 0 for other strategies."""
     if setup.strategy not in GATHERING:
         return 0.0
-    return gather_seconds(gathering_passes(setup) * sent_weights(config, shape, setup), ranks, link)
+    return gather_seconds(setup.passes * sent_weights(config, shape, setup), ranks, link)
 
 
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -141,11 +141,6 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
     alone = replace(setup, world_size=setup.tensor_parallel, offload_optimizer=False, offload_parameters=False)
     whole = states_bytes(config, shape.take_slice(setup.tensor_parallel), alone)
     return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
-
-
-def gathering_passes(setup: Setup) -> int:
-    """Return how often a micro-step gathers sharded weights: forward, backward, and forward again if recomputed."""
-    return 3 if setup.gradient_checkpointing else 2
 
 
 def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -> tuple[Mapping[str, Any], ...]:
@@ -159,11 +154,7 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
     if setup.strategy != "ddp" or ranks < 2 or not link or setup.copies > 1:
         return ()
     launch, width = config.launch, trained_bytes(config, setup)
-    names = {
-        "none": f"none ({'fp32' if width == 4 else '16 bits'})",
-        "fp16": "fp16",
-        "bf16": "bf16",
-    }
+    names = {"none": f"none ({'fp32' if width == 4 else '16 bits'})", "fp16": "fp16", "bf16": "bf16"}
     local = launch.local_steps > 1
     steps = launch.local_steps if local else EXAMPLE_LOCAL_STEPS
 
@@ -172,17 +163,15 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
         share = None if computing_seconds is None else seconds / (seconds + computing_seconds)
         return {"choice": choice, "chosen": chosen, "bytes": sent, "seconds": seconds, "share": share}
 
-    return (
-        *(
-            row(
-                f"compression: {name}",
-                launch.compression == kind and not local,
-                compressed_bytes(config, shape, width, kind),
-            )
-            for kind, name in names.items()
-        ),
-        row(f"local_steps: {steps}", local, local_bytes(config, shape, steps)),
-    )
+    ways = [
+        row(
+            f"compression: {name}",
+            kind == launch.compression and not local,
+            compressed_bytes(config, shape, width, kind),
+        )
+        for kind, name in names.items()
+    ]
+    return (*ways, row(f"local_steps: {steps}", local, local_bytes(config, shape, steps)))
 
 
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -243,7 +232,7 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     weights = sent_weights(request.config, request.shape, setup)
     seconds = gathering_seconds(request.config, request.shape, setup, world, speed)
     return (
-        f"every micro-step waits {figure(seconds)} s for weights = {gathering_passes(setup)} x {figure(weights / 1e9)}"
+        f"every micro-step waits {figure(seconds)} s for weights = {setup.passes} x {figure(weights / 1e9)}"
         f" GB x {world - 1}/{world} / {rate_in_words(speed)}" + ("" if stated else ", if it is 1 Gbit/s")
     )
 
@@ -364,9 +353,9 @@ def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
         table = shape.vocab_size * shape.hidden_size * trained_bytes(request.config, setup) if both else 0
         return 2 * tokens * shape.hidden_size * setup.width + table
     if setup.tensor_parallel > 1:
-        return _passes(request, setup) * 2 * tokens * shape.hidden_size * setup.width * 2 * (size - 1) / size
+        return setup.passes * shape.layers * 2 * tokens * shape.hidden_size * setup.width * 2 * (size - 1) / size
     token = 2 * (shape.heads + math.lcm(shape.kv_heads, size)) * shape.head_dim * setup.width
-    return _passes(request, setup) * token * tokens / size * (size - 1) / size
+    return setup.passes * shape.layers * token * tokens / size * (size - 1) / size
 
 
 def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
@@ -387,10 +376,6 @@ def describe_traffic(request: Request, setup: Setup, tokens: float) -> dict[str,
         "traffic": f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step,"
         f" {figure(seconds, 2)} s by forecast"
     }
-
-
-def _passes(request: Request, setup: Setup) -> int:
-    return (3 if setup.gradient_checkpointing else 2) * request.shape.layers
 
 
 def _apart(request: Request) -> bool:

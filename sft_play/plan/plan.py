@@ -14,11 +14,14 @@ from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
 from sft_play.plan.experience import Work
 from sft_play.plan.hardware import Device
+from sft_play.runs.manifest import SHARDED
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, fixed_settings
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
+"""Strategy that a command implies: `make train` is `single`, `make train-distributed` is `auto`."""
 Precision = Literal["fp32", "bf16", "fp16"]
 Layout = Literal["flattened", "unmasked", "padded"]
 """Rows in one line, or one line per row, padded on the right without an attention mask or with one."""
@@ -131,13 +134,22 @@ class Setup:
     def autocast(self) -> bool:
         """Whether autocast multiplies fp32 weights in a narrower type."""
         # DeepSpeed casts the weights themselves, FSDP2 those that it gathers.
-        casts_weights = self.zero or self.strategy == "fsdp2"
-        return self.precision != "fp32" and self.weights_dtype == "float32" and not casts_weights
+        return self.precision != "fp32" and self.weights_dtype == "float32" and not self.sharded
 
     @property
     def zero(self) -> bool:
         """Whether DeepSpeed holds weights, gradients and optimizer."""
         return self.strategy.startswith("zero")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks divide states, by an engine under which all make the same micro-steps (ZeRO, FSDP2)."""
+        return self.strategy in SHARDED
+
+    @property
+    def passes(self) -> int:
+        """Passes through the layers in a micro-step: forward, backward, and forward again where recomputed."""
+        return 3 if self.gradient_checkpointing else 2
 
     @property
     def width(self) -> int:
@@ -214,6 +226,11 @@ class Plan(Setup):
         return sum(self.stages[:stage]), sum(self.stages[: stage + 1])
 
     @property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """Micro-batch and micro-steps of each group of ranks that train the same rows."""
+        return tuple((rank.micro_batch, rank.accumulation) for rank in self.ranks[:: self.group_size])
+
+    @property
     def ranks_by_node(self) -> tuple[int, ...]:
         """How many ranks each node has."""
         return self.node_ranks or (self.world_size // self.num_nodes,) * self.num_nodes
@@ -250,8 +267,7 @@ class Plan(Setup):
 class LaunchRequest:
     """The launch as the user typed it; `None` leaves a choice to the plan."""
 
-    command_strategy: Literal["single", "ddp", "zero", "fsdp2", "auto"] = "single"
-    """Strategy that the command implies: `make train` is `single`, `make train-distributed` is `auto`."""
+    command_strategy: CommandStrategy = "single"
     num_gpus: int | None = None
     """Processes on this machine."""
     num_nodes: int = 1

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import UserError
-from sft_play.runs.adapters import embeddings_of
+from sft_play.runs.adapters import MUTATING, embeddings_of
 
 ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
 """Layers that decide which experts process a token, or how much the shared expert contributes."""
@@ -466,7 +466,7 @@ def check_targets(config: Config, shape: ModelShape) -> None:
     lora = config.tuning.lora
     if config.tuning.mode == "full":
         return
-    own = {"tuning.lora.variant": lora.variant == "dora", "tuning.lora.init": lora.init in ("pissa", "olora")}
+    own = {"tuning.lora.variant": lora.variant == "dora", "tuning.lora.init": lora.init in MUTATING}
     if shape.model_type in CONV1D and (key := next((key for key, asked in own.items() if asked), None)):
         value = lora.variant if key.endswith("variant") else lora.init
         raise UserError(

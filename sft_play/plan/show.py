@@ -90,9 +90,7 @@ def _batch(plan: Plan, micro: str) -> str:
         return (
             f"{plan.global_batch_size} rows a step, in at most {plural(accumulation, 'micro-step')} of {packs}{where}"
         )
-    empty = (
-        sum(rank.micro_batch * rank.accumulation for rank in plan.ranks[:: plan.group_size]) > plan.global_batch_size
-    )
+    empty = sum(map(math.prod, plan.slots)) > plan.global_batch_size
     steps = _span(rank.accumulation for rank in plan.ranks)
     whole = f"{plan.global_batch_size} rows a step = micro-batch {micro} x accumulation {steps} x {groups}"
     whole += f" {'groups' if groups > 1 else 'group'} of {plan.group_size}" if plan.group_size > 1 else ""
@@ -110,8 +108,7 @@ def _ranks(plan: Plan) -> list[str]:
     if len({(rank.micro_batch, rank.accumulation, rank.device_name) for rank in plan.ranks}) == 1:
         return []
     unit = "packs" if plan.pack_tokens else "rows"
-    slots = [(rank.micro_batch, rank.accumulation) for rank in plan.ranks[:: plan.group_size]]
-    counts = spans(plan.global_batch_size, slots) if not plan.pack_tokens else None
+    counts = spans(plan.global_batch_size, plan.slots) if not plan.pack_tokens else None
     lines = [f"  {'rank':>6}  {'device':<26}{'micro-batch':>12}{'micro-steps':>12}{unit:>8}{'would fit':>11}"]
     for rank in plan.ranks[:MOST_LISTED]:
         rows = counts[rank.rank // plan.group_size] if counts else f"{rank.micro_batch * rank.accumulation} max"
@@ -317,8 +314,10 @@ def _pair(measured: float, forecast: float | None, write: Any) -> str:
     return f"{write(measured)}, forecast {write(forecast)}{change}"
 
 
-def parse_price(text: str) -> float:
-    """Return the price of a machine-hour. Raise `UserError` for anything but a number of 0 or more."""
+def parse_price(text: str | None) -> float | None:
+    """Return the price of a machine-hour, if any. Raise `UserError` for anything but a number of 0 or more."""
+    if text is None:
+        return None
     try:
         price = float(text)
     except ValueError:

@@ -185,7 +185,7 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
 
 def _traced(setup: Setup) -> str:
     """Return which part of a step was traced, in words; shards are arithmetic, since a single process cannot gather."""
-    if not setup.zero and setup.strategy != "fsdp2":
+    if not setup.sharded:
         return "the training step itself"
     name = "FSDP2" if setup.strategy == "fsdp2" else f"ZeRO-{setup.strategy[-1]}"
     return (
@@ -235,19 +235,23 @@ def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) 
 def plan_for(
     loaded: LoadedConfig,
     hardware: Hardware,
-    request: LaunchRequest,
+    launch: LaunchRequest,
     prepared: Prepared | None = None,
     source: Source = "known",
+    shape: ModelShape | None = None,
 ) -> Plan:
-    """Return the plan with the facts of the data: `prepared`, or those of an earlier preparation. Raise `UserError`."""
+    """Return the plan with the facts of the data: `prepared`, or unless it is `early` those of an earlier preparation.
+
+    Raise `UserError`.
+    """
     config = loaded.config
     asked = Request(
         config=config,
         hardware=hardware,
-        shape=shape_of(config.model),
-        launch=request,
+        shape=shape or shape_of(config.model),
+        launch=launch,
         typed=loaded.typed,
-        prepared=prepared or lookup(config),
+        prepared=prepared or (None if launch.early else lookup(config)),
         runs=past_runs(),
     )
     try:
@@ -373,14 +377,13 @@ def assemble(
 ) -> Observation:
     """Return a rank's parts at its peak: temporary parts as traced, states as traced or as the strategy shards them."""
     formula = rank_memory(config, shape, setup, micro_batch)
-    sharded = setup.strategy not in ("single", "ddp")
     best: Observation | None = None
     for moment, traced_parts in result["moments"].items():
         parts = {name: max(0, traced_parts.get(name, 0)) for name in MOVING}
         for name in STATES:
             if name in formula:
-                parts[name] = formula[name] if sharded else traced_parts.get(name, 0)
-        if setup.optim not in TRACED_OPTIMIZERS or sharded:
+                parts[name] = formula[name] if setup.sharded else traced_parts.get(name, 0)
+        if setup.optim not in TRACED_OPTIMIZERS or setup.sharded:
             parts["optimizer"] = formula["optimizer"]
         parts["workspace"] += WORKSPACE_BYTES[setup.device]
         parts |= {name: formula[name] for name in ("buffers", "context")}
@@ -513,9 +516,8 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
     states and gathered weights are arithmetic.
     """
     tuning, lora = config.tuning, config.tuning.lora
-    sharding = setup.zero or setup.strategy == "fsdp2"
     computed = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[setup.precision]
-    base = computed if sharding else setup.weights_dtype
+    base = computed if setup.sharded else setup.weights_dtype
     adapter = {2: "bfloat16", 4: "float32"}[trained_bytes(config, setup)] if tuning.mode != "full" else "float32"
     quantized = bool(architecture.get("quantization_config"))
     # A rank's slice of the sequence: in attention, all tokens of some heads take as much memory as some tokens of all.
@@ -529,21 +531,21 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         lora=asdict(replace(lora, init="default")),
         new_tokens=len(config.data.new_tokens),
         weights_dtype=base,
-        adapter_dtype=computed if sharding else adapter,
+        adapter_dtype=computed if setup.sharded else adapter,
         precision=setup.precision,
-        autocast=setup.precision != "fp32" and not sharding,
+        autocast=setup.precision != "fp32" and not setup.sharded,
         gradient_checkpointing=setup.gradient_checkpointing,
         activation_offload=setup.activation_offload and setup.device == "cuda",
         layout=setup.layout,
         attention=setup.attn_implementation,
-        optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not sharding else "none",
+        optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not setup.sharded else "none",
         fused_adapters=fuses_adapters(setup.strategy, lora),
         loss_chunk=setup.loss_chunk,
         rows=micro_batch,
         row_tokens=row_tokens,
         labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),
         accumulates=setup.accumulates,
-        clips=config.train.max_grad_norm > 0 and not sharding,
+        clips=config.train.max_grad_norm > 0 and not setup.sharded,
         packed=setup.pack_tokens > 0,
         tensor_parallel=setup.tensor_parallel,
     )

@@ -237,7 +237,7 @@ def _small_optimizer(
     request: Request, setup: Setup, fitting: tuple[int, ...], reasons: dict[str, str]
 ) -> tuple[Setup, tuple[int, ...]]:
     """Return setup and rows with 8-bit Adam where that makes the run fit."""
-    replicas = setup.device == "cuda" and setup.strategy in ("single", "ddp") and setup.optim.startswith("adamw_torch")
+    replicas = setup.device == "cuda" and not setup.sharded and setup.optim.startswith("adamw_torch")
     if not replicas or not (request.hardware.described or has_bitsandbytes()):
         return setup, fitting
     smaller, required = replace(setup, optim=SMALL_OPTIMIZER), request.required_rows

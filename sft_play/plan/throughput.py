@@ -118,11 +118,9 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, insi
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
 
 
-def flops_per_token(
-    config: Config, shape: ModelShape, tokens: int, *, recompute: bool, label_share: float = 1.0
-) -> float:
-    """Return the floating-point operations per trained token in rows of `tokens` with causal attention."""
-    return batch_flops(config, shape, tokens=1, labels=label_share, pairs=tokens / 2, recompute=recompute)
+def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute: bool) -> float:
+    """Return the floating-point operations per token, all of them labels, in rows of `tokens` with causal attention."""
+    return batch_flops(config, shape, tokens=1, labels=1, pairs=tokens / 2, recompute=recompute)
 
 
 def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
@@ -136,7 +134,7 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
     if config.tuning.mode != "qlora":
         return 0.0
     weights = quantised_parameters(config, shape, setup.strategy)
-    return (3 if setup.gradient_checkpointing else 2) * weights * (NF4_BYTES + setup.width)
+    return setup.passes * weights * (NF4_BYTES + setup.width)
 
 
 def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, device: Device) -> float:
@@ -257,7 +255,7 @@ def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accum
 
 def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...]) -> float:
     """Return the time of clipping and the update: memory traffic of every trained weight, and Muon's products."""
-    shards = len(devices) if setup.strategy not in ("single", "ddp") else 1
+    shards = len(devices) if setup.sharded else 1
     if setup.device == "cpu":
         bandwidth = CPU_BANDWIDTH / len(devices)  # processes of one CPU share its memory
     else:

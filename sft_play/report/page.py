@@ -126,13 +126,13 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {kind: _columns(thin([row for row in rows if row.get("kind") == kind])) for kind in ("train", "eval")}
 
 
-def thin(rows: Sequence[Mapping[str, Any]], most: int = POINTS) -> list[Mapping[str, Any]]:
-    """Return at most `most` rows: the first, the last, and those with the lowest and highest loss of each stretch."""
-    if len(rows) <= most:
+def thin(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return at most `POINTS` rows: the first, the last, and those with the lowest and highest loss of each stretch."""
+    if len(rows) <= POINTS:
         return list(rows)
     indices_kept = {0, len(rows) - 1}
-    stretch = len(rows) / ((most - 2) // 2)
-    for part in range((most - 2) // 2):
+    stretch = len(rows) / ((POINTS - 2) // 2)
+    for part in range((POINTS - 2) // 2):
         indices = range(int(part * stretch), int((part + 1) * stretch))
         indices_kept |= {min(indices, key=lambda i: _loss(rows[i])), max(indices, key=lambda i: _loss(rows[i]))}
     return [rows[index] for index in sorted(indices_kept)]

@@ -53,6 +53,11 @@ def hub_folder() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(caches, "huggingface")).expanduser()
 
 
+def hub_cache() -> Path:
+    """Return the hub's cache of models: `$HF_HUB_CACHE`, or `hub` in `hub_folder`."""
+    return Path(os.environ.get("HF_HUB_CACHE") or hub_folder() / "hub").expanduser()
+
+
 def cache_folder() -> Path:
     """Return the cache folder: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
     return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")

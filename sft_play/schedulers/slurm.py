@@ -360,7 +360,7 @@ def _target(ahead: Ahead, name: str) -> str:
     command = launches(run)[0]["launch"]["command"] if has_started(run) else None
     if command in ("zero", "fsdp2"):
         return COMMANDS[command]
-    return "train-distributed" if command and ahead.plan.strategy not in ("single", "ddp") else ahead.target
+    return "train-distributed" if command and ahead.plan.sharded else ahead.target
 
 
 def _script(call: Call, name: str) -> Path:

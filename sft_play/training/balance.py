@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -46,15 +47,10 @@ def rebalances(config: Config, plan: Plan) -> bool:
     )
 
 
-def together(plan: Plan) -> bool:
-    """Return whether all ranks must make the same micro-steps, because their engine communicates in each (not DDP)."""
-    return plan.strategy not in ("single", "ddp")
-
-
 def turns_of(config: Config, plan: Plan) -> int:
     """Return the training loop's micro-steps per optimizer step, the same on every rank; some may be empty."""
     planned = max(rank.accumulation for rank in plan.ranks)
-    if together(plan) or not rebalances(config, plan):
+    if plan.sharded or not rebalances(config, plan):
         return planned
     needed = max(-(-plan.global_batch_size // rank.micro_batch) for rank in plan.ranks if rank.micro_batch)
     return max(planned, min(needed, HEADROOM * planned))
@@ -66,10 +62,9 @@ class ShareChooser:
     def __init__(self, plan: Plan, turns: int) -> None:
         self.plan, self.turns = plan, turns
         self.alike = len({rank.device_name for rank in plan.ranks}) == 1
-        slots = sum(rank.micro_batch * rank.accumulation for rank in plan.ranks)
-        self.rows = slots if plan.pack_tokens else plan.global_batch_size
+        self.rows = sum(map(math.prod, plan.slots)) if plan.pack_tokens else plan.global_batch_size
         """Rows of a step to divide; with packing, its largest number of packs."""
-        planned = spans(self.rows, [(rank.micro_batch, rank.accumulation) for rank in plan.ranks])
+        planned = spans(self.rows, plan.slots)
         self.working = tuple(rank for rank, rows in enumerate(planned) if rows)
         """Ranks that have work in the plan; each keeps at least one row, or it would never be measured again."""
         self.sums = [[0.0] * 4 for _ in plan.ranks]
@@ -110,7 +105,7 @@ class ShareChooser:
         costs = self.costs(sums)
         if not all(cost.most_rows for cost, (micro, _) in zip(costs, shares, strict=True) if micro):
             return None  # a rank that has work was not measured
-        same = together(self.plan)
+        same = self.plan.sharded
         better = within(self.rows, costs, self.turns, same_steps=same)
         better = better and at_work(self.rows, better, costs, self.turns, self.working, same_steps=same)
         if better is None or better == shares:
@@ -138,7 +133,7 @@ class ShareChooser:
         Under DDP more rows mean more micro-steps of the planned size. Otherwise the micro-batch grows within the rank's
         memory, unless memory ran out before, or only the planned size was tried on the device (`source: probe`).
         """
-        if not together(self.plan) or self.plan.recoveries or self.plan.source == "probe":
+        if not self.plan.sharded or self.plan.recoveries or self.plan.source == "probe":
             return rank.micro_batch
         return max(rank.micro_batch, rank.most_rows)
 
@@ -212,7 +207,7 @@ class Balancer(TrainerCallback):
         If ranks communicate in the backward pass, only the forward pass counts.
         """
         lap = self.lap.take()
-        seconds = lap["forward"] + (0.0 if together(self.context.plan) else lap["backward"])
+        seconds = lap["forward"] + (0.0 if self.context.plan.sharded else lap["backward"])
         return [seconds, lap["rows"], lap["tokens"], lap["micro_steps"]]
 
     def micro_batch(self, step: int) -> int | None:

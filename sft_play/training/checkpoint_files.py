@@ -225,12 +225,13 @@ def model_card(stamp: Stamp, run: str) -> str:
     base, on_hub = stamp.public_base
     adapter = stamp.mode != "full"
     facts = f"base_model: {base}\n" if on_hub else ""
+    use = typed_here(f"make infer RUN={run}")
     lora = f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else ""
     return (
         f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags:"
         f" [sft-play]\n---\n\n# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`,"
         f" trained by SFT-Play: {stamp.mode}{lora}, rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size}"
-        f" rows per step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `{typed_here(f'make infer RUN={run}')}`. `stamp.json` records"
+        f" rows per step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `{use}`. `stamp.json` records"
         " everything that it was made from.\n"
     )
 

@@ -31,10 +31,11 @@ from sft_play.config.schema import LaunchConfig
 from sft_play.errors import RetryableError, UserError, causes
 from sft_play.files import NO_ROOM, is_full, open_own, write_text
 from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
+from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
 from sft_play.training.process import Activity, launched_world, leave_record, redirect
-from sft_play.training.stop_request import StopRequest, code_of
+from sft_play.training.stop_request import StopRequest
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
 """A worker's program: stop request (with run and activity), checkpoint to resume, rank 0's console -> exit code."""
@@ -88,7 +89,7 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
         record = verdict(problem, run, request.activity)
         # On a stop request another rank may leave before this one.
         if request.heard is not None and record.get("cause") == PEER:
-            record = {"code": code_of(request.heard), "error": ""}
+            record = {"code": stop_code(request.heard), "error": ""}
         print_fault(problem, record)
     finally:
         request.finish(record)

@@ -67,19 +67,16 @@ def sampler_of(context: TrainContext, split: PreparedSplit, dataset: Any) -> Glo
     """Return the order of this rank's micro-batches, mixed by the sources' weights and packed as the plan says."""
     config, plan = context.config, context.plan
     assert len(dataset) == split.rows, (len(dataset), split.rows)
-    order = row_order(config.data, split, config.train.seed)
     lengths: Sequence[int] | None = None
     if plan.pack_tokens:
         lengths = row_integers(split, "lengths.i32")
         if lengths is None:
             lengths = [len(ids) for ids in dataset["input_ids"]]
     return GlobalBatchSampler(
-        rows=order.rows,
+        order=row_order(config.data, split, config.train.seed),
         global_batch=plan.global_batch_size,
-        ranks=[(share.micro_batch, share.accumulation) for share in plan.ranks[:: plan.group_size]],
+        ranks=plan.slots,
         rank=context.ranks.data_rank,
-        seed=config.train.seed,
-        order=order,
         lengths=lengths or (),
         pack_tokens=plan.pack_tokens,
         turns=turns_of(config, plan),

@@ -214,7 +214,7 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
     # transformers imports Comet if it is installed, and Comet would log MLflow's runs.
     os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
     absent = {
-        "deepspeed": not plan.strategy.startswith("zero"),
+        "deepspeed": not plan.zero,
         "bitsandbytes": not uses_bitsandbytes(config, plan, prepared),
     }
     for name in [name for name, is_absent in absent.items() if is_absent and not config.model.trust_remote_code]:

@@ -22,10 +22,9 @@ from torch.nn.functional import pad
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, first_line
-from sft_play.launch.environment import VARIABLE, key_here, new_word, proof, proves
+from sft_play.launch.environment import VARIABLE, key_here, proof, proves
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import SHARDED
 from sft_play.runs.stamp import Stamp
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.process import Activity, launched_world
@@ -227,7 +226,7 @@ class TrainContext:
 
 def uses_cpu_flag(plan: Plan) -> bool:
     """Return whether to set accelerate's CPU flag, which would silently turn off DeepSpeed and FSDP."""
-    return plan.device == "cpu" and plan.strategy in ("single", "ddp")
+    return plan.device == "cpu" and not plan.sharded
 
 
 def join_ranks(plan: Plan, args: Any) -> Ranks:
@@ -265,7 +264,7 @@ def check_peers(plan: Plan, ranks: Ranks) -> None:
     """
     if plan.num_nodes == 1 or (key := key_here()) is None:
         return
-    words = ranks.gather(new_word())
+    words = ranks.gather(secrets.token_hex(32))
     proofs = ranks.gather(proof(key, "rank", ranks.rank, words))
     if wrong := [place for place, answer in enumerate(proofs) if not proves(key, answer, "rank", place, words)]:
         raise HardwareError(
@@ -317,7 +316,7 @@ def ranks_together(context: TrainContext) -> tuple[int, ...]:
         with contextlib.suppress(OSError):
             (folder / mark).unlink()
     apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
-    if apart and plan.strategy in SHARDED and context.config.train.save_strategy != "no":
+    if apart and plan.sharded and context.config.train.save_strategy != "no":
         raise CheckpointError(
             f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} cannot"
             " see the run folder of rank 0",

@@ -161,7 +161,7 @@ class Saver(TrainerCallback):
             state_bytes += weights  # an adapter's weights are also written with the states, under their full names
         if self.local is not None:  # anchor, momentum and average on rank 0, own weights on the others
             return (3 if first else 1) * 2 * weights + state_bytes
-        shared = self.context.plan.strategy in ("single", "ddp") and self.trainer.parts is None and not first
+        shared = not self.context.plan.sharded and self.trainer.parts is None and not first
         return (weights if first else 0) + (0 if shared else state_bytes)
 
     def _snapshot(self, step: int) -> Writing:

@@ -234,14 +234,14 @@ class LocalSteps(TrainerCallback):
         return [count for (count,) in self.context.ranks.table([self.tokens])]
 
 
-def split_into_groups(sizes: Sequence[int], most: int = AVERAGED_AT_A_TIME) -> list[list[int]]:
-    """Return indices in groups of at most `most` numbers, in order; a larger one is a separate group."""
+def split_into_groups(sizes: Sequence[int]) -> list[list[int]]:
+    """Return indices in groups of at most `AVERAGED_AT_A_TIME` numbers, in order; a larger one is a separate group."""
     groups: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):
         if not groups or size > room:
             groups.append([])
-            room = most
+            room = AVERAGED_AT_A_TIME
         groups[-1].append(index)
         room -= size
     return groups

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.launch.liveness import LIMITS
-from sft_play.launch.process import STOPS, signals_to_hear
+from sft_play.launch.process import STOPS, signals_to_hear, stop_code
 from sft_play.runs.folder import RunFolder
 from sft_play.training.process import Activity, leave_record
 
@@ -32,11 +32,6 @@ LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0
 """How long the end waits for the thread that polls other ranks: it polls once a second, and once more at the end."""
 KEY = "asked_to_stop"
-
-
-def code_of(number: int) -> int:
-    """Return the exit code of a stop requested by this signal."""
-    return 130 if number == signal.SIGINT else 143
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,8 +134,9 @@ class StopRequest:
             name = signal.Signals(self.heard).name
             with contextlib.suppress(OSError, ValueError):
                 print(f"{name} {self.activity}: rank {self.rank} exits; {why}", file=sys.stderr, flush=True)
-            leave_record(self.run, self.rank, self._with_facts({"code": code_of(self.heard), "error": "", "note": why}))
-            os._exit(code_of(self.heard))
+            code = stop_code(self.heard)
+            leave_record(self.run, self.rank, self._with_facts({"code": code, "error": "", "note": why}))
+            os._exit(code)
 
     def _share(self, connect: Callable[[], Any]) -> None:
         shared = False

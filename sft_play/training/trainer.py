@@ -27,7 +27,7 @@ from sft_play.data import WEIGHTS
 from sft_play.data.batches import Batch, GlobalBatchSampler
 from sft_play.model.objective import objective_of
 from sft_play.model.parallel import Slicer
-from sft_play.training.balance import Balancer, together
+from sft_play.training.balance import Balancer
 from sft_play.training.loss import IDLE, step_totals, sums_of, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
 from sft_play.training.muon import MuonWithAdamW
@@ -198,7 +198,7 @@ class SftTrainer(Trainer):
         activity.micro_batch = self.balancer.micro_batch(step)
         self.finite.rows = [row for batch in batch_samples for row in batch["rows"]]
         self.shard_proof.rows_trained += self.finite.rows
-        total = step_totals(self.context.ranks, batch_samples, together=together(self.context.plan))
+        total = step_totals(self.context.ranks, batch_samples, together=self.context.plan.sharded)
         self._micro_batches = [batch for batch in batch_samples if not batch[IDLE]]
         if self.local is not None:
             self.local.begin_step(batch_samples, total)

@@ -182,10 +182,14 @@ def test_all_faults_of_a_deepspeed_json_are_reported_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_hub_cache_is_found_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    folder = tmp_path / "hub" / "models--some--model"
+@pytest.mark.parametrize(("variable", "hub"), [("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")])
+def test_a_hub_cache_is_found_without_the_hub(
+    variable: str, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    for other in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    folder = tmp_path / hub / "models--some--model"
     shutil.copytree(tiny, folder / "snapshots" / "abc123")
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc123")

@@ -22,6 +22,7 @@ from sft_play.config.keys import table
 from sft_play.config.optimizers import OPTIMIZERS, SETTINGS_OF
 from sft_play.data.batches import Collator, GlobalBatchSampler
 from sft_play.data.store import Rows
+from sft_play.plan.epoch import RowOrder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.training.loss import label_tokens, token_loss_sum
@@ -163,7 +164,7 @@ def plain_steps(run: RunFolder, model: Any, begin: Callable[[], Any]) -> Iterato
     assert prepared.train is not None
     rows, sampler, remaining = (
         Rows(prepared.train.path),
-        GlobalBatchSampler(TRAIN_ROWS, GLOBAL_BATCH, [(8, 1)], 0, 42),
+        GlobalBatchSampler(RowOrder(rows=TRAIN_ROWS, seed=42), GLOBAL_BATCH, [(8, 1)], 0),
         8,
     )
     for epoch in range(3):

@@ -16,9 +16,9 @@ from sft_play.config.call import parse_call
 from sft_play.files import write_json
 from sft_play.launch.attempt import worker_arguments, write_launch_files
 from sft_play.launch.environment import worker_environment
-from sft_play.launch.job import CommandStrategy, job_of, read_options
+from sft_play.launch.job import job_of, read_options
 from sft_play.model.resolve import resolve_model
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import CommandStrategy, Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from tests.conftest import ROOT, on_machine

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sft_play.data.batches import Collator, GlobalBatchSampler
+from sft_play.plan.epoch import RowOrder
 from sft_play.training.loss import token_loss_sum
 from tests.families import VOCAB
 from tests.numerics.test_layouts import random_model
@@ -34,7 +35,9 @@ def rows() -> list[dict[str, Any]]:
 def packed(rows: list[dict[str, Any]], micro: int) -> list[list[dict[str, Any]]]:
     """Return the micro-batches of a step with all rows."""
     lengths = [len(row["input_ids"]) for row in rows]
-    sampler = GlobalBatchSampler(COUNT, COUNT, [(micro, COUNT)], 0, 0, lengths=lengths, pack_tokens=LIMIT)
+    sampler = GlobalBatchSampler(
+        RowOrder(rows=COUNT, seed=0), COUNT, [(micro, COUNT)], 0, lengths=lengths, pack_tokens=LIMIT
+    )
     packs = [[rows[index] for index in batch] for batch in sampler if batch]
     assert sum(map(len, packs)) == COUNT and len(packs) < COUNT // 2
     return packs

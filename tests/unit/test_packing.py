@@ -19,7 +19,7 @@ from sft_play.errors import UserError
 from sft_play.launch.recovery import announcement, remedy
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.batch import Slots
-from sft_play.plan.epoch import best_fit, most_packs
+from sft_play.plan.epoch import RowOrder, best_fit, most_packs
 from sft_play.plan.plan import LaunchRequest, Plan, setup_of
 from sft_play.plan.shape import ModelShape
 from tests.plans import plan_of, prepared_rows
@@ -51,12 +51,12 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
 def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
     lengths, batch, slots = world
     samplers = [
-        GlobalBatchSampler(len(lengths), batch, slots, rank, 0, lengths=lengths, pack_tokens=LIMIT)
+        GlobalBatchSampler(RowOrder(rows=len(lengths), seed=0), batch, slots, rank, lengths=lengths, pack_tokens=LIMIT)
         for rank in range(len(slots))
     ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
-    order, accumulation = samplers[0].order(), slots[0][1]
+    order, accumulation = samplers[0].order(epoch), slots[0][1]
     shares = [list(sampler) for sampler in samplers]
     assert {len(share) for share in shares} == {len(samplers[0])} == {samplers[0].steps * accumulation}
     for step in range(samplers[0].steps):
