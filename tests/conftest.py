@@ -17,6 +17,7 @@ from typing import IO, Any
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from sft_play.__main__ import main
 from sft_play.errors import HardwareError
@@ -25,6 +26,10 @@ from tests import warm
 from tests.documents import ROOT
 from tests.doubles.machine import pynvml, sitecustomize
 from tests.tiny_models import build_tiny_llama
+
+# A busy machine is no fault of what is tested.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "RUNS_DIR", "SFT_PLAY_CACHE", "PYTHONWARNINGS")
 SLOWEST_FIRST = ("distributed", "multinode", "numerics", "emulated", "contract")

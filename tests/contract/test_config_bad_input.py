@@ -233,7 +233,7 @@ def test_a_folder_that_is_no_run_is_not_to_be_cleaned_up(command: str, in_proces
     assert "rm " not in done.err
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_a_configuration_or_an_error(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "main.yaml"

@@ -32,7 +32,7 @@ typed_text = (
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @example("a b")
 @example('it\'s "quoted"')
 @example("$HOME $(shell touch pwned) ${x} `id` $$")

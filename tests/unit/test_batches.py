@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.data import IGNORED
@@ -40,7 +40,6 @@ def global_batches(rows: int, batch: int, slots: Sequence[Slots]) -> list[list[i
     return [sorted(row for part in step for micro in part for row in micro) for step in zip(*shares, strict=True)]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 64), worlds, worlds)
 def test_a_step_takes_the_same_rows_on_every_world_size(
     rows: int, batch: int, slots: list[Slots], other: list[Slots]
@@ -94,7 +93,6 @@ def pairs_of_padded(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     return pairs
 
 
-@settings(deadline=None)
 @given(prepared())
 def test_both_layouts_train_the_same_tokens(rows: Rows) -> None:
     expected = Counter(

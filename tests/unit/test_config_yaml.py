@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.reader import misfit
@@ -122,7 +122,7 @@ VALUE = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.dictionaries(TEXT, VALUE, min_size=1, max_size=4), min_size=1, max_size=3), TEXT)
 def test_written_yaml_is_read_back(documents: list[dict[str, Any]], comment: str) -> None:
     text = dump_documents(documents, comment)

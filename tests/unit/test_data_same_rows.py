@@ -129,9 +129,7 @@ FORMATS: dict[str, st.SearchStrategy[Row]] = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_each_kind_of_file_gives_the_same_tokens_and_mask(
     form: str, data: st.DataObject, encoder: Encoder, tmp_path_factory: pytest.TempPathFactory

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.config.schema import Config, ModelConfig, TrainConfig
@@ -28,7 +28,6 @@ LIMIT = 64
 lengths_within = st.lists(st.integers(1, LIMIT), min_size=1, max_size=80)
 
 
-@settings(deadline=None)
 @given(lengths_within)
 def test_packs_hold_every_row_once_and_never_too_much(lengths: list[int]) -> None:
     packs = best_fit(lengths, LIMIT)
@@ -46,7 +45,6 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], int, list[Slots]]:
     return lengths, batch, [(micro, -(-bound // sum(micros))) for micro in micros]
 
 
-@settings(deadline=None)
 @given(worlds(), st.integers(0, 3))
 def test_packed_steps_have_the_rows_of_unpacked_ones(world: tuple[list[int], int, list[Slots]], epoch: int) -> None:
     lengths, batch, slots = world

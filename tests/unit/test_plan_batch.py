@@ -86,7 +86,7 @@ def within(shares: tuple[Slots, ...], ranks: list[Cost], rows: int) -> None:
         assert 0 <= micro <= cost.most_rows and steps >= 1 and mine <= micro * steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows=st.integers(1, 200), ranks=st.lists(costs, min_size=1, max_size=6), same=st.booleans())
 def test_shares_fit_memory_and_are_never_slower_than_equal_ones(rows: int, ranks: list[Cost], same: bool) -> None:
     shares, equal = share_out(rows, ranks, same_steps=same), equal_shares(rows, ranks, same_steps=same)

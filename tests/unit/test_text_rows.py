@@ -29,7 +29,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Any]:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text(alphabet="ab1. \n\u00e9\U0001f600", max_size=60),
     st.integers(2, 20),
