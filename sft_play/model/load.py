@@ -22,6 +22,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedConfig,
     set_seed,
 )
@@ -227,6 +228,7 @@ def read_model(
             dtype=dtype,
             attn_implementation=attention or ("eager" if config.model_type in WITHOUT_SDPA else "sdpa"),
             output_loading_info=True,
+            generation_config=GenerationConfig(),  # answers go by our settings; the folder's may not even be readable
             **trusted,
             **arguments,
         )
@@ -236,7 +238,7 @@ def read_model(
             place=str(folder),
             hint="do not trust this model; use one with safetensors",
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if not trust and is_about_trust(error):
