@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,27 @@ def test_a_tokenizer_may_know_tokens_that_no_row_holds(column: str, tmp_path: Pa
     ) as caught:
         load(base, train=used)
     assert caught.value.place == "two.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "named"),
+    [
+        ({"num_attention_heads": "4"}, DataError, "`?num_attention_heads.*expected int, got str"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}},
+            CheckpointError,
+            "cannot be loaded: .*str",
+        ),
+    ],
+    ids=["heads", "rope"],
+)
+def test_values_of_a_wrong_type_in_the_configuration_are_named(
+    values: dict[str, Any], error: type[UserError], named: str, tmp_path: Path
+) -> None:
+    config = build_tiny_llama(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    with pytest.raises(error, match=named):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
