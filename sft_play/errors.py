@@ -148,8 +148,9 @@ class Problems(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, or its type if it has no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of a library's error, with what it announces, or its type if it has no message."""
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def raise_all(problems: Sequence[UserError]) -> None:

@@ -249,18 +249,16 @@ def column(run: RunFolder, name: str, kind: str = "train") -> list[float]:
     return [row[name] for row in rows(run, kind)]
 
 
-def same_curves(run: Path, reference: Path, first: int = 0) -> None:
-    """Assert that the steps after `first` of two runs have equal losses, gradient norms and held-out losses, to
-    1e-5.
-    """
+def same_curves(run: Path, reference: Path, first: int = 0, *, within: float = 1e-5) -> None:
+    """Assert that the steps after `first` of two runs have equal losses, gradient norms and held-out losses."""
     for kind, names in (("train", ("step", "learning_rate", "loss", "grad_norm")), ("eval", ("step", "eval_loss"))):
         actual, expected = (
             [row for row in metrics(folder, kind) if row["step"] > first] for folder in (run, reference)
         )
         for name in names:
-            tolerance = 0.0 if name in ("step", "learning_rate") else 1e-5
+            tolerance = 0.0 if name in ("step", "learning_rate") else within
             assert [row[name] for row in actual] == pytest.approx(
-                [row[name] for row in expected], rel=1e-5, abs=tolerance
+                [row[name] for row in expected], rel=within, abs=tolerance
             ), name
 
 

@@ -78,7 +78,7 @@ def _each(*words: str, **facts: Any) -> dict[str, Optimizer]:
     return dict.fromkeys(words, Optimizer(**facts))
 
 
-_LOW_RANK = {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str}
+_LOW_RANK = {"rank": Positive, "update_proj_gap": Positive, "scale": float, "proj_type": str}
 _GALORE: dict[str, Any] = {
     "module": "galore_torch",
     "pip": "galore-torch==1.0",
@@ -119,9 +119,12 @@ _GROK = {
 OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("auto", "adamw_torch", "adamw_torch_fused"),
     **_each("adafactor", betas=False),
-    **_each("sgd", betas=False, arguments={"momentum": float, "dampening": float, "nesterov": bool}),
-    **_each("adagrad", betas=False, arguments={"lr_decay": float, "eps": float}),
-    **_each("rmsprop", betas=False, arguments={"momentum": float, "alpha": float, "eps": float, "centered": bool}),
+    **_each("sgd", betas=False, arguments={"momentum": FromZero, "dampening": float, "nesterov": bool}),
+    **_each("adagrad", betas=False, arguments={"lr_decay": FromZero, "eps": FromZero}),
+    **_each(
+        "rmsprop", betas=False,
+        arguments={"momentum": FromZero, "alpha": FromZero, "eps": FromZero, "centered": bool},
+    ),
     **_each(
         "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit",
         "paged_lion_8bit", "paged_lion_32bit", bitsandbytes=True,
@@ -234,7 +237,7 @@ def optimizer(config: Config) -> Iterator[Conflict]:
 
 def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
     """Check `train.optim_args`, which transformers reads as `name=value,name=value`."""
-    taken = OPTIMIZERS[word].arguments
+    taken, typed = OPTIMIZERS[word].arguments, dict[str, Any]()
     for part in text.replace(" ", "").split(",") if text else ():
         name, equals, value = part.partition("=")
         if not equals or "=" in value:
@@ -248,10 +251,16 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
             yield Conflict(ARGUMENTS, f"`{ARGUMENTS}` has `{name}`, which `{word}` does not take", f"it takes: {names}")
         elif taken[name] is not str:
             problems: list[Mismatch] = []
-            convert(wrap(_plain(value.lower())), taken[name], f"{ARGUMENTS}.{name}", problems)
+            typed[name] = convert(wrap(_plain(value.lower())), taken[name], f"{ARGUMENTS}.{name}", problems)
             yield from (
                 Conflict(ARGUMENTS, f"`{mismatch.key}` {mismatch.problem}", mismatch.hint) for mismatch in problems
             )
+    if typed.get("nesterov") is True and (not typed.get("momentum") or typed.get("dampening")):
+        yield Conflict(
+            ARGUMENTS,
+            f"`{ARGUMENTS}` has `nesterov=true`, which needs a momentum, and no dampening",
+            "TRAIN_OPTIM_ARGS=nesterov=true,momentum=0.9",
+        )
 
 
 def _plain(text: str) -> Any:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedConfig,
     set_seed,
 )
@@ -226,6 +228,7 @@ def read_model(
             dtype=dtype,
             attn_implementation=attention or ("eager" if config.model_type in WITHOUT_SDPA else "sdpa"),
             output_loading_info=True,
+            generation_config=GenerationConfig(),  # answers go by our settings; the folder's may not even be readable
             **trusted,
             **arguments,
         )
@@ -235,7 +238,7 @@ def read_model(
             place=str(folder),
             hint="do not trust this model; use one with safetensors",
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if not trust and is_about_trust(error):
@@ -456,14 +459,28 @@ def let_go_of_files(model: Any) -> None:
 
 
 def keep_quantised_weights(model: Any) -> None:
-    """Stop bitsandbytes 0.50 from changing nf4 weights.
+    """Let bitsandbytes 0.50 multiply by the same weights in every pass, training or not, whatever else is in the pass.
 
-    On CPUs with AVX512-BF16 it repacks them when they first run in evaluation mode, which permanently rounds their
-    scales to bf16: training would continue over another base, and scores would depend on the machine.
+    On CPUs with AVX512-BF16 it repacks nf4 when it first runs in evaluation mode, which permanently rounds the scales
+    to bf16: training would continue over another base, and scores would depend on the machine. On a GPU, and outside
+    training, LLM.int8 rounds its inputs too, except in columns where any row of the pass has an outlier: a row would
+    compute otherwise in another micro-batch.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+        if type(module).__name__ == "Linear8bitLt":
+            module.forward = MethodType(_multiply_by_int8, module)
+
+
+def _multiply_by_int8(self: Any, x: torch.Tensor) -> Any:
+    """Compute an int8 layer of bitsandbytes as it trains on CPUs: only the weights are rounded."""
+    from bitsandbytes.autograd._functions import MatMul8bitFp
+
+    if self.weight.CB is not None:
+        self.init_8bit_state()
+    bias = None if self.bias is None else self.bias.to(x.dtype)
+    return MatMul8bitFp.apply(x, self.weight, None, bias, self.state)
 
 
 # Layers for which Unsloth has fused kernels; other names work too, through plain PEFT layers.

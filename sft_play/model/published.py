@@ -93,10 +93,7 @@ def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False
         _refuse(outline, untaken, folder)
         _untie(model, outline, files, folder, stage=stage)
     if getattr(model, "generation_config", None) is not None:  # transformers refuses to save settings without effect
-        own = model.generation_config
-        model.generation_config = GenerationConfig(
-            **{name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        )
+        model.generation_config = GenerationConfig()
     model.__dict__[BASE] = Base(folder=folder, carried=tuple(untaken), takes_code=takes_code)
 
 
@@ -269,6 +266,8 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
         )
     settings = folder / "generation_config.json"
     before = read_object(base.folder / settings.name, follow=True) or read_object(settings)
+    # Otherwise older releases of transformers may replace the file's settings by those of `config.json`.
+    before.pop("_from_model_config", None)
     write_json(settings, before | ends_of_answers(tokenizer))
 
 

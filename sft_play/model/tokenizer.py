@@ -137,8 +137,12 @@ def ends_of_answers(tokenizer: Any) -> dict[str, Any]:
 
 
 def base_stops(folder: Path) -> list[int]:
-    """Return the tokens at which a model folder's own generation settings end an answer."""
-    eos = read_object(folder / "generation_config.json", follow=True).get("eos_token_id")
+    """Return the tokens at which a model folder's own generation settings end an answer, by `config.json` without
+    any.
+    """
+    settings = folder / "generation_config.json"
+    declared = read_object(settings if settings.exists() else folder / "config.json", follow=True)
+    eos = declared.get("eos_token_id")
     candidates = eos if isinstance(eos, list) else [eos]
     return [index for index in candidates if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
 

@@ -142,6 +142,11 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
             raise HardwareError(
                 f"`model.attn_implementation` is `{configured}`, but {no_flash}", hint="leave it to `auto`"
             )
+        if configured == "flex_attention" and kind == "cpu":
+            raise HardwareError(
+                f"`model.attn_implementation` is `{configured}`, which torch trains on GPUs only",
+                hint="leave it to `auto`",
+            )
         if family in lacks.get(configured, frozenset()):
             raise UserError(
                 f"`model.attn_implementation` is `{configured}`, but transformers has no such kernel for `{family}`",
@@ -309,38 +314,50 @@ def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons:
 
 
 def warmup(config: Config, steps: int | None) -> int | None:
-    """Return the steps over which the learning rate rises. Raise `UserError` for more than the run has."""
+    """Return the steps over which the learning rate rises. Raise `UserError` if the run has too few steps."""
     train, schedule = config.train, config.train.lr_scheduler_type
     if schedule in WITHOUT_WARMUP and not OPTIMIZERS[train.optim].two_faced:
         return 0
+    if steps is None:
+        return train.warmup_steps
     spare = schedule == "polynomial"  # it divides by the remaining steps
-    if train.warmup_steps is None:
-        return None if steps is None else min(math.ceil(train.warmup_ratio * steps), steps - spare)
-    if steps is not None and train.warmup_steps > steps - spare:
+    rising = train.warmup_steps
+    if rising is None:
+        rising = min(math.ceil(train.warmup_ratio * steps), steps - spare)
+    if rising > steps - spare:
         raise UserError(
-            f"`train.warmup_steps` is {train.warmup_steps}, but the run has {plural(steps, 'step')}"
+            f"`train.warmup_steps` is {rising}, but the run has {plural(steps, 'step')}"
             + (", and `polynomial` needs one to decay" if spare else ""),
             place="train.warmup_steps",
             hint=f"TRAIN_WARMUP_STEPS={min(-(-steps // 10), steps - spare)}, or omit it",
         )
-    return train.warmup_steps
+    falling = lr_settings(config).get("num_decay_steps", 0)
+    if rising + falling > steps:
+        raise UserError(
+            f"`train.lr_scheduler_kwargs.num_decay_steps` is {falling} after a warm-up of {rising}, but the run has"
+            f" {plural(steps, 'step')}: the learning rate would begin in the middle of its fall",
+            place="train.lr_scheduler_kwargs",
+            hint=f"`lr_scheduler_kwargs: {{num_decay_steps: {steps - rising}}}` at most",
+        )
+    return rising
 
 
 def check_schedule(config: Config, rate: float) -> None:
-    """Raise `UserError` for a schedule that ends at or above this learning rate."""
-    train = config.train
-    settings = lr_settings(config)
-    if train.lr_scheduler_type == "polynomial" and rate <= (end := float(settings.get("lr_end", 1e-7))):
+    """Raise `UserError` for a schedule that ends above this learning rate, or cannot be computed with it."""
+    schedule, settings = config.train.lr_scheduler_type, lr_settings(config)
+    if schedule == "polynomial":
+        end, can_decay = float(settings.get("lr_end", 1e-7)), "`lr_scheduler_kwargs: {lr_end: 0}`"
+        refused = rate <= end
+    else:
+        share = settings.get("min_lr_rate")
+        end = float(settings.get("min_lr") or 0.0) if share is None else share * rate
+        can_decay = "`lr_scheduler_kwargs: {min_lr_rate: 0.1}`"
+        refused = "with_min_lr" in schedule and rate < end
+    if refused:
         raise UserError(
-            f"`train.lr_scheduler_type` is `polynomial`, which ends at {end:g}, but the learning rate is {rate:g}",
+            f"`train.lr_scheduler_type` is `{schedule}`, which ends at {end:g}, but the learning rate is {rate:g}",
             place="train.lr_scheduler_type",
-            hint="a larger TRAIN_LEARNING_RATE, or `lr_scheduler_kwargs: {lr_end: 0}`",
-        )
-    if settings.get("min_lr") and "cosine" in train.lr_scheduler_type and not rate:
-        raise UserError(
-            f"`train.lr_scheduler_kwargs.min_lr` is {settings['min_lr']:g}, but the learning rate is 0",
-            place="train.lr_scheduler_kwargs",
-            hint="a TRAIN_LEARNING_RATE above 0, or `min_lr_rate` instead",
+            hint=f"a larger TRAIN_LEARNING_RATE, or {can_decay}",
         )
 
 

@@ -125,6 +125,12 @@ CASES = {
     "arguments of another": (
         GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=0.9,beta=1"], "has `beta`, which `sgd` does not take"
     ),
+    "arguments that exclude each other": (
+        GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=nesterov=true"], "which needs a momentum, and no dampening"
+    ),
+    "an argument below 0": (
+        GOOD, ["TRAIN_OPTIM=rmsprop", "TRAIN_OPTIM_ARGS=alpha=-1"], "is `-1`; expected a number >= 0"
+    ),
     "no argument": (GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum"], "which is not `name=value`"),
     "a word for a number": (
         GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=much"], "is `much`; expected a number"

@@ -230,3 +230,25 @@ def test_settings_of_generation_without_effect_are_copied(mode: str, cache: Path
     assert road.trained
     folder = tmp_path / "merged-lora" if mode == "lora" else road.trained
     assert json.loads((folder / "generation_config.json").read_text()) == WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pad_token_id": -1, "_from_model_config": True, "temperature": 0.9},
+        {"num_return_sequences": 3},
+        ["temperature"],
+    ],
+    ids=["padding that is no token", "settings that do not load", "no object"],
+)
+def test_generation_settings_that_transformers_refuses_do_not_matter(
+    settings: Any, cache: Path, tmp_path: Path
+) -> None:
+    build_tiny_llama(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings))
+    road = travel("llama", "lora", tmp_path, cache)
+    assert not road.at, road.refused
+    published = json.loads((tmp_path / "merged-lora" / "generation_config.json").read_text())
+    copied = {} if isinstance(settings, list) else {name: settings[name] for name in settings if name[0] != "_"}
+    assert published | copied | {"eos_token_id": [2], "pad_token_id": 3} == published
+    assert "_from_model_config" not in published, "older transformers would go by `config.json` instead"

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,17 +89,9 @@ def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[
 
     model, family = large(name), CASES[name][0]
     tokenizer, prompts = AutoTokenizer.from_pretrained(tiny), [row["input_ids"][:22] for row in rows]
-    with torch.no_grad():  # transformers' own, each row in a separate pass
-        expected = [
-            float(
-                cross_entropy(
-                    model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1].float(),
-                    torch.tensor(row["labels"][1:]),
-                    reduction="sum",
-                )
-            )
-            for row in rows
-        ]
+    # transformers' own, each row in a separate pass
+    expected, gradient = losses_and_gradient(model, (partial(own_loss, model, row) for row in rows))
+    with torch.no_grad():
         written = [written_alone(model, tokenizer, prompt) for prompt in prompts]
     kernels.keep_rows_apart(model)
     choose_factors_by_row(model)
@@ -113,6 +107,9 @@ def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[
                 counts = [sum(label >= 0 for label in rows[index]["labels"][1:]) for index in group]
                 expected_sums = [sum(expected[index] for index in group), sum(counts)]
                 assert measured.tolist() == pytest.approx(expected_sums, rel=1e-5), (layout, company, group)
+            batches = [collate([rows[index] for index in group]) for group in groups]
+            _, same = losses_and_gradient(model, (partial(token_loss_sum, model, batch) for batch in batches))
+            assert float((same - gradient).norm() / gradient.norm()) < 1e-5, (layout, company)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
     compared = [
         ((answer.text.strip(), answer.tokens), (text, count))
@@ -121,6 +118,26 @@ def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[
     ]
     assert len(compared) >= 6, "nearly all answers have no step at which rounding decides between two tokens"
     assert [ours for ours, _ in compared] == [alone for _, alone in compared]
+
+
+def own_loss(model: Any, row: dict[str, Any]) -> torch.Tensor:
+    """Return the summed loss of a row that is alone, by transformers and torch."""
+    logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1].float()
+    return cross_entropy(logits, torch.tensor(row["labels"][1:]), reduction="sum")
+
+
+def losses_and_gradient(model: Any, losses: Iterable[Callable[[], torch.Tensor]]) -> tuple[list[float], torch.Tensor]:
+    """Return losses, each of a pass in training mode, and the gradient of their sum, [all weights]."""
+    model.zero_grad()
+    model.train()
+    numbers = []
+    for loss_of in losses:
+        loss = loss_of()
+        loss.backward()
+        numbers.append(float(loss.detach()))
+    model.eval()
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return numbers, torch.cat([part.flatten() for part in parts])
 
 
 def written_alone(model: Any, tokenizer: Any, prompt: list[int]) -> tuple[str, int, float]:
@@ -156,30 +173,42 @@ def test_the_factors_of_these_rows_make_a_difference(rows: list[dict[str, Any]])
 # Every key says how it meets the split of a step's rows; `CASES` of whole runs are those by which a row may be changed.
 
 SPLIT = {
-    "batch_size", "grad_accum", "packing", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps",
-    "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_static_graph",
-    "activation_offload",
+    "train.batch_size", "train.grad_accum", "train.packing", "train.dataloader_num_workers",
+    "train.dataloader_pin_memory", "train.dataloader_persistent_workers", "train.dataloader_prefetch_factor",
+    "train.torch_empty_cache_steps", "train.ddp_find_unused_parameters", "train.ddp_broadcast_buffers",
+    "train.ddp_bucket_cap_mb", "train.ddp_static_graph", "train.activation_offload", "model.max_seq_len",
 }  # fmt: skip
 """They decide the split, or how it is carried out."""
 WHOLE = {
-    "global_batch_size", "loss_on", "epochs", "max_steps", "seed", "learning_rate", "learning_rate_scaling",
-    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "optim_args", "optim_target_modules", "spike_factor", "full_determinism", "tf32", "bf16", "fp16",
+    "train.global_batch_size", "train.loss_on", "train.epochs", "train.max_steps", "train.seed", "train.learning_rate",
+    "train.learning_rate_scaling", "train.lr_scheduler_kwargs", "train.warmup_ratio", "train.warmup_steps",
+    "train.adam_beta1", "train.adam_beta2", "train.adam_epsilon", "train.optim_args", "train.optim_target_modules",
+    "train.spike_factor", "train.full_determinism", "train.tf32", "train.bf16", "train.fp16", "train.extra",
+    "model.dtype", "model.trust_remote_code", "tuning.task", "tuning.backend", "tuning.lora.r", "tuning.lora.alpha",
 }  # fmt: skip
 """The same for all rows of a step, whatever the split; narrow types round otherwise for each."""
+RANDOM = {"tuning.lora.dropout"}
+"""It draws other numbers for another split."""
+BEFORE = re.compile(r"data\.(?!new_tokens)|model\.(?!dtype|attn|trust|max_seq)|tuning\.adapter$")
+"""What the rows and the base are, before any are shared out."""
 NO_PART = re.compile(
-    r"(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async|debug"
-    r"|skip_memory|include_num|disable|load_best)"
+    r"train\.(log|eval|save|generation|hub|trackio|early|metric|profile|report|run_name|project|predict|greater|async"
+    r"|debug|skip_memory|include_num|disable|load_best)"
 )
 """What is written, scored and kept."""
 
 
-def test_every_key_of_training_is_listed_by_its_effect_on_the_split() -> None:
-    names = {name.split(".")[1] for name in (*schema_keys(), *extra_keys()) if name.startswith("train.")}
-    tried = {line.split(":")[0].removeprefix("train.") for _, settings in RUNS.values() for line in settings}
-    open_keys = {name for name in names if not NO_PART.match(name)} - SPLIT - WHOLE - {"extra"}
-    assert open_keys == {name for name in tried if name in names and not NO_PART.match(name)}
+def test_every_key_that_may_change_an_update_is_listed_by_its_effect_on_the_split() -> None:
+    names = {
+        name for name in (*schema_keys(), *extra_keys()) if name.startswith(("model.", "tuning.", "data.", "train."))
+    }
+    lines = [line.split(":")[0] for case in RUNS.values() for line in case.settings]
+    tried = {name for name in names for line in lines if line == name or line.startswith(f"{name}.")}
+    tried |= {"model.attn_implementation"} & {f"model.{field}" for case in RUNS.values() for field in case.plan}
+    tried |= {"tuning.mode"} if {case.mode for case in RUNS.values()} == {"full", "lora", "qlora"} else set()
+    others = {name for name in names if NO_PART.match(name) or BEFORE.match(name)}
+    assert names - others - SPLIT - WHOLE - RANDOM == tried - others
+    assert not tried & (WHOLE | RANDOM)
 
 
 @pytest.mark.parametrize("layout", ["flattened", "padded"])

@@ -70,6 +70,11 @@ def test_stops_are_those_of_template_tokenizer_and_base(tmp_path: Path) -> None:
         assert ends_of_answers(again)["eos_token_id"] == [*end_of_turn_ids(tokenizer), *stops]
         assert 5 not in end_of_turn_ids(again), "what stands within words ends no turn of a row"
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [start]}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [start, 5]}))
+    assert base_stops(folder) == [start]
+    (folder / "generation_config.json").rename(folder / "elsewhere.json")
+    assert base_stops(folder) == [start, 5], "transformers goes by `config.json` then"
+    (folder / "elsewhere.json").rename(folder / "generation_config.json")
     apart = save_family(tmp_path / "adapter", "gpt_oss")
     assert start in end_of_turn_ids(load_tokenizer(apart, base=folder))
 

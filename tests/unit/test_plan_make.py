@@ -106,6 +106,20 @@ def test_a_schedule_that_cannot_decay_is_refused() -> None:
     )
     floor: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 0.0}
     assert "the learning rate is 0" in message(UserError, extra={"lr_scheduler_kwargs": {"min_lr": 1e-5}}, **floor)
+    for settings, end in (({"min_lr": 1.0}, "1"), ({"min_lr_rate": 20}, "0.2")):
+        for schedule in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+            text = message(
+                UserError, lr_scheduler_type=schedule, learning_rate=0.01, extra={"lr_scheduler_kwargs": settings}
+            )
+            assert f"`{schedule}`, which ends at {end}, but the learning rate is 0.01" in text
+
+
+def test_a_fall_that_is_longer_than_the_run_is_refused() -> None:
+    """transformers would begin in the middle of it, at a small part of the learning rate."""
+    wsd: dict[str, Any] = {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 10, "warmup_steps": 2}
+    assert plan_of(**wsd, extra={"lr_scheduler_kwargs": {"num_decay_steps": 8}}).warmup_steps == 2
+    text = message(UserError, **wsd, extra={"lr_scheduler_kwargs": {"num_decay_steps": 9}})
+    assert "`train.lr_scheduler_kwargs.num_decay_steps` is 9 after a warm-up of 2, but the run has 10 steps" in text
 
 
 def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
@@ -124,6 +138,8 @@ def test_rows_are_padded_where_flattening_is_not_proven_or_slow() -> None:
 def test_attention_follows_the_hardware_and_the_family() -> None:
     assert plan_of(attn_implementation="eager").attn_implementation == "eager"
     assert "needs a GPU" in message(HardwareError, attn_implementation="flash_attention_2")
+    assert "torch trains on GPUs only" in message(HardwareError, attn_implementation="flex_attention")
+    assert plan_of("H100", attn_implementation="flex_attention").attn_implementation == "flex_attention"
     assert "attention varlen: row by row, without a mask" in plan_of().reasons.values()
     assert "T4 has 7.5" in message(HardwareError, "T4", attn_implementation="varlen")
     family = {"shape": replace(SHAPE, model_type="gemma2")}
