@@ -27,7 +27,6 @@ from transformers import (
 from transformers.utils import logging
 
 from sft_play import text
-from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, published
@@ -39,7 +38,6 @@ from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
 from sft_play.plan.strategies import conflict_for
-from sft_play.runs.origin import has_unsloth
 from sft_play.runs.prepared import Prepared
 
 
@@ -473,20 +471,11 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
     """Return the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
 
-    The tokenizer is ours, because Unsloth would change its own. Raise `HardwareError` if Unsloth or the GPU is missing,
-    and `UserError` for what Unsloth does not support.
+    The tokenizer is ours, because Unsloth would change its own.
     """
-    lacking = [] if has_unsloth() else [NO_UNSLOTH]
-    if plan.device == "cuda" and (not torch.cuda.is_available() or torch.version.cuda is None):
-        lacking.append("an NVIDIA GPU (none is seen here)")
-    if lacking:
-        raise HardwareError(f"`tuning.backend: unsloth` needs {' and '.join(lacking)}", hint=UNSLOTH_HINT)
     folder, tuning = Path(prepared.model.path), config.tuning
     if existing := quantisation_of(folder):
         check_quantised_base(existing, tuning, plan.strategy)
-    if tuning.mode == "qlora" and tuning.quantization == "int8":
-        hint = "use `tuning.quantization: nf4`, or `tuning.backend: bnb`"
-        raise UserError("`tuning.backend: unsloth` quantises to nf4, not int8", hint=hint)
     four_bit = quantisation_name(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
     # Unsloth patches transformers when it is imported, so this import is the switch and must not happen elsewhere.
     from unsloth import FastLanguageModel
