@@ -54,7 +54,7 @@ def test_unsloth_trains_on_two_ranks_and_continues_after_a_kill(launcher: Launch
         ("eval", (f"DATA={launcher.folder / 'rows.jsonl'}", "EVAL_SAMPLES=2")),
     ):
         done = launcher(command, "RUN=killed", *arguments)
-        assert done.code == 0, (command, done.err)
+        assert done.code == 0 and "versions" not in done.err, (command, done.err)
     assert list((launcher.folder / "merged").glob("*.safetensors"))
     other = launcher("resume", "RUN=plain", "TUNING_BACKEND=unsloth")
     assert other.code != 0 and "backend" in other.err, other.err
