@@ -51,7 +51,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     """
     tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
     if config.tuning.backend == "unsloth":
-        return _load_unsloth(config, plan, prepared), tokenizer
+        return _load_unsloth(config, plan, prepared, tokenizer), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
     if carried := published.base_of(model).describe():
@@ -464,14 +464,10 @@ def keep_quantised_weights(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-# Layers for which Unsloth has fused kernels; other names work too, through plain PEFT layers.
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
+def _load_unsloth(config: Config, plan: Plan, prepared: Prepared, tokenizer: Any) -> Any:
     """Return the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
 
-    The tokenizer is ours, because Unsloth would change its own.
+    The tokenizer is ours, because Unsloth would change its own. Raise `UserError` for adapters that it does not make.
     """
     folder, tuning = Path(prepared.model.path), config.tuning
     if existing := quantisation_of(folder):
@@ -496,14 +492,21 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
         local_files_only=True,
     )
     published.note_base(model, folder, takes_code=config.model.trust_remote_code and runs_code(folder))
+    require_embeddings(tokenizer, model.config.get_text_config().vocab_size, prepared)
     if tuning.mode != "full":
-        targets = tuning.lora.target_modules
+        targets = lora.find_targets(model, tuning.lora.target_modules)
+        # Unsloth would train these completely.
+        whole = [name for name in targets.modules if name.endswith(("lm_head", "embed_tokens"))]
+        if refused := [*targets.parameters, *whole]:
+            raise UserError(
+                f"`tuning.backend: unsloth` makes no adapter on `{refused[0]}`", hint="`tuning.backend: bnb`"
+            )
         model = FastLanguageModel.get_peft_model(
             model,
             r=tuning.lora.r,
             lora_alpha=tuning.lora.alpha,
             lora_dropout=tuning.lora.dropout,
-            target_modules=TARGETS if targets == "auto" else list(targets),
+            target_modules=lora.pattern_of(model, targets.modules),
             bias="none",
             use_gradient_checkpointing=checkpointing,
             random_state=config.train.seed,
