@@ -67,7 +67,8 @@ $(if $(unknown),$(error `make $(MAKECMDGOALS)` takes no $(unknown)))
 endif
 endif
 
-$(commands): $(VENV)/.runtime
+# With Unsloth's environment, where there is one: it too is made again when its pins are newer.
+$(commands): $(VENV)/.runtime $(wildcard $(VENV)-unsloth/.installed)
 	$(program) $@ --from-make
 
 # What is no target is asked of the program, which knows the nearest name.
@@ -83,12 +84,13 @@ $(VENV)/.runtime: constraints.txt pyproject.toml
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) runtime
 
 # Unsloth wants older transformers and datasets: an environment beside this one, which commands enter by themselves.
-install-unsloth: $(VENV)/.unsloth
+install-unsloth: $(VENV)-unsloth/.installed
+	@echo "installed; next: make train CONFIG=run_unsloth"
 
-$(VENV)/.unsloth: $(VENV)/.runtime constraints-unsloth.txt
+$(VENV)-unsloth/.installed: $(VENV)/.runtime constraints-unsloth.txt
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) unsloth
 
-$(VENV)/.oldest: $(VENV)/.dev constraints-oldest.txt
+$(VENV)-oldest/.installed: $(VENV)/.dev constraints-oldest.txt
 	@scripts/install.sh $(call quoted,PYTHON) $(VENV) oldest
 
 $(VENV)/.dev: $(VENV)/.runtime
@@ -113,7 +115,7 @@ test-ci: $(VENV)/.dev
 override oldest := tests/unit $(addprefix tests/contract/test_,data_command.py inspect.py plan_command.py plan_families.py presets.py source_refusals.py \
 	unsloth.py) $(addprefix tests/numerics/test_,layouts.py loss.py model_load.py states.py trace.py varlen_training.py) \
 	$(addprefix tests/distributed/test_,resume.py training_strategies.py)
-test-oldest: $(VENV)/.oldest
+test-oldest: $(VENV)-oldest/.installed
 	@$(VENV)-oldest/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(normal) and not pinned" $(oldest)
 
 check: $(VENV)/.dev

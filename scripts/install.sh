@@ -46,6 +46,7 @@ if [ -n "$owner" ]; then
 fi
 
 install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+stamp=$venv/.$group
 case $group in
     runtime)
         echo "installing the pinned packages into $venv (some minutes, once)"
@@ -59,14 +60,10 @@ case $group in
     oldest | unsloth)  # an environment that sees all of this one, with other versions laid over it
         echo "laying constraints-$group.txt over $venv, in $venv-$group (some minutes, once)"
         rm -rf -- "$venv-$group"
+        stamp=$venv-$group/.installed
         "$venv/bin/python" -m venv --without-pip "$venv-$group"
-        "$venv/bin/python" - "$venv-$group" <<'END'
-import sys, sysconfig
-from pathlib import Path
-
-own = sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]})
-Path(own, "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", encoding="utf-8")
-END
+        own=$("$venv-$group/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        "$venv/bin/python" -c 'import site; print(f"import site; list(map(site.addsitedir, {site.getsitepackages()}))")' >"$own/base.pth"
         # What Unsloth names beside these, its imports do without.
         if [ "$group" = unsloth ]; then alone=(--no-deps); else alone=(); fi
         "$venv/bin/python" -m pip --python "$venv-$group/bin/python" install --quiet --quiet --disable-pip-version-check \
@@ -74,4 +71,4 @@ END
         ;;
     *) echo "usage: scripts/install.sh PYTHON VENV runtime|dev|bench|audit|oldest|unsloth" >&2 && exit 2 ;;
 esac
-touch "$venv/.$group"
+touch "$stamp"

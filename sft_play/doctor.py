@@ -33,11 +33,12 @@ from sft_play.errors import HUB_LOGIN, HardwareError, by_make
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import GIB, cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, hub_cache, hub_folder, is_offline, runs_folder
-from sft_play.runs.origin import has_unsloth, versions
+from sft_play.runs.origin import UNSLOTH_HINT, has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
+    from sft_play.config.schema import Config
 
 SEVERITIES = ("error", "warning", "note")
 HUB_SECONDS = 4.0
@@ -70,15 +71,16 @@ MIN_RAM_BYTES = 8 * GIB
 
 def main(call: Call) -> int:
     """Run every check; return 3 if one found an error, else 0."""
-    model = call.load_config().config.model.name if "CONFIG" in call.options else None
-    return report(model, as_json=call.json)
+    config = call.load_config().config if "CONFIG" in call.options else None
+    return report(config, as_json=call.json)
 
 
-def report(model: str | None = None, *, as_json: bool) -> int:
-    """Print the findings, errors first, and return the exit code; `model` is the configuration's, if there is one."""
+def report(config: Config | None = None, *, as_json: bool) -> int:
+    """Print the findings, errors first, and return the exit code."""
     checks: list[Callable[[], Iterable[Finding]]] = [
         python_version,
         packages,
+        partial(unsloth, config),
         shadowed_libraries,
         compilers,
         gpus,
@@ -89,7 +91,7 @@ def report(model: str | None = None, *, as_json: bool) -> int:
         variables,
         port,
         hub,
-        partial(token, model),
+        partial(token, config.model.name if config else None),
     ]
     findings = sorted(
         (finding for check in checks for finding in check()), key=lambda entry: SEVERITIES.index(entry.severity)
@@ -159,15 +161,16 @@ def python_version(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[
 
 def packages() -> Iterator[Finding]:
     """Report packages that are missing or differ from the versions that were tested together."""
-    pins = pinned_versions()
+    overlay = pinned_versions("constraints-unsloth.txt") if has_unsloth() else {}
+    pins = pinned_versions("constraints.txt") | overlay
     missing, different = [], []
-    for name in required_packages():
+    for name in dict.fromkeys(canonical(name) for name in [*required_packages(), *overlay]):
         try:
             version = importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
             continue
-        if (pin := pins.get(canonical(name))) and version != pin:
+        if (pin := pins.get(name)) and version != pin:
             different.append(f"{name} {version} (tested: {pin})")
     if missing:
         text = f"not installed in {sys.prefix}: {', '.join(missing)}"
@@ -179,8 +182,16 @@ def packages() -> Iterator[Finding]:
         )
     if different:
         text = f"other versions than the tested ones: {', '.join(different)}"
-        remedy = "remove .venv and run make install, or expect differences"
+        suffix = "-unsloth" if overlay else ""
+        remedy = f"remove .venv{suffix} and run make install{suffix}, or expect differences"
         yield Finding("package-version", "warning", text=text, remedy=remedy)
+
+
+def unsloth(config: Config | None) -> Iterator[Finding]:
+    """Report that Unsloth is missing, if the configuration asks for it."""
+    if config and config.tuning.backend == "unsloth" and not has_unsloth():
+        text = "`tuning.backend: unsloth` needs the package `unsloth`"
+        yield Finding("package-missing", "error", text=text, remedy=UNSLOTH_HINT)
 
 
 def required_packages() -> list[str]:
@@ -193,12 +204,9 @@ def required_packages() -> list[str]:
     return [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in requirements]
 
 
-def pinned_versions() -> dict[str, str]:
-    """Return package -> version of constraints.txt, and of Unsloth's constraints if it is installed; empty without
-    these files.
-    """
-    names = ["constraints.txt", *(["constraints-unsloth.txt"] if has_unsloth() else [])]
-    files = [ROOT / name for name in names if (ROOT / name).is_file()]
+def pinned_versions(name: str) -> dict[str, str]:
+    """Return package -> version of a file of constraints, in the repository or the wheel; empty without it."""
+    files = [folder / name for folder in (ROOT, ROOT / "sft_play" / "shipped") if (folder / name).is_file()]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return {
         canonical(line.split("==")[0]): line.split("==")[1].strip() for line in lines if "==" in line and line[0] != "#"

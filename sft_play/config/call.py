@@ -29,21 +29,14 @@ from sft_play.errors import HardwareError, UserError, mask, raise_all, without_s
 from sft_play.runs.adapters import settle_parents
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.runs.origin import has_unsloth
+from sft_play.runs.origin import UNSLOTH_HINT, has_unsloth
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
-
-
-NO_UNSLOTH = "the package `unsloth`"
-UNSLOTH_HINT = (
-    "`make install-unsloth` in a clone installs it into a separate environment (without a clone: `docs/models.md`);"
-    " `tuning.backend: bnb` needs none"
-)
-WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check", "cluster-install")
+WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check")
 """Commands that start images or environments without Unsloth."""
-TRAINING = ("resume", "profile", "bench", "soak", "sweep")
-"""Commands that train, in addition to `train` and its variants."""
+TRAINING = ("quickstart", "resume", "profile", "bench", "sweep", "slurm")
+"""Commands that train or submit a training, in addition to `train` and its variants."""
 
 
 class OtherEnvironment(Exception):
@@ -75,7 +68,7 @@ def enter_unsloth(command: str) -> None:
     if python.is_file():
         raise OtherEnvironment(python)
     if command.startswith("train") or command in TRAINING:
-        raise HardwareError(f"`tuning.backend: unsloth` needs {NO_UNSLOTH}", hint=UNSLOTH_HINT)
+        raise HardwareError("`tuning.backend: unsloth` needs the package `unsloth`", hint=UNSLOTH_HINT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from transformers import (
 from transformers.utils import logging
 
 from sft_play import text
-from sft_play.config.call import NO_UNSLOTH, UNSLOTH_HINT
 from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, published
@@ -41,7 +40,6 @@ from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
 from sft_play.plan.strategies import conflict_for
-from sft_play.runs.origin import has_unsloth
 from sft_play.runs.prepared import Prepared
 
 
@@ -55,7 +53,7 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
     """
     tokenizer = load_tokenizer(prepared.model.path, prepared.model.chat, trust=config.model.trust_remote_code)
     if config.tuning.backend == "unsloth":
-        return _load_unsloth(config, plan, prepared), tokenizer
+        return _load_unsloth(config, plan, prepared, tokenizer), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
     if carried := published.base_of(model).describe():
@@ -483,27 +481,14 @@ def _multiply_by_int8(self: Any, x: torch.Tensor) -> Any:
     return MatMul8bitFp.apply(x, self.weight, None, bias, self.state)
 
 
-# Layers for which Unsloth has fused kernels; other names work too, through plain PEFT layers.
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
+def _load_unsloth(config: Config, plan: Plan, prepared: Prepared, tokenizer: Any) -> Any:
     """Return the model to train, as `load_for_training` does: adapters require gradients, or all for `full`.
 
-    The tokenizer is ours, because Unsloth would change its own. Raise `HardwareError` if Unsloth or the GPU is missing,
-    and `UserError` for what Unsloth does not support.
+    The tokenizer is ours, because Unsloth would change its own. Raise `UserError` for adapters that it does not make.
     """
-    lacking = [] if has_unsloth() else [NO_UNSLOTH]
-    if plan.device == "cuda" and (not torch.cuda.is_available() or torch.version.cuda is None):
-        lacking.append("an NVIDIA GPU (none is seen here)")
-    if lacking:
-        raise HardwareError(f"`tuning.backend: unsloth` needs {' and '.join(lacking)}", hint=UNSLOTH_HINT)
     folder, tuning = Path(prepared.model.path), config.tuning
     if existing := quantisation_of(folder):
         check_quantised_base(existing, tuning, plan.strategy)
-    if tuning.mode == "qlora" and tuning.quantization == "int8":
-        hint = "use `tuning.quantization: nf4`, or `tuning.backend: bnb`"
-        raise UserError("`tuning.backend: unsloth` quantises to nf4, not int8", hint=hint)
     four_bit = quantisation_name(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
     # Unsloth patches transformers when it is imported, so this import is the switch and must not happen elsewhere.
     from unsloth import FastLanguageModel
@@ -524,14 +509,21 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared) -> Any:
         local_files_only=True,
     )
     published.note_base(model, folder, takes_code=config.model.trust_remote_code and runs_code(folder))
+    require_embeddings(tokenizer, model.config.get_text_config().vocab_size, prepared)
     if tuning.mode != "full":
-        targets = tuning.lora.target_modules
+        targets = lora.find_targets(model, tuning.lora.target_modules)
+        # Unsloth would train these completely.
+        whole = [name for name in targets.modules if name.endswith(("lm_head", "embed_tokens"))]
+        if refused := [*targets.parameters, *whole]:
+            raise UserError(
+                f"`tuning.backend: unsloth` makes no adapter on `{refused[0]}`", hint="`tuning.backend: bnb`"
+            )
         model = FastLanguageModel.get_peft_model(
             model,
             r=tuning.lora.r,
             lora_alpha=tuning.lora.alpha,
             lora_dropout=tuning.lora.dropout,
-            target_modules=TARGETS if targets == "auto" else list(targets),
+            target_modules=lora.pattern_of(model, targets.modules),
             bias="none",
             use_gradient_checkpointing=checkpointing,
             random_state=config.train.seed,

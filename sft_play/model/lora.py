@@ -217,7 +217,7 @@ def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -
     return None
 
 
-def _pattern(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
+def pattern_of(model: nn.Module, chosen: Sequence[str]) -> list[str] | str:
     """Return name ends, or a regular expression, that match exactly the modules `chosen`."""
     modules = [name for name, _ in model.named_modules()]
     if ends := _ends_of(chosen, modules):
@@ -359,7 +359,7 @@ def add_adapters(
     config = LoraConfig(
         **(shape | _trained_rows(model, embeddings_of(settings, len(new_tokens)), shape, new_tokens)),
         ensure_weight_tying=(bool(settings.modules_to_save) or settings.embeddings == "all") and _is_tied(model),
-        target_modules=_pattern(model, targets.modules) if targets.modules else [],
+        target_modules=pattern_of(model, targets.modules) if targets.modules else [],
         target_parameters=_parameter_ends(model, targets.parameters) or None,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets.modules),
         task_type="CAUSAL_LM",

@@ -35,6 +35,10 @@ PACKAGES = (
 """Packages whose version affects results or communication: the same on every machine of a run, and recorded in its
 stamp.
 """
+UNSLOTH_HINT = (
+    "`make install-unsloth` in a clone installs it into a separate environment (without a clone: `docs/models.md`);"
+    " `tuning.backend: bnb` needs none"
+)
 SOURCES = frozenset({".py", ".json", ".yaml", ".txt", ".jinja"})
 GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
 """A repository can name a program that git starts as a file monitor; this prevents it."""

@@ -146,9 +146,7 @@ RULES: Mapping[str, Rule] = {
     "world_size": Rule(
         "warn", "losses will differ in the last digits, with dropout by its draws; the states are rearranged"
     ),
-    "versions": Rule(
-        "warn", "install the pinned versions with `make install`, Unsloth's with `make install-unsloth`", "warn"
-    ),
+    "versions": Rule("warn", "install the pinned versions with `make install`, Unsloth's with `make install-unsloth`"),
     "recoveries": Rule("allow", "nothing: how a batch is divided changes no update"),
     "optimizer": Rule("refuse", "its states are of another kind: set `train.optim` to the one before"),
     "template": Rule(

@@ -24,7 +24,8 @@ UNIQUE = list({command.text: command for command in documented_commands()}.value
 
 def parts(command: DocumentedCommand) -> list[list[str]]:
     """Return the make calls of a line; `&&`, `;` and pipes separate them."""
-    lines = [shlex.split(part, comments=True) for part in re.split(r"&&|;|\|", command.text)]
+    split = re.split(r"&&|;|\|", command.text) if "make " in command.text else []
+    lines = [shlex.split(part, comments=True) for part in split]
     return [words[words.index("make") + 1 :] for words in lines if "make" in words]
 
 

@@ -158,6 +158,26 @@ def test_values_reach_the_program_verbatim(goal: str, name: str, value: str, tmp
         assert not (tmp_path / "x").exists()
 
 
+def test_unsloths_environment_is_made_again_when_its_pins_are_newer(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    for name in ("scripts/install.sh", "constraints.txt", "constraints-unsloth.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def installs(*words: str) -> bool:
+        command = ["make", "-n", *words, "VENV=v", "-o", "v/.runtime"]
+        return "v unsloth" in subprocess.check_output(command, cwd=tmp_path, env=CLEAN, text=True, timeout=240)
+
+    assert not installs("runs"), "nobody asked for it"
+    assert installs("install-unsloth")
+    installed = tmp_path / "v-unsloth" / ".installed"
+    installed.parent.mkdir()
+    installed.touch()
+    assert not installs("runs") and not installs("install-unsloth")
+    os.utime(installed, (0, 0))
+    assert installs("runs") and installs("install-unsloth")
+
+
 @pytest.mark.parametrize("value", [*AWKWARD, "", "a\nb", "~/v", "a:b", "a=b", "a%b", "(a", "-x"])
 def test_a_folder_name_with_characters_special_to_make_or_a_shell_is_refused(value: str) -> None:
     done = make("-n", "config", f"VENV={value}")

@@ -148,6 +148,16 @@ def test_commands_are_printed_as_they_are_typed_here(run: Run, tmp_path: Path) -
     assert "to run it: make train" in run("make", "plan", "CONFIG=run_cpu"), "the Makefile that was typed"
 
 
+def test_the_documented_environment_for_unsloth_sees_the_wheel_and_its_libraries(run: Run, installed: Path) -> None:
+    """All of the recipe but its last line, which downloads the packages."""
+    [recipe] = re.findall(
+        r"^(overlay=.*?)\n[^\n]*-m pip[^\n]*\n```", (ROOT / "docs/models.md").read_text(), re.M | re.S
+    )
+    run("bash", "-ec", f'{recipe}\ntest -f "$pins"')
+    overlay = f"{installed.parent}-unsloth/bin/python"
+    assert run(overlay, "-c", "import sft_play, torch; print(sft_play.__file__)").startswith(str(installed.parent))
+
+
 @pytest.mark.cold
 def test_files_of_the_working_folder_shadow_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
     run("sft-play", "init")
