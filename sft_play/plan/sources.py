@@ -26,7 +26,7 @@ from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes
+from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.remedies import with_peak
 from sft_play.plan.request import DoesNotFitError, Request
@@ -84,7 +84,8 @@ def _plan_by(request: Request, source: Source) -> Plan:
         return _by_formula(request, UNSLOTH)
     if request.config.launch.strategy == "pipeline":
         return _by_formula(request, "memory by formula: the stages of a pipeline are not traced")
-    if request.shape.counted and (source == "known" or request.prepared):
+    unknown = request.shape.counted or trains_layers(request.config, request.shape)
+    if unknown and (source == "known" or request.prepared):
         source = "probe" if source == "probe" else "trace"
     if source == "auto":
         source = "trace" if _is_near(request) else "known"
@@ -456,7 +457,7 @@ def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) 
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 8
+TRACE_VERSION = 9
 """Increase this when the trace changes, so that cached results of the older one are not used."""
 
 
@@ -500,6 +501,8 @@ class Case:
     """Whether fused experts are quantised too."""
     tensor_parallel: int = 1
     """Number of ranks that hold slices of the layers; one of them is traced."""
+    loss: str = "nll"
+    label_smoothing: float = 0.0
 
     def key(self) -> str:
         """Return the name of the case's cached result: a hash of everything that it depends on."""
@@ -546,4 +549,6 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         clips=config.train.max_grad_norm > 0 and not sharding,
         packed=setup.pack_tokens > 0,
         tensor_parallel=setup.tensor_parallel,
+        loss=config.train.loss,
+        label_smoothing=config.train.label_smoothing_factor,
     )
