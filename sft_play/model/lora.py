@@ -355,6 +355,8 @@ def add_adapters(
     """
     targets = find_targets(model, settings.target_modules)
     _check_names(model, settings, targets)
+    if shape["modules_to_save"] is not None:
+        shape["modules_to_save"] = _as_peft_matches(model, shape["modules_to_save"])
     shape = peft_settings(settings)
     config = LoraConfig(
         **(shape | _trained_rows(model, embeddings_of(settings, len(new_tokens)), shape, new_tokens)),
@@ -407,6 +409,14 @@ def _check_names(model: nn.Module, settings: LoraSettings, targets: Targets) -> 
             )
 
 
+
+
+def _as_peft_matches(model: nn.Module, typed: Iterable[str]) -> list[str]:
+    """Return names by which PEFT, which compares the ends of words, saves the same modules: `norm` is also the end of
+    `input_layernorm`.
+    """
+    names = [name for name, _ in model.named_modules()]
+    return [f".{end}" if any(n.endswith(end) and not _ends(n, end) for n in names) else end for end in typed]
 def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:
     """Return PEFT's settings for trained rows of embedding and head."""
     ends = [model.get_input_embeddings(), *([] if _is_tied(model) else [model.get_output_embeddings()])]

@@ -77,6 +77,7 @@ def _from_peft(saved: Mapping[str, Any]) -> dict[str, Any]:
         ours = next((ours for ours, theirs in other.items() if theirs == value), value)
         settings[key] = getattr(absent, key) if missing else ours
     settings["alpha"] = float(settings["alpha"])
+    settings["modules_to_save"] = [name.removeprefix(".") for name in settings["modules_to_save"]]
     return settings
 
 
