@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,16 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
             if then != now:
                 raise CheckpointError(problem, place=parent.path, hint=hint)
     shapes = {name: shape for path in weight_files(Path(base.path)) for name, shape in _shapes(path).items()}
-    for name, shape in _shapes(folder / ADAPTER_WEIGHTS).items():
+    adapted = _shapes(folder / ADAPTER_WEIGHTS)
+    deepest, own = _deepest(shapes), _deepest(adapted)
+    if deepest and own > deepest:
+        raise CheckpointError(
+            f"the adapter `{parent.name}` does not fit `{base.name}`: it has weights of {own} layers, and the model has"
+            f" {deepest}",
+            place=parent.path,
+            hint="set `model.name` to the base model of this adapter",
+        )
+    for name, shape in adapted.items():
         match = OF_LAYER.fullmatch(name)
         of_base = shapes.get(f"{match['layer']}.{match['leaf'] or 'weight'}") if match else None
         if not match or of_base is None or len(of_base) != 2 or len(shape) != 2:
@@ -278,6 +287,13 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
             )
 
 
+def _deepest(names: Iterable[str]) -> int:
+    """Return the number of layers by the names of their weights, outside a vision tower; 0 where names have none."""
+    numbers = (match[1] for name in names if "vision" not in name and (match := NUMBERED.search(name)))
+    return 1 + max(map(int, numbers), default=-1)
+
+
+NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 OF_LAYER = re.compile(r"base_model\.model\.(?P<layer>.+?)\.(?:lora_(?P<side>[AB])\.weight|(?P<leaf>weight))")
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,16 @@ from sft_play.config.call import Call
 from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
-from sft_play.errors import DataError, UserError
+from sft_play.errors import DataError, Problems, UserError
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.architecture import architecture_of, end_tracer, running_tracer, shape_of, versions
+from sft_play.plan.architecture import (
+    architecture_of,
+    check_names,
+    end_tracer,
+    running_tracer,
+    shape_of,
+    versions,
+)
 from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
@@ -72,7 +80,10 @@ def plan_by_source(request: Request, source: Source) -> Plan:
             "`SOURCE=probe` measures complete models, and `launch.strategy` is `pipeline`", hint="omit SOURCE"
         )
     try:
-        return _plan_by(request, source)
+        plan = _plan_by(request, source)
+        with suppress(DataError, OSError, ValueError):  # of a model that cannot be read, which its preparation refuses
+            check_names(request.config, architecture_of(request.config.model, request.prepared))
+        return plan
     finally:
         end_tracer()
 
@@ -221,8 +232,9 @@ def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) 
 
     A refusal for lack of memory on this machine also names the hardware of the preset that the file is, or extends.
     """
-    if error.place and error.place in loaded.origins:
-        error.place = loaded.origins[error.place]
+    for problem in error.problems if isinstance(error, Problems) else (error,):
+        if problem.place and problem.place in loaded.origins:
+            problem.place = loaded.origins[problem.place]
     if hardware.described or not isinstance(error, DoesNotFitError):
         return error
     files = [str(loaded.path), *(loaded.origins[key].rpartition(":")[0] for key in ("model.name", *loaded.origins))]
