@@ -6,6 +6,7 @@ A model must be complete, and its own Python code must be trusted.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import ModelConfig
@@ -239,6 +241,29 @@ def check_trained(folder: Path, *, ours: bool = True) -> None:
     except DataError as error:
         hint = "CHECKPOINT=last takes the last checkpoint instead"
         raise CheckpointError(error.message, place=error.place, hint=hint if ours else error.hint) from None
+
+
+EXPONENTS = {"F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0xFF << 23), "F16": (np.uint16, 31 << 10)}
+EXPONENTS |= {"BF16": (np.uint16, 0xFF << 7)}
+"""Type in a safetensors file -> integers of its size, and the bits that are all set in infinities and NaN."""
+
+
+def refuse_infinite(path: Path) -> None:
+    """Raise `CheckpointError` for a safetensors file with NaN or infinite values, by its bits, without torch."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        entries = json.loads(stream.read(size))
+    for name, entry in entries.items():
+        integers, bits = EXPONENTS.get(entry.get("dtype"), (np.uint8, 0))
+        low, high = entry["data_offsets"] if bits else (0, 0)
+        numbers = np.fromfile(path, integers, (high - low) // np.dtype(integers).itemsize, offset=8 + size + low)
+        if ((numbers & integers(bits)) == bits).any() and bits:
+            raise CheckpointError(
+                f"`{name}` has values that are NaN or infinite",
+                place=str(path),
+                hint="its training diverged, or the file is damaged: copy it again, or take an earlier checkpoint,"
+                " `MODEL_ADAPTER=RUN@step-000040`",
+            )
 
 
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:

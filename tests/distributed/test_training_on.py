@@ -299,6 +299,14 @@ def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, se
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
     refused(2, "lacks `adapter_model.safetensors`", words=[f"MODEL_ADAPTER={missing}"])
     refused(2, "`adapter_model.bin` is not read, only safetensors", words=[f"MODEL_ADAPTER={pickled}"])
+    for value in (float("nan"), float("-inf")):
+        broken = copy(f"broken{value}")
+        tensors = weights(broken)
+        name = max(tensors)
+        tensors[name][0, 0] = value
+        save_file(tensors, broken / "adapter_model.safetensors")
+        message = f"{broken}/adapter_model.safetensors: `{name}` has values that are NaN or infinite"
+        refused(5, message, words=[f"MODEL_ADAPTER={broken}"])
     for names, message in (("RANK_PATTERN={dwn_proj: 4}", "no module with"), ("MODULES_TO_SAVE=[x]", "does not have")):
         refused(
             2,
