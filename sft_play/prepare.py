@@ -31,9 +31,10 @@ from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
-from sft_play.runs.adapters import ADAPTER_WEIGHTS, MADE, parent_of
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, made_folder, parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
+from sft_play.runs.stamp import MADE
 from sft_play.text import tell
 
 
@@ -170,7 +171,7 @@ def _made(what: str, parts: str, write: Callable[[Any, Path], None]) -> Resolved
     """Return the model that `write` makes, by `sft_play.model.use`, in a cache folder on first use; only that needs
     torch.
     """
-    from sft_play.model.resolve import describe_made, made_folder
+    from sft_play.model.resolve import describe_made
 
     def make(folder: Path) -> None:
         from sft_play.model import use

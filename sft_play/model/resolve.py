@@ -22,11 +22,11 @@ from sft_play.errors import CheckpointError, DataError, first_line
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, is_expanded
-from sft_play.runs.adapters import ADAPTER_WEIGHTS, MADE, check_adapter
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, check_adapter, made_folder
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
-from sft_play.runs.stamp import own_stamp
+from sft_play.runs.stamp import MADE, own_stamp
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a hub repository that are downloaded; `.bin` weights only if there are no safetensors."""
@@ -171,11 +171,6 @@ def describe(name: str, folder: Path, source: str, revision: str | None) -> Reso
         fingerprint=text_sha256("\n".join([revision or "", sizes, *described])),
         tokenizer_fingerprint=text_sha256("\n".join(tokenizer_sha256(folder))),
     )
-
-
-def made_folder(name: str) -> Path:
-    """Return the place in the cache of a base that a preparation makes."""
-    return cache_folder() / "models" / name
 
 
 def describe_made(folder: Path) -> ResolvedModel:
