@@ -392,6 +392,8 @@ def running_tracer() -> Tracer:
 
     It ends with `end_tracer`, or with this process.
     """
+    if os.getpid() in _running and _running[os.getpid()].has_ended:
+        end_tracer()
     if os.getpid() not in _running:
         _running[os.getpid()] = Tracer()
     return _running[os.getpid()]
@@ -437,10 +439,17 @@ class Tracer:
         try:
             code = self._process.wait(timeout=5)  # its output closes a moment before it ends
         except subprocess.TimeoutExpired:
+            self._process.kill()  # its late answer would be taken for that of the next question
+            self._process.wait()
             return f"took longer than {TRACE_SECONDS} s"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, by itself or since it took too long."""
+        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process."""
