@@ -31,9 +31,10 @@ from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
-from sft_play.runs.adapters import MADE, parent_of
+from sft_play.runs.adapters import ADAPTER_WEIGHTS, made_folder, parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
+from sft_play.runs.stamp import MADE
 from sft_play.text import tell
 
 
@@ -119,7 +120,13 @@ def prepare(
     _offline_when_unreachable(config)
     from sft_play.data.prepare import prepare_data
     from sft_play.data.store import summary
-    from sft_play.model.resolve import check_trained, refuse_other_base, refuse_untrusted_code, runs_code
+    from sft_play.model.resolve import (
+        check_trained,
+        refuse_infinite,
+        refuse_other_base,
+        refuse_untrusted_code,
+        runs_code,
+    )
     from sft_play.model.scratch import describe_source, resolve
     from sft_play.model.tokenizer import chat_format, with_chat
 
@@ -127,6 +134,7 @@ def prepare(
     model = with_chat(resolve(config), chat)
     if (adapter := parent_of(config)) is not None:
         check_trained(Path(adapter.path), ours=False)
+        refuse_infinite(Path(adapter.path) / ADAPTER_WEIGHTS)
         tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
         if config.tuning.adapter == "merge":
             refuse_other_base(adapter, model)
@@ -163,7 +171,7 @@ def _made(what: str, parts: str, write: Callable[[Any, Path], None]) -> Resolved
     """Return the model that `write` makes, by `sft_play.model.use`, in a cache folder on first use; only that needs
     torch.
     """
-    from sft_play.model.resolve import describe_made, made_folder
+    from sft_play.model.resolve import describe_made
 
     def make(folder: Path) -> None:
         from sft_play.model import use

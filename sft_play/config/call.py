@@ -22,7 +22,7 @@ from typing import Any
 from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, config_path, explain_mismatch, preset_path
-from sft_play.config.load import LoadedConfig, load_config, override_config, read_config
+from sft_play.config.load import LoadedConfig, load_config, modes_with, override_config, read_config
 from sft_play.config.names import VARIABLES
 from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
@@ -182,7 +182,9 @@ def show(call: Call) -> int:
             json.dumps({key: {"value": value, "origin": loaded.origins[key]} for key, value in flat.items()}, indent=2)
         )
     else:
-        print(as_yaml(flat, loaded.origins))
+        mode = loaded.config.tuning.mode
+        used = {key: value for key, value in flat.items() if mode in (modes_with(key) or (mode,))}
+        print(as_yaml(used, loaded.origins))
     return 0
 
 

@@ -81,8 +81,9 @@ def load_config(
         files = [saved]
     else:
         files = file_layers(path, problems) if path is not None else []
-    typed = [environment_layer(environ, problems), typed_layer(overrides, problems)]
-    loaded = _finish([timeout_layer(environ), *files, *typed], path, problems)
+    layers = [timeout_layer(environ), *files, environment_layer(environ, problems), typed_layer(overrides, problems)]
+    problems += _without_effect(layers) if path is None or not _is_saved(path) else []
+    loaded = _finish(layers, path, problems)
     if not environ.get(OLD_TIMEOUT):
         return loaded
     text, origin = f"no library reads `{OLD_TIMEOUT}`", loaded.origins[TIMEOUT]
@@ -163,6 +164,34 @@ def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 # From layers to a configuration.
+
+
+ADAPTED = ("lora", "qlora")
+"""Values of `tuning.mode` with adapters."""
+
+
+def modes_with(key: str) -> tuple[str, ...]:
+    """Return the values of `tuning.mode` with which a key has an effect; none for a key that always has."""
+    return ADAPTED if key.startswith("tuning.lora.") else ("qlora",) if key == "tuning.quantization" else ()
+
+
+def _without_effect(layers: Sequence[Layer]) -> Iterable[UserError]:
+    """Yield an error for each key that `tuning.mode` makes useless, unless the mode was set after it: a word on the
+    command line may change that of a file with adapters.
+    """
+    modes = [(number, value) for number, layer in enumerate(layers) for key, value in layer if key == "tuning.mode"]
+    first, mode = (modes[-1][0], modes[-1][1].node.value) if modes else (0, "lora")
+    for key, value in (item for layer in layers[first:] for item in layer):
+        used = modes_with(key)
+        if used and mode in ("full", *ADAPTED) and mode not in used and (value.literal or not _is_default(key, value)):
+            message, hint = f"`{key}` has no effect with `tuning.mode: {mode}`", f"TUNING_MODE={used[0]}, or omit it"
+            yield UserError(message, place=value.origin, hint=hint)
+
+
+def _is_default(key: str, value: Value) -> bool:
+    """Return whether a value is the schema's, as in a file that lists every key."""
+    schema_key = schema_keys()[key]
+    return bool(convert(as_meant(key, value.node), schema_key.annotation, key, []) == schema_key.default)
 
 
 def _finish(

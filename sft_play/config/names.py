@@ -24,7 +24,9 @@ ELSEWHERE: Mapping[str, str] = {
         "model_name_or_path model_id pretrained_model_name_or_path model_name model_path base_model"
         " base_model_config model.path model.id"
     ),
-    "model.adapter": "adapter_name_or_path adapters lora_model_dir peft_model_id adapter_path lora_path resume_adapter",
+    "model.adapter": (
+        "adapter_name_or_path adapters lora_model_dir peft_model_id adapter_path lora_path resume_adapter train.adapter"
+    ),
     "model.revision": "model_revision",
     "model.dtype": "torch_dtype",
     "model.max_seq_len": (
@@ -37,8 +39,9 @@ ELSEWHERE: Mapping[str, str] = {
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "model.vocab_size": "num_words vocabulary_size",
     "model.init": "from_scratch",
-    "train.loss": "loss_type loss_function use_dft_loss",
+    "train.loss": "loss_type loss_function use_dft_loss use_dft dft",
     "train.label_smoothing_factor": "label_smoothing",
+    "train.neftune_noise_alpha": "noisy_embedding_alpha neftune_alpha",
     "model.attn_implementation": "attention_implementation use_flash_attention_2 flash_attention flash_attn",
     "tuning.task": "stage task",
     "tuning.quantization": "bnb_4bit_quant_type quantization_method tuning.bits",
@@ -115,7 +118,7 @@ ELSEWHERE: Mapping[str, str] = {
     "MASTER_ADDR": "master_address main_process_ip rdzv_endpoint",
     "MASTER_PORT": "main_process_port",
     "RUN_NAME": "rdzv_id job_name name experiment_name train.output",
-    "RUN": "run resume_from_checkpoint",
+    "RUN": "run",
     "CONFIG": "config_file cfg",
     "DEEPSPEED_CONFIG": "deepspeed deepspeed_config_file",
     "CHECKPOINT": "checkpoint_path",

@@ -552,6 +552,9 @@ def _token_row(row: Encoded) -> TokenRow:
     ids, labels, prompt = (np.asarray(part, np.int32) for part in (row.input_ids, row.labels, row.prompt_ids))
     learnt = labels != IGNORED
     weights = None if row.weights is None else np.where(learnt, np.asarray(row.weights, np.float32), np.float32(0))
+    if weights is not None:  # a product of small ones may be 0
+        labels = np.where(weights == 0, np.int32(IGNORED), labels)
+        learnt = labels != IGNORED
     if weights is not None and (weights[learnt] == 1).all():
         weights = None
     return TokenRow(ids, labels, prompt, row.reference, int(learnt[1:].sum()), weights)

@@ -14,7 +14,7 @@ from sft_play.config.schema import Config
 from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded, Renderer, RowText, lost_thoughts
 from sft_play.data.formats import Example
-from sft_play.data.turns import Message
+from sft_play.data.turns import Message, counted
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import adds_bos, end_of_turn_ids
 
@@ -176,12 +176,10 @@ def _weighted(outcome: EncodedExample, weight: float) -> EncodedExample:
     """Return what became of an example whose row has a weight; with 0 it is left out."""
     if weight == 1 or not outcome.rows:
         return outcome
-    if weight == 0:
-        return EncodedExample(dropped=WEIGHTLESS)
-    rows = [
-        replace(row, weights=[weight * part for part in row.weights or [1.0] * len(row.labels)]) for row in outcome.rows
-    ]
-    return replace(outcome, rows=rows)
+    each = [[counted(weight * part) for part in row.weights or [1.0] * len(row.labels)] for row in outcome.rows]
+    rows = [replace(row, weights=weights) for row, weights in zip(outcome.rows, each, strict=True)]
+    learnt = (part for row in rows for part, label in zip(row.weights or (), row.labels, strict=True) if label >= 0)
+    return replace(outcome, rows=rows) if any(learnt) else EncodedExample(dropped=WEIGHTLESS)
 
 
 def without_tail(encoded: Encoded) -> Encoded:

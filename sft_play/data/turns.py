@@ -7,6 +7,7 @@ JSON in a string.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import math
@@ -250,7 +251,12 @@ def weight_of(value: Any, name: str) -> float:
                 f" `columns: {{{new}: {old}}}` gives it a name that is not read"
             ),
         )
-    return weight
+    return counted(weight)
+
+
+def counted(weight: float) -> float:
+    """Return a weight, or 0 for one so small that it is 0 in fp32, which training computes in."""
+    return weight if ctypes.c_float(weight).value else 0.0
 
 
 def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | float | None:

@@ -288,6 +288,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if sums
                 else chunk_grads
             )
+            del logits_CV, slope_CV, chunk_grads  # before those of the next chunk are made
         of_weights = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)] if sums else []
         ctx.gradients = (None if grad_KH is None else grad_KH.view_as(hidden), *of_weights) if needs_grad else ()
         ctx.labels, ctx.unscaled = labels, unscaled

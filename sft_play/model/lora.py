@@ -353,9 +353,10 @@ def add_adapters(
 
     Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
-    targets = find_targets(model, settings.target_modules)
-    _check_names(model, settings, targets)
+    targets = check_names(model, settings)
     shape = peft_settings(settings)
+    if shape["modules_to_save"] is not None:
+        shape["modules_to_save"] = _as_peft_matches(model, shape["modules_to_save"])
     config = LoraConfig(
         **(shape | _trained_rows(model, embeddings_of(settings, len(new_tokens)), shape, new_tokens)),
         ensure_weight_tying=(bool(settings.modules_to_save) or settings.embeddings == "all") and _is_tied(model),
@@ -382,8 +383,11 @@ def add_adapters(
     return trained, targets.notes
 
 
-def _check_names(model: nn.Module, settings: LoraSettings, targets: Targets) -> None:
-    """Raise `UserError` for names of differing or saved modules that PEFT would apply to nothing, or to adapters."""
+def check_names(model: nn.Module, settings: LoraSettings) -> Targets:
+    """Return the targets. Raise `UserError` for names of differing or saved modules that PEFT would apply to nothing,
+    or to adapters.
+    """
+    targets = find_targets(model, settings.target_modules)
     adapted, modules = [*targets.modules, *targets.parameters], [name for name, _ in model.named_modules()]
     patterns = {key: getattr(settings, key) for key in ("rank_pattern", "alpha_pattern")}
     for key, typed in patterns.items():
@@ -405,6 +409,15 @@ def _check_names(model: nn.Module, settings: LoraSettings, targets: Targets) -> 
                 f"`tuning.lora.modules_to_save` names `{typed}`, but `{inside}` has an adapter",
                 hint="leave it out of one: `tuning.lora.target_modules` names the modules with adapters",
             )
+    return targets
+
+
+def _as_peft_matches(model: nn.Module, typed: Iterable[str]) -> list[str]:
+    """Return names by which PEFT, which compares the ends of words, saves the same modules: `norm` is also the end of
+    `input_layernorm`.
+    """
+    names = [name for name, _ in model.named_modules()]
+    return [f".{end}" if any(n.endswith(end) and not _ends(n, end) for n in names) else end for end in typed]
 
 
 def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: Sequence[int]) -> dict[str, Any]:

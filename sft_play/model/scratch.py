@@ -26,9 +26,9 @@ from sft_play.model.resolve import (
 )
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
-from sft_play.runs.adapters import MADE
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
+from sft_play.runs.stamp import MADE
 
 FORMAT = "1"
 """Increased when the same settings would give another folder."""

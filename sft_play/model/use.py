@@ -55,11 +55,11 @@ from sft_play.plan.hardware import ram_bytes
 from sft_play.plan.plan import LaunchRequest, Plan, make_stamp
 from sft_play.plan.ranks import devices_for
 from sft_play.plan.shape import VARLEN
-from sft_play.runs.adapters import MADE
+from sft_play.runs.adapters import made_folder
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel
-from sft_play.runs.stamp import Purpose, Stamp, compare, refuse
+from sft_play.runs.stamp import MADE, Purpose, Stamp, compare, refuse
 from sft_play.text import as_typed
 
 if TYPE_CHECKING:
@@ -170,11 +170,14 @@ def current_base(config: Config, prepared: Prepared) -> ResolvedModel:
     if source != "folder" and (folder / "config.json").is_file():  # in a cache, named by its content
         return prepared.model
     if source == MADE:
-        raise CheckpointError(
-            "the base, which the preparation made, is gone from the cache",
-            place=str(folder),
-            hint="`make data RUN=` makes it again",
-        )
+        here = made_folder(folder.name)
+        if not (here / "config.json").is_file():
+            raise CheckpointError(
+                "the base, which the preparation made, is not in the cache",
+                place=str(folder),
+                hint="`make data` with RUN= of this run makes it again",
+            )
+        return replace(prepared.model, path=str(here))
     if source == "embedded":  # even if the hub is reachable now, since its files are not rounded to 4 bits
         return replace(prepared.model, path=str(embedded_folder()))
     name = prepared.model.path if source == "folder" else prepared.model.name

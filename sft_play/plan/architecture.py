@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sft_play.config.schema import ModelConfig
-from sft_play.errors import DataError, UserError
+from sft_play.config.schema import Config, ModelConfig
+from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
@@ -241,6 +241,31 @@ def _count_model(config: dict[str, Any], place: str) -> ModelShape:
     return ModelShape.read(row)
 
 
+NAMES = ("rank_pattern", "alpha_pattern", "modules_to_save")
+"""Keys of `tuning.lora` that name modules."""
+
+
+def check_names(config: Config, architecture: Mapping[str, Any]) -> None:
+    """Raise `UserError` for names in `tuning.lora` that mean no module of this model, built without weights.
+
+    A model that only its own code can build is not checked here.
+    """
+    lora = config.tuning.lora
+    typed = [key for key in NAMES if getattr(lora, key)]
+    if config.tuning.mode == "full" or not typed:
+        return
+    settings = [{"target_modules": lora.target_modules, key: getattr(lora, key)} for key in typed]
+    key = text_sha256(json.dumps([COUNT_VERSION, versions(), architecture, settings], sort_keys=True))[:32]
+    path = cache_folder() / "shapes" / f"{key}.json"
+    if path.is_file():
+        return
+    answers = running_tracer().ask([{"architecture": architecture, "names": each} for each in settings])
+    refused = [(key, answer) for key, answer in zip(typed, answers, strict=True) if "hint" in answer]
+    raise_all([UserError(a["error"], place=f"tuning.lora.{key}", hint=a["hint"]) for key, a in refused])
+    if not any("error" in answer for answer in answers):
+        write_json(path, answers)
+
+
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a parsed `config.json` of a Llama-like family. Raise `KeyError` for a missing key."""
     kind = str(config.get("model_type", "unknown"))
@@ -364,6 +389,8 @@ def running_tracer() -> Tracer:
 
     It ends with `end_tracer`, or with this process.
     """
+    if os.getpid() in _running and _running[os.getpid()].has_ended:
+        end_tracer()
     if os.getpid() not in _running:
         _running[os.getpid()] = Tracer()
     return _running[os.getpid()]
@@ -389,7 +416,9 @@ class Tracer:
         )
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the result of each request (a case, or `{"count": architecture}`), or `{"error": "..."}`."""
+        """Return the result of each request (a case, `{"count": architecture}`, or `names` of an `architecture` to
+        check), or `{"error": "..."}`.
+        """
         assert self._process.stdin and self._process.stdout
         line = b""
         with contextlib.suppress(BrokenPipeError):
@@ -407,10 +436,17 @@ class Tracer:
         try:
             code = self._process.wait(timeout=5)  # its output closes a moment before it ends
         except subprocess.TimeoutExpired:
+            self._process.kill()  # its late answer would be taken for that of the next question
+            self._process.wait()
             return f"took longer than {TRACE_SECONDS} s"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, by itself or since it took too long."""
+        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process."""

@@ -78,7 +78,7 @@ def _decide(request: Request) -> Plan:
 
     # Where ranks run, and by which strategy.
     check_length(config.model, shape.max_positions)
-    check_targets(config, shape)
+    check_targets(config, shape, kind)
     reasons |= network.check_slices(request) | describe_machines(request)
     ranks = request.ranks
     strategy = strategies.choose_strategy(request, reasons)

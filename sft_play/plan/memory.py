@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from importlib.metadata import distributions
+from typing import Literal
 
 from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.plan.plan import Setup
 from sft_play.plan.shape import BY_LENGTHS, ModelShape, fuses_adapters, quantises_experts
+from sft_play.runs.adapters import embeddings_of
 
 MIB = 2**20
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Packed half bytes, an 8-bit scale per 64 weights, and an fp32 scale per 256 of those."""
+NF4_CODES = 16 + 256 + 1
+"""Numbers of each matrix by which weights and scales are read."""
 INT8_BYTES = 1.0
 CUDA_BUILD = any("nvidia" in text for torch in distributions(name="torch") for text in torch.requires or ())
 CONTEXT_BYTES = {"cuda": 700 * MIB, "cpu": 600 * MIB + CUDA_BUILD * 320 * MIB}
@@ -93,7 +97,11 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
         moving = {moment: parts | {"activations": parts["activations"] * passing} for moment, parts in moving.items()}
     if _bits(config, shape):
         expanded = _expanded_bytes(config, shape, setup)
-        moving = {moment: parts | {"dequantised": expanded} for moment, parts in moving.items()}
+        stays = nf4_experts(config, shape, setup.strategy) and not setup.gradient_checkpointing
+        moving = {
+            moment: parts | {"dequantised": expanded if stays or not moment.endswith("head") else 0.0}
+            for moment, parts in moving.items()
+        }
     # Temporaries of the optimizer's step exist only when activations do not.
     moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
@@ -115,7 +123,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
             }
         )
         whole["fragmentation"] = lost * sum(size for name, size in parts.items() if name != "dequantised")
-        if not setup.autocast:
+        if not (setup.autocast or _casts_adapters(config, setup)):
             whole.pop("casts", None)
         moments[moment] = {name: int(size) for name, size in whole.items()}
     return moments
@@ -135,13 +143,14 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
     saved = _saved_bytes_per_token(config, shape, setup, tokens) * tokens
     returning = _returning_bytes(config, shape, setup) * tokens
     labels = tokens * setup.slice_label_share
-    logits = logit_bytes(config, shape, setup, labels)
+    logits, with_head = _logit_parts(config, shape, setup, labels)
     if config.tuning.backend == "unsloth":
         # Its forward pass ignores which positions need logits (`model/load.py`).
         logits += setup.width * tokens * shape.vocab_size
+    full = config.tuning.mode == "full"
     # Weights cast for a multiplication stay until the backward pass has read them.
-    head = 2.0 * shape.vocab_size * shape.hidden_size if setup.autocast else 0.0
-    layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
+    head, layer = _cast_bytes(config, shape, setup)
+    ends, weights = _ends_bytes(config, shape, setup, tokens), _dora_weight_bytes(config, shape, setup)
     if not setup.gradient_checkpointing:
         base = {
             "activations": saved * shape.layers,
@@ -150,30 +159,109 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
             "casts": head + layer * shape.layers,
         }
         return {
-            "backward head": base | {"logits": logits},
+            "forward last": base | {"workspace": weights},
+            "backward head": base | {"activations": saved * shape.layers + ends + with_head, "logits": logits},
             "backward last": base | {"workspace": returning * FIRST_RETURNING},
         }
-    residual = 4 if setup.autocast else setup.width
-    resident, back = layer_input_bytes(shape, setup, tokens), 0.0
+    residual = residual_bytes(config, shape, setup)
+    resident, back, embedded = layer_input_bytes(config, shape, setup, tokens), 0.0, 0.0
     if setup.activation_offload and setup.device == "cuda":
-        resident, back = 0.0, resident  # that of the running layer, and in the forward pass the embedded tokens
+        # The running layer's input returns; that of the first layer stays where no gradient goes on to the embedding.
+        resident, back, embedded = 0.0, resident, 0.0 if full else resident
     inputs = resident + _int8_inputs(config, shape, setup) * tokens
-    base = {"activations": inputs * shape.layers, "recompute": 0.0, "logits": 0.0, "casts": layer}
-    # Autocast keeps the casts of trained weights until the forward pass ends, those of recomputed layers too.
-    casts = layer * (shape.layers if config.tuning.mode == "full" else 1)
+    kinds = 2 if shape.qk_norm and shape.norms_per_layer == 4 else 1  # Gemma 3: of layers with and without a window
+    angles = kinds * 2 * setup.width * shape.head_dim * tokens
+    inputs_and_angles = inputs * shape.layers + embedded + angles
+    base = {"activations": inputs_and_angles, "recompute": 0.0, "logits": 0.0, "casts": layer}
+    # Autocast keeps the casts of trained weights until the forward pass ends, those of recomputed layers too; the last
+    # layer's `down_proj` comes after its peak.
+    casts = layer * (shape.layers if full or weights else 1)
+    before_down = casts - 2.0 * shape.ffn_size * shape.hidden_size * (full and setup.autocast)
     inner = setup.width * (3 if shape.gated else 2) * shape.ffn_size * max(1, shape.experts_per_token)
+    if weights:  # an fp32 sum of layer and adapter, by parts
+        inner += (setup.width + 12) * shape.ffn_size * max(1, shape.experts_per_token)
     running = (inner + 2 * residual * shape.hidden_size) * tokens
+    in_dora = weights and weights + setup.width * (shape.ffn_size + shape.hidden_size) * tokens
     moments = {
-        "forward last": base | {"activations": base["activations"] + 2 * back + running, "casts": casts},
+        "forward last": base | {"activations": inputs_and_angles + 2 * back - embedded + running, "casts": before_down},
         # The logits are freed before the first layer is recomputed; its gradients are added to its activations.
-        "backward last": base | {"recompute": saved + returning + back},
+        "backward last": base | {"recompute": saved + max(returning, in_dora) + back},
     }
-    if logits < labels * shape.vocab_size * LOGIT_BYTES:
-        # In chunks the loss is computed during the forward pass, while the last norm keeps its input.
-        normed = 3 * residual * shape.hidden_size * tokens if config.tuning.mode == "full" else 0
-        ends = {"activations": base["activations"] + normed, "logits": logits, "casts": head + casts}
-        return moments | {"forward head": base | ends}
-    return moments | {"backward head": base | {"logits": logits, "casts": head}}
+    normed = 4 * shape.hidden_size * tokens
+    if with_head:
+        # In chunks the loss is computed during the forward pass, while the last norm keeps its input, and the output
+        # is there twice.
+        at_head = (0 if full else normed + ends) + (3 if full else 2) * residual * shape.hidden_size * tokens
+        at_end = {"activations": inputs_and_angles + at_head + with_head, "logits": logits, "casts": head + casts}
+        return moments | {"forward head": base | at_end}
+    at_end = {"activations": inputs_and_angles + normed + ends, "logits": logits, "casts": head}
+    return moments | {"backward head": base | at_end}
+
+
+def trained_rows(config: Config) -> Literal["none", "new", "all"]:
+    """Return which rows of embedding and head are trained."""
+    full = config.tuning.mode == "full"
+    return "all" if full else embeddings_of(config.tuning.lora, len(config.data.new_tokens))
+
+
+def trains_ends(config: Config, shape: ModelShape) -> tuple[bool, bool]:
+    """Return whether all of the embedding and of the head is trained."""
+    if trained_rows(config) == "all":
+        return True, True
+    saved = [
+        m for m in shape.matrices if m.kind == "ends" and any(map(m.is_called, config.tuning.lora.modules_to_save))
+    ]
+    head = [matrix.inputs == shape.hidden_size for matrix in saved]
+    return (bool(saved), bool(saved)) if shape.tied else (not all(head), any(head))
+
+
+def trains_layers(config: Config, shape: ModelShape) -> bool:
+    """Return whether `modules_to_save` trains more than embedding and head, which the formulas do not know."""
+    ends = [matrix for matrix in shape.matrices if matrix.kind == "ends"]
+    saved = config.tuning.lora.modules_to_save if config.tuning.mode != "full" else []
+    return any(not any(matrix.is_called(name) for matrix in ends) for name in saved)
+
+
+def residual_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
+    """Return the bytes of a number between layers: fp32 where autocast computes over an fp32 embedding."""
+    embeds = config.tuning.mode != "full" and trains_ends(config, shape)[0] and _casts_adapters(config, setup)
+    return 4 if setup.autocast or embeds else setup.width
+
+
+def _casts_adapters(config: Config, setup: Setup) -> bool:
+    """Return whether autocast casts adapters that are trained in fp32."""
+    sharding = setup.zero or setup.strategy == "fsdp2"
+    return config.tuning.mode != "full" and setup.width == 2 and not sharding and trained_bytes(config, setup) == 4
+
+
+def _cast_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:
+    """Return the bytes of the head's weights and of a layer's that autocast casts."""
+    table, adapters = 2.0 * shape.vocab_size * shape.hidden_size, _casts_adapters(config, setup)
+    head = table if setup.autocast or (adapters and trains_ends(config, shape)[1]) else 0.0
+    layer = 2.0 * shape.layer_linear_parameters if setup.autocast else 0.0
+    if adapters:
+        settings = replace(config.tuning.lora, variant="lora", modules_to_save=[], embeddings="none", bias="none")
+        layer += 2.0 * shape.adapter_parameters(settings) / shape.layers
+    return head, layer
+
+
+def _ends_bytes(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
+    """Return the bytes that a head keeps for its weights: its input, and with new rows the whole table with them."""
+    if config.tuning.mode == "full":
+        return 0.0
+    rows = trained_rows(config) == "new"
+    inputs = setup.width * shape.hidden_size * tokens if rows or trains_ends(config, shape)[1] else 0
+    return float(inputs + (setup.weight_bytes * shape.vocab_size * shape.hidden_size if rows else 0))
+
+
+def _dora_weight_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
+    """Return the bytes of the largest weight that DoRA makes to measure its rows: a unit matrix through the adapter."""
+    if config.tuning.mode == "full" or config.tuning.lora.variant != "dora":
+        return 0.0
+    unit = setup.width + (4 if _casts_adapters(config, setup) else 0)
+    targets = shape.adapter_targets(config.tuning.lora.target_modules)
+    weight = setup.width * (2 if _bits(config, shape) else 1)  # and the expanded one
+    return max((float(m.inputs) * (m.inputs * unit + m.outputs * weight) for m in targets), default=0.0)
 
 
 def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, float]:
@@ -303,7 +391,8 @@ def frozen_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float
     if bits == 8:
         scales = 4 * sum(matrix.count * matrix.outputs for matrix in shape.matrices if matrix.quantised)
         return rest + quantised * INT8_BYTES, float(scales)
-    return rest + quantised * 0.5, quantised * (NF4_BYTES - 0.5)
+    codes = 4 * NF4_CODES * sum(matrix.count for matrix in shape.matrices if matrix.quantised)
+    return rest + quantised * 0.5, quantised * (NF4_BYTES - 0.5) + codes
 
 
 def _bits(config: Config, shape: ModelShape) -> int:
@@ -334,6 +423,8 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
     if config.tuning.mode == "full":
         residual = 10 * h if setup.autocast else 0  # it is fp32
         inputs = float(shape.norms_per_layer * w * h + 2 * w * h + w * ffn + residual)
+        if shape.norms_per_layer == 4:  # Gemma multiplies by the norm's weight in fp32
+            inputs += (4 - w) * (4 * h + (attention + kv) * shape.qk_norm)
     else:
         inputs = _adapter_inputs(config, shape, setup)
     return norms + heads + inner + inputs + _mask_bytes(shape, setup, tokens)
@@ -360,12 +451,15 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     """
     settings, w = config.tuning.lora, setup.width
     maps = shape.linear_maps()
-    names = [target.typed for target in shape.adapter_targets(settings.target_modules) if target.typed in maps]
+    targets = [target for target in shape.adapter_targets(settings.target_modules) if target.typed in maps]
+    names = [target.typed for target in targets]
     per_target = sum(maps[name][0] for name in names)
-    ranks = settings.r * w * len(names)
+    ranks = w * sum(target.rank(settings) for target in targets)
+    if settings.variant == "dora":  # keeps what the layer and its adapter return
+        ranks += 2 * w * sum(target.outputs for target in targets)
     masks = (3 if setup.device == "cuda" else 4) * per_target if settings.dropout > 0 else 0
-    if setup.autocast:
-        return 2 * per_target + ranks + masks
+    if residual_bytes(config, shape, setup) > w:  # `o_proj` reads what attention keeps, in the type of the computation
+        return 2 * (per_target - sum(maps[name][0] for name in names if name == "o_proj")) + ranks + masks
     if setup.precision == "fp32" and trained_bytes(config, setup) != w:
         return 4 * per_target + ranks + masks
     shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
@@ -433,25 +527,37 @@ def slow_network_bytes(config: Config, setup: Setup, trained: int, width: int) -
 
 LOGIT_BYTES = 12
 """Bytes per label position and vocabulary entry at the peak of the backward pass: fp32 log-softmax, its gradient and
-that of the logits.
+that of the logits. DFT and smoothed targets replace the first by the second.
 """
 
 
 def logit_bytes(config: Config, shape: ModelShape, setup: Setup, labels: float) -> float:
-    """Return the peak bytes of the logits of `labels` positions, including what chunks need in addition.
+    """Return the peak bytes of the logits of `labels` positions, including what chunks need in addition."""
+    return sum(_logit_parts(config, shape, setup, labels))
+
+
+def _logit_parts(config: Config, shape: ModelShape, setup: Setup, labels: float) -> tuple[float, float]:
+    """Return the bytes of logits and of what chunks need in addition; the latter is 0 where all exist at once.
 
     In chunks (`model/kernels.py`) only the logits of one chunk exist; in return, the gradient of all positions' hidden
-    states is kept from the forward pass on, and a trained head's gradient is summed in a buffer. Where that needs more
-    than all logits at once, the latter count.
+    states is kept from the forward pass on, and a trained head's gradient is summed in a buffer, to which that of a
+    chunk is added when the logits are narrow again. Where that needs more than all logits at once, the latter count.
     """
-    whole = labels * shape.vocab_size * LOGIT_BYTES
-    if not setup.loss_chunk or labels <= setup.loss_chunk:
-        return whole
-    hidden = 4 if setup.autocast else setup.width
     each = 8 if setup.width == 4 else 10  # the logit, its logarithm and, where the logit is narrower, an fp32 copy
-    logits = setup.loss_chunk * shape.vocab_size * each
-    head = shape.vocab_size * shape.hidden_size * (4 + hidden) if config.tuning.mode == "full" else 0
-    return min(whole, logits + labels * shape.hidden_size * hidden + head)
+    plain = config.train.loss == "nll" and not config.train.label_smoothing_factor
+    whole = labels * shape.vocab_size * (LOGIT_BYTES if plain else each)
+    if not setup.loss_chunk or labels <= setup.loss_chunk:
+        return whole, 0.0
+    logits, table = float(setup.loss_chunk * shape.vocab_size), shape.vocab_size * shape.hidden_size
+    moments = [(each * logits, 0.0)]
+    if trains_ends(config, shape)[1]:
+        added = setup.width + (4 if setup.autocast or _casts_adapters(config, setup) else 0)
+        moments = [(each * logits, 4.0 * table), (2 * setup.width * logits, (4.0 + added) * table)]
+    elif trained_rows(config) == "new":  # their gradients are taken from one of the whole table
+        moments.append((2 * setup.width * logits, float(setup.weight_bytes * table)))
+    most, extra = max(moments, key=sum)
+    extra += labels * shape.hidden_size * residual_bytes(config, shape, setup)
+    return (most, extra) if most + extra < whole else (whole, 0.0)
 
 
 def host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
@@ -465,9 +571,9 @@ def host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int
     return need
 
 
-def layer_input_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:
+def layer_input_bytes(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> float:
     """Return the bytes of a layer's input."""
-    return float((4 if setup.autocast else setup.width) * shape.hidden_size * tokens)
+    return float(residual_bytes(config, shape, setup) * shape.hidden_size * tokens)
 
 
 def _inputs_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> int:
@@ -487,7 +593,7 @@ def _inputs_host_bytes(config: Config, shape: ModelShape, setup: Setup, micro_ba
     if setup.stages:
         shape, setup, passing = stage_of(shape, setup)
     tokens = -(-micro_batch * setup.row_tokens // setup.sequence_parallel)
-    block = int(layer_input_bytes(shape, setup, tokens))
+    block = int(layer_input_bytes(config, shape, setup, tokens))
     return passing * shape.layers * (1 << (block - 1).bit_length())
 
 

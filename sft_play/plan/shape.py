@@ -461,11 +461,21 @@ WITHOUT_FLASH_ATTENTION = frozenset({
 """Families that refuse `attn_implementation="flash_attention_2"`, or would fetch another kernel instead."""
 
 
-def check_targets(config: Config, shape: ModelShape) -> None:
+def check_targets(config: Config, shape: ModelShape, device: str = "cuda") -> None:
     """Raise `UserError` for typed LoRA targets that this model does not have, or that cannot take adapters."""
     lora = config.tuning.lora
     if config.tuning.mode == "full":
         return
+    if (
+        lora.variant == "dora"
+        and device == "cpu"
+        and (config.tuning.mode, config.tuning.quantization) == ("qlora", "int8")
+    ):
+        raise UserError(
+            "`tuning.lora.variant: dora` over int8 trains on a GPU only: on a CPU PEFT loses the scales of the weights",
+            place="tuning.lora.variant",
+            hint="TUNING_QUANTIZATION=nf4, or omit the variant",
+        )
     own = {"tuning.lora.variant": lora.variant == "dora", "tuning.lora.init": lora.init in MUTATING}
     if shape.model_type in CONV1D and (key := next((key for key, asked in own.items() if asked), None)):
         value = lora.variant if key.endswith("variant") else lora.init

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +20,21 @@ from sft_play.config.call import Call
 from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
-from sft_play.errors import DataError, UserError
+from sft_play.errors import DataError, Problems, UserError
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.architecture import architecture_of, end_tracer, running_tracer, shape_of, versions
+from sft_play.plan.architecture import (
+    architecture_of,
+    check_names,
+    end_tracer,
+    running_tracer,
+    shape_of,
+    versions,
+)
 from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes
+from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.remedies import with_peak
 from sft_play.plan.request import DoesNotFitError, Request
@@ -72,7 +80,10 @@ def plan_by_source(request: Request, source: Source) -> Plan:
             "`SOURCE=probe` measures complete models, and `launch.strategy` is `pipeline`", hint="omit SOURCE"
         )
     try:
-        return _plan_by(request, source)
+        plan = _plan_by(request, source)
+        with suppress(DataError, OSError, ValueError):  # of a model that cannot be read, which its preparation refuses
+            check_names(request.config, architecture_of(request.config.model, request.prepared))
+        return plan
     finally:
         end_tracer()
 
@@ -84,7 +95,8 @@ def _plan_by(request: Request, source: Source) -> Plan:
         return _by_formula(request, UNSLOTH)
     if request.config.launch.strategy == "pipeline":
         return _by_formula(request, "memory by formula: the stages of a pipeline are not traced")
-    if request.shape.counted and (source == "known" or request.prepared):
+    unknown = request.shape.counted or trains_layers(request.config, request.shape)
+    if unknown and (source == "known" or request.prepared):
         source = "probe" if source == "probe" else "trace"
     if source == "auto":
         source = "trace" if _is_near(request) else "known"
@@ -220,8 +232,9 @@ def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) 
 
     A refusal for lack of memory on this machine also names the hardware of the preset that the file is, or extends.
     """
-    if error.place and error.place in loaded.origins:
-        error.place = loaded.origins[error.place]
+    for problem in error.problems if isinstance(error, Problems) else (error,):
+        if problem.place and problem.place in loaded.origins:
+            problem.place = loaded.origins[problem.place]
     if hardware.described or not isinstance(error, DoesNotFitError):
         return error
     files = [str(loaded.path), *(loaded.origins[key].rpartition(":")[0] for key in ("model.name", *loaded.origins))]
@@ -459,7 +472,7 @@ def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) 
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 8
+TRACE_VERSION = 9
 """Increase this when the trace changes, so that cached results of the older one are not used."""
 
 
@@ -503,6 +516,8 @@ class Case:
     """Whether fused experts are quantised too."""
     tensor_parallel: int = 1
     """Number of ranks that hold slices of the layers; one of them is traced."""
+    loss: str = "nll"
+    label_smoothing: float = 0.0
 
     def key(self) -> str:
         """Return the name of the case's cached result: a hash of everything that it depends on."""
@@ -548,4 +563,6 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         clips=config.train.max_grad_norm > 0 and not setup.sharded,
         packed=setup.pack_tokens > 0,
         tensor_parallel=setup.tensor_parallel,
+        loss=config.train.loss,
+        label_smoothing=config.train.label_smoothing_factor,
     )

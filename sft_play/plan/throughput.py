@@ -170,7 +170,7 @@ def forecast(request: Request, division: Division) -> Forecast:
     guess = max(map(computing, request.data_devices, division.shares, own_steps))
     guess += optimizer_seconds(request, setup, devices) + exchange
     if setup.activation_offload and setup.device == "cuda":
-        moved = 2 * shape.layers * layer_input_bytes(shape, setup, int(max(division.shares) * data.row_tokens))
+        moved = 2 * shape.layers * layer_input_bytes(config, shape, setup, int(max(division.shares) * data.row_tokens))
         guess += moved / setup.sequence_parallel / max(1, len(setup.stages)) / PCIE_BYTES_PER_SECOND
     tokens = division.rows * data.row_tokens
     work = Work(

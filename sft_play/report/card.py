@@ -15,12 +15,12 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import file_sha256, read_object, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
-from sft_play.runs.adapters import MADE, MERGED
+from sft_play.runs.adapters import MERGED
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.stamp import Stamp
+from sft_play.runs.stamp import MADE, Stamp
 from sft_play.text import gib, plural, tell
 
 if TYPE_CHECKING:

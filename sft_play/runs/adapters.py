@@ -16,14 +16,14 @@ from sft_play.config.schema import Config, LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
 from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.runs.checkpoints import kind_of, weights_folder
-from sft_play.runs.folder import RunFolder, run_path
+from sft_play.runs.folder import RunFolder, cache_folder, run_path
 from sft_play.runs.prepared import ParentAdapter
-from sft_play.runs.stamp import Stamp, own_stamp
+from sft_play.runs.stamp import MADE, Stamp, own_stamp
 from sft_play.text import as_typed
 
 CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MERGED, MADE = "merged", "made"
-"""Folder of `make merge` in a run; source of a base that preparation created, with a merged adapter or new tokens."""
+MERGED = "merged"
+"""Folder of `make merge` in a run."""
 Row = tuple[str, Mapping[Any, Any]]
 IN_PEFT: Mapping[str, Row] = {
     "r": ("r", {}),
@@ -77,6 +77,7 @@ def _from_peft(saved: Mapping[str, Any]) -> dict[str, Any]:
         ours = next((ours for ours, theirs in other.items() if theirs == value), value)
         settings[key] = getattr(absent, key) if missing else ours
     settings["alpha"] = float(settings["alpha"])
+    settings["modules_to_save"] = [name.removeprefix(".") for name in settings["modules_to_save"]]
     return settings
 
 
@@ -115,8 +116,15 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=config, origins=MappingProxyType(origins))
 
 
+def made_folder(name: str) -> Path:
+    """Return the place in this cache of a base that a preparation makes; the name says of what."""
+    return cache_folder() / "models" / Path(name).name
+
+
 def _base_of(folder: Path, name: str | None) -> str:
     """Return the base that an adapter names. Raise `CheckpointError` if it is a folder that is not here."""
+    if name and f"/{MADE}-" in name and made_folder(name).is_dir():  # perhaps in another cache then
+        return str(made_folder(name))
     if name and not (name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir()):
         return name
     hint = "MODEL_NAME=folder or hub id of the model that it was trained over"

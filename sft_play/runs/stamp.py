@@ -20,6 +20,8 @@ Purpose = Literal["resume", "merge", "infer", "eval"]
 Verdict = Literal["refuse", "warn", "allow"]
 
 NAME = "stamp.json"
+MADE = "made"
+"""Source of a base that preparation created, with a merged adapter or new tokens, and how its folder's name begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +196,8 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[StampDifference]:
                 {key: _fixed_extra(part) if key == EXTRA else part for key, part in settings.items()}
                 for settings in (before, after)
             )
+        if name == "base_model":  # one that was made may be in another cache
+            before, after = (Path(base).name if f"/{MADE}-" in base else base for base in (before, after))
         verdict: Verdict = getattr(rule, purpose)
         if before != after and verdict != "allow" and not (name in LATER and not (before and after)):
             if isinstance(before, Mapping) and isinstance(after, Mapping):

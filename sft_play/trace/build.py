@@ -8,10 +8,11 @@ import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora import dora
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -310,6 +311,18 @@ class _Int8(torch.autograd.Function):
 def _rescale(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     with count_as("dequantised"):
         return weight.to(dtype).mul_(scales.unsqueeze(1))
+
+
+def _expand_for_dora(module: nn.Module, plain: Callable[[nn.Module], Tensor] = dora.dequantize_module_weight) -> Tensor:
+    """Return room for the weight that DoRA measures: bitsandbytes' nf4 in the computation's type, its int8 in fp32."""
+    if isinstance(module, NF4Linear):
+        return _expand(module.weight, (module.out_features, module.in_features), module.compute)
+    if isinstance(module, Int8Linear):
+        return _rescale(module.weight, module.scales, torch.float32)
+    return plain(module)
+
+
+dora.dequantize_module_weight = _expand_for_dora
 
 
 def quantise_experts(model: nn.Module) -> None:

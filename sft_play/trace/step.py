@@ -19,6 +19,7 @@ from transformers.integrations import moe
 
 from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.data.batches import Batch, lengths_of
+from sft_play.model.objective import FACTORS, Objective
 from sft_play.plan.shape import BY_LENGTHS
 from sft_play.plan.sources import Case
 from sft_play.training.loss import token_loss_sum
@@ -104,6 +105,7 @@ class StepTrace:
         self.model, self.layers, self.case, self.tracker = model, layers, case, tracker
         self.backward = False
         self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.objective = Objective(factor=FACTORS[case.loss], smoothing=case.label_smoothing)
         for index, layer in enumerate(layers):
             where = "first" if index == 0 else "last" if index == len(layers) - 1 else "middle"
             layer.register_forward_pre_hook(self._entering(where))
@@ -142,7 +144,7 @@ class StepTrace:
         """Forward and backward pass of one micro-batch."""
         self.tracker.part, self.backward = "activations", False
         self.tracker.moment = "forward first"
-        loss = token_loss_sum(self.model, batch) * 1 / tokens
+        loss = token_loss_sum(self.model, batch, self.objective) * 1 / tokens
         self.backward = True
         self.tracker.moment, self.tracker.part = "backward head", "workspace"
         loss.backward()

@@ -106,6 +106,17 @@ CASES = {
     "a pattern that does not compile": (
         GOOD, ['TUNING_LORA_RANK_PATTERN={"(": 8}'], "`tuning.lora.rank_pattern` has `(`: missing )"
     ),
+    "adapters' shape under full tuning": (
+        GOOD, ["TUNING_MODE=full", "TUNING_LORA_VARIANT=dora"],
+        "TUNING_LORA_VARIANT=dora: `tuning.lora.variant` has no effect with `tuning.mode: full`",
+    ),
+    "quantisation without adapters over it": (
+        GOOD + "tuning:\n  quantization: int8\n", [],
+        "x.yaml:4: `tuning.quantization` has no effect with `tuning.mode: lora`\n\nhint: TUNING_MODE=qlora",
+    ),
+    "another tool's checkpoint": (GOOD + "resume_from_checkpoint: x\n", [], "`model.adapter: RUN` starts another"),
+    "another tool's adapter": (GOOD + "train:\n  adapter: x\n", [], "did you mean `model.adapter`?"),
+    "another tool's DFT": (GOOD + "train:\n  use_dft: true\n", [], "did you mean `train.loss`?"),
     "another tool's new tokens": (GOOD + "resize_vocab: true\n", [], "did you mean `data.new_tokens`?"),
     "Muon for adapters": (
         GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"
@@ -212,6 +223,10 @@ def test_output_of_config_is_a_valid_configuration(in_process: Program, tmp_path
     assert {key: row["value"] for key, row in first.items()} == {key: row["value"] for key, row in second.items()}
     assert first["train.adam_beta2"] == {"value": 0.95, "origin": "TRAIN_ADAM_BETA2=0.95"}
     assert second["train.adam_beta2"]["origin"].startswith(f"{again}:")
+    again.write_text(in_process("config", "CONFIG=run_bnb", "TUNING_LORA_R=8").out, encoding="utf-8")
+    full = in_process("config", f"CONFIG={again}", "TUNING_MODE=full")
+    again.write_text(full.out, encoding="utf-8")
+    assert "lora" not in full.out and in_process("config", f"CONFIG={again}").out.count("mode: full") == 1
 
 
 def test_notices_go_to_stderr_and_configuration_of_a_run_is_shown_with_its_origins(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.plan import architecture
 from tests.conftest import Program
 from tests.families import tiny_model
 
@@ -77,3 +78,19 @@ def test_typed_targets_of_one_layer_count_once_and_a_shared_head_is_refused(prog
     assert f"adapters of rank 2 on q_proj: {2 * (64 + 64)} parameters" in done.out, done.err
     done = program(*words, "TUNING_LORA_TARGET_MODULES=[lm_head]")
     assert done.code == 2 and "share one weight in this model" in done.err, done.err
+
+
+def test_a_late_answer_is_not_that_of_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as hurried:
+        hurried.setattr(architecture, "TRACE_SECONDS", 0.01)
+        assert "took longer" in architecture.running_tracer().ask([{"count": {}}])[0]["error"]
+    model = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    answers = architecture.running_tracer().ask([{"architecture": model, "names": {"modules_to_save": ["x"]}}])
+    architecture.end_tracer()
+    assert "names `x`" in answers[0]["error"]
+
+
+def test_a_saved_layer_is_traced_and_a_saved_embedding_is_not(program: Program, tmp_path: Path) -> None:
+    env, save = {"SFT_PLAY_CACHE": str(tmp_path)}, "TUNING_LORA_MODULES_TO_SAVE="
+    sources = [program(*PLAN, "JSON=1", f"{save}[{name}]", env=env).json["source"] for name in ("norm", "embed_tokens")]
+    assert sources == ["trace", "formula"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +84,6 @@ def test_new_rows_start_at_the_mean_and_are_trained_saved_and_merged(
     rows = metrics(run, "eval")
     assert place.scores("RUN=run")["loss"] == pytest.approx(rows[-1]["eval_loss"], abs=2e-6)
     assert place.run("infer", "RUN=run", "PROMPT=What is 5?").returncode == 0
-    import shutil
-
     shutil.rmtree(run)
 
 
@@ -98,6 +97,17 @@ def test_a_training_with_new_tokens_is_resumed_and_trained_on(place: Place) -> N
     resumed = losses("parent", "resume", "RUN=parent", "TRAIN_MAX_STEPS=6")
     assert resumed[: len(parent)] == parent and resumed[-1] < parent[-1]
     place.call("resume", "RUN=parent", "DATA_NEW_TOKENS=[<other>]").refused(2, "`data.new_tokens` cannot change")
+    elsewhere = Place(place.folder)
+    elsewhere.environment["SFT_PLAY_CACHE"] = str(place.folder / "another cache")
+    done = elsewhere.run("resume", "RUN=parent", "TRAIN_MAX_STEPS=7")
+    assert done.returncode == 0, done.stderr
+    resumed = [row["eval_loss"] for row in metrics(place.folder / "runs/parent", "eval")]
+    shutil.rmtree(place.folder / "another cache/models")
+    assert place.run("infer", "RUN=parent", "PROMPT=What is 5?").returncode == 0
+    shutil.rmtree(place.folder / "cache/models")
+    place.call("infer", "RUN=parent", "PROMPT=hi").refused(5, "is not in the cache", "`make data` with RUN=")
+    assert place.run("data", "RUN=parent").returncode == 0
+    assert place.run("infer", "RUN=parent", "PROMPT=What is 5?").returncode == 0
     once = place.folder / "once.yaml"
     text = place.config.read_text().replace(f"name: {place.folder}/model, ", "")
     once.write_text(text.replace(", new_tokens: [<tool>, </tool>, <never>]", ""))

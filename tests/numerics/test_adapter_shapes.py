@@ -110,6 +110,14 @@ def test_a_name_that_means_nothing_is_refused(folder: Path, settings: dict[str, 
     assert message in caught.value.message
 
 
+def test_a_saved_module_is_not_one_whose_name_ends_alike(folder: Path) -> None:
+    """PEFT compares the ends of words: `norm` would also save `input_layernorm`."""
+    settings = LoraSettings(r=4, modules_to_save=["norm"])
+    model, _ = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
+    trained = {name for name, part in model.named_parameters() if part.requires_grad and "lora_" not in name}
+    assert trained == {"base_model.model.model.norm.modules_to_save.default.weight"}
+
+
 def test_the_plan_counts_a_module_that_is_named_twice_once(folder: Path) -> None:
     settings = LoraSettings(r=4, embeddings="all", modules_to_save=["embed_tokens"])
     model, _ = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)

@@ -113,6 +113,8 @@ def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, ch
         {"lora": {"r": 8, "dropout": 0.1}},
         {"lora": {"r": 8, "variant": "dora"}, "fused_adapters": False},
         {"new_tokens": 3},
+        {"loss": "dft", **BF16},
+        {"label_smoothing": 0.1, "labels": 120, "loss_chunk": 50},
         {"lora": {"r": 8, "modules_to_save": ["embed_tokens"], "rank_pattern": {"q_proj": 2}}},
         {"fused_adapters": False, **BF16},
         {"optim": "adamw_torch"},

@@ -23,6 +23,7 @@ from tests.families import tiny_config
 from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
 
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
+DORA = {"lora": {"r": 8, "variant": "dora"}, "fused_adapters": False}
 MIXTURE = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=64).to_dict()
 
 
@@ -35,12 +36,16 @@ MIXTURE = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, h
         ("int8", {}),
         ("int8", BF16),
         ("nf4", {"architecture": MIXTURE, "layout": "unmasked", "nf4_experts": True}),
+        ("nf4", DORA | BF16),
+        ("int8", DORA),
     ],
-    ids=["nf4 fp32", "nf4 bf16", "int8 fp32", "int8 bf16", "experts in nf4"],
+    ids=["nf4 fp32", "nf4 bf16", "int8 fp32", "int8 bf16", "experts in nf4", "DoRA nf4 bf16", "DoRA int8 fp32"],
 )
 def test_bitsandbytes_allocates_the_memory_of_its_stand_in(
     quantization: str, changes: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:
+    if (quantization, checkpointing) == ("int8", True) and not changes.get("fused_adapters", True):
+        pytest.skip("on a CPU PEFT's DoRA loses the scales of int8 in its first pass; the plan refuses it")
     case = replace(
         PLAIN,
         **(
@@ -78,7 +83,7 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
         folder, quantization_config=quantised, dtype=dtype, attn_implementation=case.attention
     )
     model = prepare(case, model)
-    assert fuse_adapters(model) == (8 if case.nf4_experts else 14), (
+    assert fuse_adapters(model) == (0 if not case.fused_adapters else 8 if case.nf4_experts else 14), (
         "PEFT's layers over bitsandbytes' are known by their module"
     )
     experts = [module for module in model.modules() if isinstance(module, Bnb4bitParametrization)]

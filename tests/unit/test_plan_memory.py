@@ -68,7 +68,8 @@ def test_unsloth_holds_adapters_in_fp32_the_logits_of_all_positions_and_inputs_o
 def test_inputs_of_layers_are_on_the_gpu_or_the_host() -> None:
     recomputes = {"gradient_checkpointing": True, "row_tokens": 2000}
     resident, moved = (parts_of(LLAMA3, rows=2, **recomputes, activation_offload=on) for on in (False, True))
-    assert resident["activations"] - moved["activations"] == 32 * 2 * 2000 * 4096 * 2
+    # The first layer's stays: autograd holds it, since no gradient goes on to the embedding.
+    assert resident["activations"] - moved["activations"] == 31 * 2 * 2000 * 4096 * 2
     config, setup = Config(model=ModelConfig(name=LLAMA3)), setup_of(**recomputes, activation_offload=True)
     shape = shape_of(config.model)
     assert host_bytes(config, shape, setup, 2) == 32 * 32 * MIB

@@ -12,7 +12,7 @@ from sft_play.data import IGNORED
 from sft_play.data.chat import Encoded
 from sft_play.data.formats import understand
 from sft_play.data.tokens import WEIGHTLESS
-from sft_play.data.turns import Message
+from sft_play.data.turns import Message, weight_of
 from tests.chat_tokenizers import load_with, outcome_of, rows_of, save_tokenizer
 
 END = "<|im_end|>"
@@ -113,5 +113,12 @@ def test_rows_of_text_and_tokens_have_weights_too(chatml: Any) -> None:
 
 @pytest.mark.parametrize("content", [{"messages": chat(None)}, {"input_ids": [5, 6, 7]}])
 def test_a_row_of_weight_0_is_skipped_with_this_reason(content: dict[str, Any], chatml: Any) -> None:
-    outcome = outcome_of(chatml, weight=0.0, **content)
-    assert (outcome.rows, outcome.dropped, outcome.error) == ((), WEIGHTLESS, None)
+    for weight in (0.0, 1e-300):
+        outcome = outcome_of(chatml, weight=weight, **content)
+        assert (outcome.rows, outcome.dropped, outcome.error) == ((), WEIGHTLESS, None)
+
+
+def test_a_weight_that_is_0_in_fp32_counts_as_0(chatml: Any) -> None:
+    assert weight_of(1e-300, "weight") == 0 and weight_of(1e-30, "weight") == 1e-30
+    outcome = outcome_of(chatml, input_ids=[5, 6, 7], weights=[1e-30] * 3, weight=1e-30)
+    assert (outcome.rows, outcome.dropped) == ((), WEIGHTLESS)
