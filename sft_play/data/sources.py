@@ -341,7 +341,7 @@ FILTERED = "not in the filter"
 NOT_CHOSEN = "not chosen by `rows`"
 
 
-TRUTHS = (("true", "false"), ("yes", "no"), ("1", "0"), ("y", "n"))
+TRUTHS = (("true", "false"), ("yes", "no"), ("1", "0"), ("t", "f"), ("y", "n"))
 """What tables write for true and false."""
 
 

@@ -62,7 +62,9 @@ PARTS_BY_NAME: Mapping[str, re.Pattern[str]] = {
         re.IGNORECASE,
     ),
     "what follows the answer": re.compile("suffix", re.IGNORECASE),
-    "a choice": re.compile("choices|options|(?:option|choice)_?[1-4]|(?:(?:option|choice)_?)?[a-d]", re.IGNORECASE),
+    "a choice": re.compile(
+        "choices|options|(?:option|choice)_?[1-4]|(?:option|choice)_?[a-d]|(?-i:[A-D])", re.IGNORECASE
+    ),
 }
 """What a column is by its name, if the answer follows from it; also those that are read."""
 READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})

@@ -66,8 +66,14 @@ def lacks(value: Any, texts: Iterable[str]) -> bool:
 
 
 def words_in(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, without the names of types and of speakers."""
-    if isinstance(value, str):
+    """Yield the texts in a value, or in JSON in a text, without the names of types and of speakers."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            inner = DECODER.decode(value.strip())
+        except (DataError, ValueError):
+            inner = None
+        yield from words_in(inner) if inner else (value,)
+    elif isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         yield from (words for key, part in value.items() if key not in (*SPEAKERS, "type") for words in words_in(part))

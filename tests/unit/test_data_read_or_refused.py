@@ -525,6 +525,7 @@ def test_parts_of_the_prompt_that_the_turns_contain_are_no_news() -> None:
             "prompt": "### Instruction:\nq\n### Input:\ni\n### Response:",
         },
         {"messages": [USER, {**ANSWER, "reasoning": "r", "reasoning_details": [{"type": "text", "text": "r"}]}]},
+        {"instruction": "q", "output": "a", "history": json.dumps([["x", "y"]])},
         {"messages": [USER, ANSWER], "context": None, "documents": [], "options": {}, "history": ""},
     ]
     for row in rows:
