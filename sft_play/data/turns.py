@@ -481,11 +481,11 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
 
     `read` are the columns of the row's format.
     """
-    texts = [text for turn in messages for text in (turn["content"], turn.get("reasoning_content", ""))]
     for name, value in row.items():
-        if name in read or is_blank(value) or not (what := part_by_name(name)):
+        if not (what := part_by_name(name)) or name in read or is_blank(value):
             continue
         rendered = all(isinstance(text, str) for text in (value, row[read[0]])) and row[read[0]].strip() in value
+        texts = [text for turn in messages for text in (turn["content"], turn.get("reasoning_content", ""))]
         if rendered or not lacks(value, texts):  # the question in a template, or what the turns contain
             continue
         columns: dict[str, str] = {}
