@@ -22,7 +22,8 @@ from sft_play.data.formats import FORMATS, understand
 from sft_play.data.readers import TABLES, Placed, read_file
 from sft_play.data.sources import Faults, rename
 from sft_play.data.streams import kind, open_bytes
-from sft_play.data.turns import CALLS, ROLE_NAMES, Message, list_of, text_of
+from sft_play.data.turns import CALLS, ROLE_NAMES, Message, part_by_name
+from sft_play.data.values import list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import finite, write_text
 from sft_play.launch.run_folder import find_run
@@ -473,6 +474,7 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     }
     if isinstance(row[asks], str) and not row[asks].strip():
         return Question(place, [], others=others)
+    row = {name: value for name, value in row.items() if part_by_name(name) != "a thought"}  # as little as the answer
     example = understand((place, _with_answer(row, asks, answer)), 0, form)
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):

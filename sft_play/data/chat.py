@@ -103,6 +103,7 @@ class Renderer:
             return [self._everything(messages, tools)]
         learnt = answers_to_learn(messages, loss_on)
         prompt, answer = self.answer(messages, learnt[-1], tools)
+        self._check_prompt(messages[: learnt[-1]], tools, prompt)
         earlier, alone = [], []
         for index in learnt[:-1]:
             before, answer_before = self.answer(messages, index, tools)
@@ -113,6 +114,17 @@ class Renderer:
                 alone.append(RowText(before, answer_before, words, weight=weight))
         final = messages[learnt[-1]]
         return [*alone, RowText(prompt, answer, final["content"], tuple(earlier), turn_weight(final))]
+
+    def _check_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: str) -> None:
+        """Raise `DataError` for a turn of the system or the user that the prompt of `messages` lacks."""
+        for index, turn in enumerate(messages):
+            if turn["role"] in ("system", "user") and turn["content"].strip() not in prompt:
+                marked = [*messages[:index], {**turn, "content": MARKER}, *messages[index + 1 :]]
+                if MARKER not in self.render(marked, tools, prompt=True):
+                    raise DataError(
+                        f"the chat template does not write turn {index + 1} ({turn['role']})",
+                        hint="remove it, or use another template: `data.chat_template`",
+                    )
 
     def answer(self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None = None) -> tuple[str, str]:
         """Return the prompt of message `index` and what the model writes then, with the end of its turn. Raise
@@ -201,6 +213,7 @@ class Renderer:
             raise DataError("every turn has `train: false` or weight 0, so there is nothing to learn")
         last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
         prompt, answer = self.answer(messages, last, tools)
+        self._check_prompt(messages[:last], tools, prompt)
         weighted = []
         for index, message in enumerate(messages[: last + 1]):
             if (weight := turn_weight(message)) == 1:

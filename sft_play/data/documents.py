@@ -102,21 +102,52 @@ def _html(data: bytes, place: str) -> Document:
 
 
 def _docx(data: bytes, place: str) -> Document:
-    """Return paragraphs and tables in order; cells of a table's row are separated by ` | `."""
+    """Return paragraphs and tables in order; cells of a table's row are separated by ` | `.
+
+    Tracked changes count as accepted. Notes and text boxes have no place in the order, and are left out.
+    """
     import docx
     from docx.opc.exceptions import OpcError
+    from docx.oxml.ns import qn
     from lxml.etree import LxmlError
 
     if data.startswith(OLE):
         raise DataError("is encrypted, or of Word before 2007", place=place, hint="save it without a password, as docx")
     try:
         document = docx.Document(io.BytesIO(data))
+        _unwrap(document.element.body)
         text = "\n".join(_block(block) for block in document.iter_inner_content())
         pictures = any("image" in rel.reltype for rel in document.part.rels.values())
-        return Document(text=text, title=document.core_properties.title, pictures=pictures)
+        there = [
+            what
+            for what, tags in LEFT_OUT.items()
+            if next(document.element.body.iter(*map(qn, tags)), None) is not None
+        ]
+        note = f"its {' and '.join(there)} are left out" if there else None
+        return Document(text=text, title=document.core_properties.title, pictures=pictures, note=note)
     except (OpcError, LxmlError, zipfile.BadZipFile, KeyError, ValueError, EOFError, OSError, AttributeError) as error:
         problem = f"is not a docx file that can be read: {first_line(error)}"
         raise DataError(problem, place=place, hint="open and save it again") from None
+
+
+WRAPPERS = ("w:sdt", "w:ins", "w:moveTo", "w:smartTag", "w:fldSimple", "w:customXml")
+"""What python-docx does not look into: form fields, inserted text, marked words."""
+LEFT_OUT = {"notes": ("w:footnoteReference", "w:endnoteReference"), "text boxes": ("w:txbxContent",)}
+
+
+def _unwrap(body: Any) -> None:
+    """Put the content of each of `WRAPPERS` in its place, but no table of contents."""
+    from docx.oxml.ns import qn
+
+    for wrapper in list(body.iter(*map(qn, WRAPPERS))):
+        parent, content = wrapper.getparent(), wrapper
+        if wrapper.tag == qn("w:sdt"):
+            content = wrapper.find(qn("w:sdtContent"))
+            gallery = next(wrapper.iter(qn("w:docPartGallery")), None)
+            if content is None or (gallery is not None and gallery.get(qn("w:val")) == "Table of Contents"):
+                continue
+        at = parent.index(wrapper)
+        parent[at : at + 1] = list(content)
 
 
 def _block(block: Any) -> str:

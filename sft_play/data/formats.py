@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
+from sft_play.config.yaml_files import scalar_text
 from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.turns import (
@@ -21,18 +22,16 @@ from sft_play.data.turns import (
     chat_turns,
     describes_tools,
     end_at_answer,
-    is_blank,
     is_filled,
-    is_list,
-    list_of,
     looks_like_a_mask,
     marks_what_is_not_learnt,
     other_names,
     refuse_media,
-    text_of,
+    refuse_unwritten,
     tools_of,
     weight_of,
 )
+from sft_play.data.values import is_blank, is_list, list_of, text_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 
@@ -105,10 +104,22 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text} for text in texts]
 
 
+LAST_ANSWERS = ("response", "output", "answer", "completion", "target", "reply")
+
+
 def _chat(column: str) -> Callable[[Row], Parts]:
     def parts(row: Row) -> Parts:
         turns = chat_turns(row[column], column)
-        if turns and turns[-1]["role"] == "user" and not is_blank(row.get("chosen")):
+        waits = turns and turns[-1]["role"] != "assistant"
+        if waits and (after := next((name for name in LAST_ANSWERS if not is_blank(row.get(name))), None)):
+            raise DataError(
+                f"`{after}` seems to be the answer to the last of `{column}`, and is not read",
+                hint=(
+                    f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone;"
+                    f" `columns: {{note: {after}}}` gives it a name that is not read"
+                ),
+            )
+        if waits and not is_blank(row.get("chosen")):
             raise DataError(
                 f"`chosen` contains the answer to the last of `{column}`: preferences are not trained here",
                 hint=(
@@ -120,9 +131,15 @@ def _chat(column: str) -> Callable[[Row], Parts]:
     return parts
 
 
+TURNS = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+"""How a text begins that is a list of turns."""
+
+
 def _prompt(row: Row) -> Parts:
     """Return text, or lists of messages as TRL writes them, whose prompt may contain answers that are not trained."""
     prompt, completion = row["prompt"], row["completion"]
+    if all(isinstance(value, str) and TURNS.match(value) for value in (prompt, completion)):  # of a CSV file
+        prompt, completion = list_of(prompt, "prompt"), list_of(completion, "completion")
     if not is_list(prompt) and not is_list(completion):
         return _turns(row, text_of(prompt, "prompt"), "completion")
     asked = prompt if is_list(prompt) else [{"role": "user", "content": text_of(prompt, "prompt")}]
@@ -143,11 +160,15 @@ def _instruction(row: Row) -> Parts:
     """Return an Alpaca row's turns: the input is added to the instruction and never replaces it."""
     instruction = text_of(row["instruction"], "instruction")
     context = "" if row.get("input") is None else text_of(row["input"], "input")
+    if context.strip().lower() in ("<noinput>", "nan"):
+        raise DataError(f"`input` is `{context}`, which stands for none", hint="leave it empty")
     parts = [part for part in (instruction, context) if part.strip()]
     return _turns(row, "\n\n".join(parts) if parts else instruction, "output")
 
 
 def _turns(row: Row, question: str, answer: str) -> Parts:
+    if not question.strip():
+        raise DataError("the question is empty", hint=LEAVE_OUT)
     last = [{"role": "user", "content": question}, {"role": "assistant", "content": answer_of(row[answer], answer)}]
     return {"messages": [*system_of(row), *_history(row.get("history")), *last]}
 
@@ -295,12 +316,37 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
 
 
 ANSWERS = (
-    *("response", "output", "answer", "completion", "target", "reply", "summary", "highlights", "translation"),
+    *(
+        "response",
+        "output",
+        "answer",
+        "completion",
+        "target",
+        "targets",
+        "targets_pretokenized",
+        "reply",
+        "summary",
+        "highlights",
+        "translation",
+    ),
     *("label", "labels", "category", "class", "sentiment", "intent", "topic", "emotion", "tag"),
 )
 ASKS = (
     *("prompt", "query", "input", "instruction", "question", "text", "review", "comment", "comment_text", "tweet"),
-    *("message", "sentence", "utterance", "ticket", "email", "article", "document", "body", "description", "source"),
+    *(
+        "inputs",
+        "inputs_pretokenized",
+        "message",
+        "sentence",
+        "utterance",
+        "ticket",
+        "email",
+        "article",
+        "document",
+        "body",
+        "description",
+        "source",
+    ),
     *("content", "headline", "title"),
 )
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
@@ -329,7 +375,8 @@ def recognise(row: Row) -> str:
             hint=f"to train on the chosen answers, give the source `columns: {{{_chosen(row)}}}`",
         )
     begun = [form for form, (columns, _) in FORMATS.items() if any(row.get(column) is not None for column in columns)]
-    begun = [form for form in begun if set(FORMATS[form][0]) <= row.keys()] or begun
+    complete = [form for form, (columns, _) in FORMATS.items() if set(columns) <= row.keys()]
+    begun = [form for form in begun if form in complete] or begun or complete
     if len(begun) == 1:
         _require(row, begun[0])
     turns = next((name for name, value in row.items() if _is_turns(value)), None)
@@ -391,6 +438,9 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         if "messages" in parts:
             _refuse_mask(row)
             _take_thought(row, form, parts["messages"])
+            if any(turn.get("reasoning_content") and "</think>" in turn["content"] for turn in parts["messages"]):
+                raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
+            refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             parts |= _tools(row, parts["messages"])
         return Example(place=place, form=form, source=source, group=group, **parts)
     except DataError as error:
@@ -405,6 +455,11 @@ def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
     if form in ("messages", "sharegpt") or messages[-1].get("reasoning_content"):
         return
     if name := next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None):
+        if row[name].strip().lower() in ("on", "off", "yes", "no", "true", "false"):
+            raise DataError(
+                f"`{name}` is `{row[name]}`, which is no thought",
+                hint=f"`columns: {{note: {name}}}` gives it a name that is not read",
+            )
         messages[-1]["reasoning_content"] = text_of(row[name], name)
 
 
@@ -466,7 +521,7 @@ def _require(row: Row, form: str) -> None:
     if missing[0] in row:
         raise DataError(
             f"`{missing[0]}` is empty",
-            hint=f"`filter: has({missing[0]})` skips such rows, and so does {LEAVE_OUT}",
+            hint=f"`filter: has({missing[0]})` leaves out such rows; {LEAVE_OUT}",
         )
     others = " or ".join(_fitting(row))
     raise DataError(
@@ -485,7 +540,7 @@ def _alike(row: Row, form: str) -> dict[str, str]:
     """
     renamed: dict[str, str] = {}
     for new in (*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])):
-        names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.lower() == alias)
+        names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.strip().lower() == alias)
         if old := next((name for name in names if name not in renamed.values()), None):
             renamed[new] = old
     return renamed
@@ -498,5 +553,5 @@ def _suggest_columns(row: Row, form: str) -> str:
         texts.sort(key=lambda name: -len(row[name]))
         form, alike = "prompt_completion", dict(zip(("prompt", "completion"), texts, strict=True))
     columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | alike
-    listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
+    listed = ", ".join(f"{new}: {scalar_text(old)}" for new, old in columns.items() if new != old)
     return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data.documents import DOCUMENTS, read_document
-from sft_play.data.streams import COMPRESSED, kind, open_bytes, refuse_wide, report_damage, utf8
+from sft_play.data.streams import COMPRESSED, kind, open_bytes, refuse_other_kind, refuse_wide, report_damage, utf8
 from sft_play.errors import DataError
 
 Placed = tuple[str, Mapping[str, Any] | DataError]
@@ -28,6 +28,7 @@ TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (*TEXTS, ".parquet", ".pq", ".arrow", ".feather")
 SHOWN_CHARACTERS, SHOWN_COLUMNS = 60, 8
 """Of a row in a message."""
+MARK_BYTES = 32
 HEADER_BYTES = 1 << 16
 BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
@@ -51,9 +52,12 @@ def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) ->
             f"({', '.join(COMPRESSED)})",
         )
     with report_damage(path):
+        with open_bytes(path) as stream:
+            start = stream.read(MARK_BYTES)
+        if ending not in (".docx", ".parquet", ".pq") or start.startswith(b"version"):
+            refuse_other_kind(start, str(path))
         if ending in TEXTS:
-            with open_bytes(path) as stream:
-                refuse_wide(stream.read(4), str(path))
+            refuse_wide(start[:4], str(path))
         try:
             yield from READERS[ending](path) if ending in TABLES else _read_document(path, skip)
         except UnicodeDecodeError:  # a decoder that reads in pieces does not know the line
@@ -72,6 +76,10 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
     ):  # one list, in spite of its name
         yield from _read_json(path)
         return
+    if first == b"{":
+        raise DataError(
+            "its rows take several lines each", place=str(path), hint="`jq -c . OLD > NEW` writes a row a line"
+        )
     with open_bytes(path) as stream:
         for number, line in enumerate(stream, 1):
             if not line.removeprefix(BOM).strip():
@@ -110,8 +118,11 @@ def _read_json(path: Path) -> Iterator[Placed]:
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
+        lists = [name for name, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
         raise DataError(
-            f"is neither a list of rows, nor an object with one, nor one JSON object a line{columns}", place=str(path)
+            f"is neither a list of rows, nor an object with one, nor one JSON object a line{columns}",
+            place=str(path),
+            hint=f"`jq -c '.{lists[0]}[]' OLD > NEW.jsonl` writes the rows of `{lists[0]}`" if lists else None,
         )
     for index, row in enumerate(rows):
         yield _object(row, f"{path}, {name} {index + 1}")
@@ -179,9 +190,14 @@ def _read_csv(path: Path) -> Iterator[Placed]:
         last = 0
         try:
             header = reader.fieldnames or []
+            place = f"{path}:{reader.line_num}"
+            if header and header[0].lower().startswith("sep="):
+                raise DataError(f"`{header[0]}` is no header", place=place, hint="remove this line, which Excel writes")
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
-                raise DataError(f"the header contains `{twice[0]}` more than once", place=f"{path}:{reader.line_num}")
+                unnamed = "remove the empty columns; names of columns stand in the first line"
+                problem = f"the header contains `{twice[0]}` more than once" if twice[0] else "columns have no names"
+                raise DataError(problem, place=place, hint=None if twice[0] else unnamed)
             last = reader.line_num
             for row in reader:
                 last = reader.line_num

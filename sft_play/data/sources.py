@@ -27,7 +27,7 @@ from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
 from sft_play.data.layout import NO_SPLIT, WORDS, choose_split, splits_of_folder, splits_of_glob, visible_files
 from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
-from sft_play.data.turns import list_of
+from sft_play.data.values import list_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import text_sha256
 from sft_play.plan.architecture import hub_reachable
@@ -341,9 +341,22 @@ FILTERED = "not in the filter"
 NOT_CHOSEN = "not chosen by `rows`"
 
 
+TRUTHS = (("true", "false"), ("yes", "no"), ("1", "0"), ("t", "f"), ("y", "n"))
+"""What tables write for true and false."""
+
+
+def _in_words(value: Any, *, true: bool) -> str:
+    """Return what a table that writes `value`, true or false, would write for `true`; nothing for other values."""
+    pair = next((pair for pair in TRUTHS if isinstance(value, str) and value.lower() in pair), None)
+    if pair is None:
+        return ""
+    word = pair[0 if true else 1]
+    return word if value == value.lower() else word.upper() if value == value.upper() else word.capitalize()
+
+
 def _yes_or_no(column: str, value: Any) -> str:
-    if isinstance(value, str) and value.lower() in ("true", "false", "0", "1"):
-        return f'{column} == "{"1" if value in ("0", "1") else {"t": "true", "f": "true"}.get(value[0], "True")}"'
+    if isinstance(value, str):
+        return f'{column} == "{word}"' if (word := _in_words(value, true=True)) else ""
     return column if isinstance(value, bool) else f"{column} == 1" if value in (0, 1) else ""
 
 
@@ -367,6 +380,8 @@ def _held_out(column: str, value: Any) -> str:
 
 
 def _opposite(column: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f'{column} == "{word}"' if (word := _in_words(value, true=False)) else ""
     return f"not {column}" if isinstance(value, bool) else f"{column} == 0" if value in (0, 1) else ""
 
 
@@ -374,7 +389,9 @@ def _verdict(column: str, value: Any) -> str:
     return f'{column} != "{value}"' if isinstance(value, str) and BAD.fullmatch(value.strip().lower()) else ""
 
 
-BAD = re.compile(r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false")
+BAD = re.compile(
+    r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false|discard\w*|deleted"
+)
 JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
     (
         re.compile(
@@ -383,9 +400,15 @@ JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
         ),
         _yes_or_no,
     ),
-    (re.compile(r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?)|thumbs_down"), _opposite),
+    (
+        re.compile(
+            r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?|deleted|discarded|excluded|ignored|flagged)|thumbs_down"
+        ),
+        _opposite,
+    ),
+    (re.compile("answer"), lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else ""),
     (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), _number),
-    (re.compile(r"label|status|verdict|preference|feedback"), _verdict),
+    (re.compile(r"label|status|verdict|decision|preference|feedback"), _verdict),
 )
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing if
 they do not.
@@ -414,7 +437,10 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
     for place, row in rows:
         if not isinstance(row, DataError):
             chat = any(row.keys() >= columns for columns in chats)
-            judging = ((column, keep) for column in sorted(row.keys() - heeded) for keep in _keepers(column, chat))
+            read = set().union(*(columns for columns in chats if row.keys() >= columns))
+            judging = (
+                (column, keep) for column in sorted(row.keys() - heeded - read) for keep in _keepers(column, chat)
+            )
             conditions = ((column, keep(column, row[column])) for column, keep in judging)
             if judged := next((pair for pair in conditions if pair[1]), None):
                 column, condition = judged

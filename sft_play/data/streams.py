@@ -113,6 +113,22 @@ BYTE_ORDER_MARKS = (
 """Byte order marks, the longer first."""
 
 
+OTHER_KINDS = (
+    (b"version https://git-lfs", "only says where Git LFS keeps the file", "`git lfs pull` brings it"),
+    (b"\x1f\x8b", "is compressed by gzip", "give it the ending `.gz`"),
+    (b"PK\x03\x04", "is a zip archive", "unpack it, or save it as text"),
+    (b"PAR1", "is Parquet", "give it the ending `.parquet`"),
+)
+"""How files begin whose ending says otherwise, what they are, and what to do."""
+
+
+def refuse_other_kind(start: bytes, place: str) -> None:
+    """Raise `DataError` for what is no text, nor a table of the kind that its ending says, by its first bytes."""
+    for mark, problem, hint in OTHER_KINDS:
+        if start.startswith(mark):
+            raise DataError(problem, place=place, hint=hint)
+
+
 def refuse_wide(start: bytes, place: str) -> None:
     """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an
     error.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
-from sft_play.data.readers import DECODER, LEAVE_OUT, Filled
+from sft_play.data.readers import LEAVE_OUT, Filled
+from sft_play.data.values import SHOWN, SPEAKERS, is_blank, is_list, json_of, lacks, list_of, parse_json, text_of
 from sft_play.errors import DataError
 
 Message = dict[str, Any]
@@ -44,11 +44,30 @@ FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
     "tool": ("tool", "assistant"),
 }
 """Role -> the roles that may come next; `None` begins."""
-SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 WORDS = ("content", "value", "text", "body", "message", "utterance")
 """Keys of a turn in data sets; those after the first two are for hints."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which data sets keep what was thought before an answer."""
+PARTS_BY_NAME: Mapping[str, re.Pattern[str]] = {
+    "a thought": re.compile(
+        "(?:think|thinking|thoughts?|reasoning)(?:_?(?:content|text|details|steps|trace|process|chain))?"
+        "|chain_?of_?thoughts?|cot|rationales?|scratchpad",
+        re.IGNORECASE,
+    ),
+    "a system turn": re.compile(
+        "sys(?:tem)?(?:_?(?:prompt|message|msg|instructions?|role|text|content))?|preamble", re.IGNORECASE
+    ),
+    "a part of the prompt": re.compile(
+        "instructions?|inputs?|contexts?|passages?|articles?|paragraphs?|background|story|premise|hypothesis|documents"
+        "|(?:chat_|conversation_)?history|question|prompt",
+        re.IGNORECASE,
+    ),
+    "what follows the answer": re.compile("suffix", re.IGNORECASE),
+    "a choice": re.compile(
+        "choices|options|(?:option|choice)_?[1-4]|(?:option|choice)_?[a-d]|(?-i:[A-D])", re.IGNORECASE
+    ),
+}
+"""What a column is by its name, if the answer follows from it; also those that are read."""
 READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})
 MASKS = ("train", "weight", "loss", "trainable", "is_trainable", "training", "loss_mask")
 """Names under which tools say of a turn whether it is learnt: true or 1, false or 0; `weight` may be between."""
@@ -58,9 +77,15 @@ LIKE_A_MASK = re.compile(
     r"(?:^|_)(?:train\w*|loss|mask(?:ed)?|learn\w*|supervise[ds]?|weights?|labels?|ignored?|skip|exclude[ds]?)(?:$|_)"
 )
 MARKS_WHAT_IS_NOT_LEARNT = re.compile(
-    r"(?:^|_)(?:mask(?:ed)?|ignored?|skip|exclude[ds]?|no|not|prompt|input|pad)(?:$|_)"
+    r"(?:^|_)(?:mask(?:ed)?|ignored?|skip|exclude[ds]?|no|not|prompt|input|pad|rejected|deleted|incorrect|wrong|bad"
+    "|down)(?:$|_)"
 )
 """Of names of masks: those that most likely are 1 or true where nothing is learnt."""
+JUDGES = re.compile(
+    "(?:is_)?(?:accepted|approved|rejected|deleted|correct|incorrect|wrong|bad)|rating|score|reward|feedback"
+    "|thumbs_(?:up|down)"
+)
+"""Keys of an answer that say whether it is good."""
 CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
 """Keys that are not read, though they look like `tool_calls`."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -76,8 +101,6 @@ TOOL_NAMES = (
     "function_list",
 )
 """Columns, or keys of the system turn, that describe what may be called."""
-MOST_DEPTH, SHOWN = 100, 60
-"""Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -138,6 +161,9 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     others = {key: value for key, value in message.items() if key not in READ and value is not None}
     if others:
         refuse_media(others, name)
+    other = WORDS[1] if words == WORDS[0] else WORDS[0]
+    if not is_blank(message.get(other)) and message[other] != content:
+        raise DataError(f"`{name}` has two texts that differ: {names_of((words, other))}", hint="keep one of them")
     turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.{words}")}
     if (train := _learnt_share(others, name, role)) is not None:
         turn["train"] = train
@@ -146,6 +172,14 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     thoughts = {key: message[key] for key in REASONING if role == "assistant" and not is_blank(message.get(key))}
     if len(set(map(str, thoughts.values()))) > 1:
         raise DataError(f"`{name}` has two different thoughts: {names_of(thoughts)}")
+    for key, value in others.items() if role == "assistant" else ():
+        if part_by_name(key) == "a thought" and lacks(value, [turn["content"], *map(str, thoughts.values())]):
+            column = name.partition("[")[0]
+            reads = f"`columns: {{{column}.reasoning_content: {key}}}` reads it; " if isinstance(value, str) else ""
+            raise DataError(
+                f"`{name}.{key}` seems to be what was thought before the answer, and is not read",
+                hint=f"{reads}`columns: {{{column}.note: {key}}}` gives it a name that is not read",
+            )
     columns = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": next(iter(thoughts), "")}
     turn |= {
         key: text_of(message[old], f"{name}.{old}") for key, old in columns.items() if message.get(old) is not None
@@ -191,7 +225,8 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
 
 
 MEDIA = re.compile(
-    r"(?:image|img|picture|photo|video|audio|pixel_value|file_name)s?(?:_?(?:url|path|file|bytes|base64)s?)?",
+    r"(?:image|img|picture|photo|video|audio|attachment|pixel_value|file_name)s?"
+    r"(?:_?(?:url|path|file|bytes|base64)s?)?",
     re.IGNORECASE,
 )
 MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|webm|mov|avi)$", re.IGNORECASE)
@@ -208,13 +243,17 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
     """
     for key, value in row.items():
         some = next(iter(value), None) if is_list(value) else value
-        named = _looks_like_media(key) and not is_blank(value) and not isinstance(some, (bool, int, float))
+        named = (
+            (_looks_like_media(key) or (name and key == "files"))
+            and not is_blank(value)
+            and not isinstance(some, (bool, int, float))
+        )
         if key.lower() == "file_name":
             named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
         if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
             column = f"{name.partition('[')[0]}.note" if name else "note"
             raise DataError(
-                f"`{name}{'.' if name else ''}{key}` contains pictures or sounds; only text is trained",
+                f"`{name}{'.' if name else ''}{key}` contains pictures, sounds or files; only text is trained",
                 hint=(
                     f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without"
                     " them"
@@ -276,7 +315,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
                 hint = "0 excludes the turn from training, 1 trains it; write a value between as `weight`"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
             flags[key] = bool(value)
-        elif looks_like_a_mask(key):
+        elif looks_like_a_mask(key) or (role == "assistant" and JUDGES.fullmatch(key.lower())):
             read = "train" if isinstance(value, bool) else WEIGHT
             learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`; "
             hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
@@ -302,18 +341,33 @@ def content_of(content: Any, name: str) -> str:
         raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
     if not is_list(content):
         return text_of(content, name)
+    if len(content) > 1 and all(isinstance(part, str) for part in content):
+        raise DataError(f"`{name}` is a list of texts", hint="write one text, or parts: `{type: text, text: ...}`")
     texts = []
     for index, part in enumerate(content):
         if isinstance(part, Mapping) and part.get("type", "text") not in TEXT_PARTS:
             raise DataError(f"`{name}[{index}]` is a part of type `{part.get('type')}`; only text is trained")
+        if lost := [key for key, value in part.items() if _matters(key, value)] if isinstance(part, Mapping) else ():
+            raise DataError(f"`{name}[{index}].{lost[0]}` is not read: a part is only text")
         texts.append(text_of(part.get("text") if isinstance(part, Mapping) else part, f"{name}[{index}].text"))
     return "".join(texts)
+
+
+def _matters(key: str, value: Any) -> bool:
+    """Return whether a key next to a part's text says that it is more than text, not learnt, or a thought."""
+    named = _looks_like_media(key) or looks_like_a_mask(key) or key == "thought" or re.fullmatch(DATA_OF_A_PART, key)
+    return bool(named) and not is_blank(value) and not (value is False and key == "thought")
+
+
+DATA_OF_A_PART = "(?:inline|file)_?[dD]ata"
 
 
 def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raise `DataError`."""
     single, several = message.get("function_call"), message.get("tool_calls")
     if not is_blank(single) and single != {}:
+        if not is_blank(several):
+            raise DataError(f"`{name}` has `function_call` and `tool_calls`", hint="keep one of them")
         return [_call(single, f"{name}.function_call")]
     calls = () if is_blank(several) else list_of(several, f"{name}.tool_calls", "calls")
     return [_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
@@ -325,6 +379,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
+    if function is not call and (outside := [key for key in ARGUMENTS if call.get(key) is not None]):
+        raise DataError(f"`{name}.{outside[0]}` is not read", hint="arguments are in the `function` that is called")
     present = [key for key in ARGUMENTS if function.get(key) is not None]
     if len(present) > 1:
         raise DataError(f"`{name}` has its arguments more than once: {names_of(present)}")
@@ -393,6 +449,8 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
                 f"the roles are out of order: {role} {after} (turn {index + 1}); expected {order}", hint=hint
             )
         before = role
+        if role == "user" and not turn["content"].strip():
+            raise DataError(f"the user's turn {index + 1} is empty", hint=LEAVE_OUT)
     if not any(turn["role"] == "assistant" for turn in turns):
         raise DataError("the row has no assistant message, so there is nothing to learn")
     while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
@@ -418,75 +476,41 @@ def is_filled(value: Any, within: bool) -> bool:
     return is_list(value) and any(is_filled(part, within) for part in value)
 
 
-# Values of a row.
+@functools.lru_cache(4096)
+def part_by_name(column: str) -> str:
+    """Return what a column is by its name, if the answer follows from it, else nothing."""
+    return next((what for what, names in PARTS_BY_NAME.items() if names.fullmatch(column)), "")
 
 
-def text_of(value: Any, name: str) -> str:
-    """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
-    if not isinstance(value, str):
-        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write an unpaired surrogate; no tokenizer can read it
-            raise DataError(
-                f"`{name}` contains an unpaired surrogate at character {error.start + 1}, which is not valid text"
-            ) from None
-    return value
+def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequence[Message]) -> None:
+    """Raise `DataError` for a column by whose name the answer follows from it, and whose text is in no turn.
 
-
-def json_of(value: Any, name: str, depth: int = 0) -> Any:
-    """Return `value`, which a template can write as JSON. Raise `DataError` with the place in it of what JSON does not
-    have.
+    `read` are the columns of the row's format.
     """
-    if isinstance(value, str):
-        return text_of(value, name)
-    if depth > MOST_DEPTH:
-        raise DataError(f"`{name[:SHOWN]}...` is nested deeper than {MOST_DEPTH} levels")
-    if isinstance(value, Mapping):
-        for key in value:
-            text_of(key, f"a key of {name}")
-        return {key: json_of(part, f"{name}.{key}", depth + 1) for key, part in value.items()}
-    if is_list(value):
-        return [json_of(part, f"{name}[{index}]", depth + 1) for index, part in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"`{name}` is {value}, which JSON cannot represent", hint="write null, or text")
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    raise DataError(
-        f"`{name}` is {kind_of(value)}, which JSON cannot represent; expected text or a number", hint="write it as text"
-    )
-
-
-def is_blank(value: Any) -> bool:
-    """Return whether a value counts as missing: null, an empty list or blank text, but not a number or `false`."""
-    return value is None or (isinstance(value, str) and not value.strip()) or (is_list(value) and not len(value))
-
-
-def is_list(value: Any) -> bool:
-    """Return whether a value is a list, of whatever type a reader makes them."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
-    """Return a list, or the list that a JSON string contains. Raise `DataError`."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_json(value, name)
-    if not is_list(value):
-        raise DataError(f"`{name}` is {kind_of(value)}; expected a list of {of}")
-    return list(value)
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Return a string parsed as JSON. Raise `DataError`."""
-    try:
-        return DECODER.decode(text.strip())
-    except DataError as error:  # a duplicate key
-        raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
-    except json.JSONDecodeError as error:
-        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
+    for name, value in row.items():
+        if not (what := part_by_name(name)) or name in read or is_blank(value):
+            continue
+        rendered = all(isinstance(text, str) for text in (value, row[read[0]])) and row[read[0]].strip() in value
+        texts = [text for turn in messages for text in (turn["content"], turn.get("reasoning_content", ""))]
+        if rendered or not lacks(value, texts):  # the question in a template, or what the turns contain
+            continue
+        columns: dict[str, str] = {}
+        if not isinstance(value, str):
+            pass
+        elif what == "a system turn":
+            columns = {"system": name}
+        elif what == "a thought" and len(read) > 1:
+            columns = {"reasoning_content": name}
+        elif (
+            what == "a part of the prompt"
+            and len(read) > 1
+            and all(isinstance(row[column], str) for column in (name, *read))
+        ):
+            parts = (name, read[0]) if name.lower().startswith("instruction") else (read[0], name)
+            columns = dict(zip(("instruction", "input", "output"), (*parts, read[-1]), strict=True))
+        listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
+        reads = f"`columns: {{{listed}}}` reads it" if listed else "write it into a turn"
         raise DataError(
-            f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
-        ) from None
-    except (RecursionError, ValueError):
-        raise DataError(f"`{name}` is JSON nested too deeply") from None
+            f"`{name}` seems to be {what}, and is not read: its text is in no turn",
+            hint=f"{reads}; `columns: {{note: {name}}}` gives it a name that is not read",
+        )

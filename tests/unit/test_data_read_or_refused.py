@@ -245,7 +245,7 @@ def test_an_unpaired_surrogate_is_refused_in_names_groups_and_text() -> None:
 )
 def test_pictures_in_a_column_are_refused_like_picture_parts(column: Row) -> None:
     for row in (PAIR, {"messages": [USER, ANSWER]}, {"text": "<image> a"}, {"input_ids": [1, 2]}):
-        assert "contains pictures or sounds; only text is trained" in refused({**row, **column}).message
+        assert "contains pictures, sounds or files; only text is trained" in refused({**row, **column}).message
     assert "messages[0]." in refused({"messages": [{**USER, **column}, ANSWER]}).message
     assert read({**PAIR, "images": [], "image": None, "file_name": "notes.txt"}).messages
 
@@ -410,6 +410,27 @@ HINTS: dict[str, list[Row]] = {
     "where the answer begins": [{"input_ids": [5, 6, 7], "prompt_len": 2}],
     "mask of the turns": [{"messages": [USER, ANSWER], "loss_mask": [0, 1]}],
     "packed": [{"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}],
+    "context": [{"question": "q", "context": "c", "answer": "a"}],
+    "context of alpaca": [{"instruction": "q", "context": "c", "output": "a"}],
+    "input of a prompt": [{**PAIR, "input": "c"}],
+    "instruction of a question": [{"instruction": "i", "question": "q", "answer": "a"}],
+    "options": [{"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}],
+    "choices in columns": [{"question": "q", "A": "x", "answer": "A"}],
+    "suffix": [{**PAIR, "suffix": "s"}],
+    "documents": [{"messages": [USER, ANSWER], "documents": [{"title": "t", "text": "d"}]}],
+    "system turn": [{"messages": [USER, ANSWER], "systemPrompt": "s"}],
+    "system turn of parts": [{"messages": [USER, ANSWER], "systemInstruction": {"parts": [{"text": "s"}]}}],
+    "thought": [{**PAIR, "Rationale": "r"}],
+    "steps of a thought": [{**PAIR, "reasoning_steps": ["r"]}],
+    "thought of a conversation": [{"messages": [USER, ANSWER], "reasoning": "r"}],
+    "thought of a turn": [{"messages": [USER, {**ANSWER, "thought": "r"}]}],
+    "switch": [{**PAIR, "reasoning": "on"}],
+    "answer after a conversation": [{"messages": [USER, ANSWER, USER], "response": "a"}],
+    "attachments": [{"messages": [{**USER, "attachments": [{"file_name": "a.txt"}]}, ANSWER]}],
+    "empty question": [{"prompt": "", "completion": "a"}, PAIR],
+    "empty turn": [{"messages": [{**USER, "content": " "}, ANSWER]}, {"messages": [USER, ANSWER]}],
+    "null conversation": [{"messages": None}, {"messages": [USER, ANSWER]}],
+    "header with a space": [{"question": "q", " answer": "a"}],
 }
 
 
@@ -459,6 +480,12 @@ def test_swapped_columns_are_refused_with_the_right_order(tmp_path: Path) -> Non
         ({"is_rejected": True}, "not is_rejected"),
         ({"status": "rejected"}, 'status != "rejected"'),
         ({"verdict": "wrong"}, 'verdict != "wrong"'),
+        ({"status": "discarded"}, 'status != "discarded"'),
+        ({"deleted": True}, "not deleted"),
+        ({"answer": "reject"}, 'answer == "accept"'),
+        ({"is_rejected": "True"}, 'is_rejected == "False"'),
+        ({"is_test": "1"}, 'is_test == "0"'),
+        ({"approved": "no"}, 'approved == "yes"'),
     ],
 )
 def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(
@@ -467,7 +494,8 @@ def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(
     with pytest.raises(DataError) as caught:
         examples(tmp_path, [{**PAIR, **column}])
     assert f"`filter: {setting}`" in (caught.value.hint or "")
-    other = {name: {True: False}.get(value, "train") for name, value in column.items()}
+    others = {True: False, "True": "False", "1": "0", "no": "yes", "reject": "accept"}
+    other = {name: others.get(value, "train") for name, value in column.items()}
     assert len(examples(tmp_path, [{**PAIR, **column}, {**PAIR, **other}], filter=setting)) == 1, "the hint, as typed"
 
 
@@ -484,3 +512,62 @@ def test_a_mask_of_unlearnt_tokens_is_not_suggested_as_its_opposite() -> None:
     for name in ("masked", "skip", "ignored", "no_loss"):
         hint = refused({"messages": [USER, {**ANSWER, name: True}]}).hint or ""
         assert "messages.train" not in hint and "`train: false`" in hint
+
+
+def test_parts_of_the_prompt_that_the_turns_contain_are_no_news() -> None:
+    asked = {"role": "user", "content": "Which?\nA) x\nB) y"}
+    rows: list[Row] = [
+        {"messages": [asked, ANSWER], "prompt": "Which?  A) x B) y", "choices": ["x", "y"]},
+        {
+            "instruction": "q",
+            "input": "i",
+            "output": "a",
+            "prompt": "### Instruction:\nq\n### Input:\ni\n### Response:",
+        },
+        {"messages": [USER, {**ANSWER, "reasoning": "r", "reasoning_details": [{"type": "text", "text": "r"}]}]},
+        {"instruction": "q", "output": "a", "history": json.dumps([["x", "y"]])},
+        {"messages": [USER, ANSWER], "context": None, "documents": [], "options": {}, "history": ""},
+    ]
+    for row in rows:
+        assert read(row).messages
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"content": [{"type": "text", "text": "a", "train": False}]}, "`messages[1].content[0].train` is not read"),
+        ({"content": [{"text": "a", "inlineData": {"data": "x"}}]}, "content[0].inlineData` is not read"),
+        ({"content": [{"type": "text", "text": "a", "image": "a.png"}]}, "content[0].image` is not read"),
+        ({"content": [{"text": "a", "thought": True}]}, "content[0].thought` is not read"),
+        ({"content": ["a", "b"]}, "is a list of texts"),
+        ({"value": "b"}, "has two texts that differ: `content`, `value`"),
+        ({"rating": -1}, "`messages[1].rating` seems to mark"),
+        ({"deleted": True}, "`messages[1].deleted` seems to mark"),
+        ({"content": "<think>r</think>a", "reasoning": "r"}, "has its thoughts twice"),
+        (
+            {"function_call": {"name": "f", "arguments": "{}"}, "tool_calls": [{"function": {"name": "g"}}]},
+            "has `function_call` and `tool_calls`",
+        ),
+        ({"tool_calls": [{"function": {"name": "f"}, "arguments": {"a": 1}}]}, "tool_calls[0].arguments` is not read"),
+    ],
+)
+def test_what_an_answer_says_twice_or_in_other_places_is_refused(turn: Row, message: str) -> None:
+    assert message in refused({"messages": [USER, {**ANSWER, **turn}]}).message
+
+
+def test_keys_of_parts_that_say_nothing_are_not_in_the_way() -> None:
+    part = {"type": "text", "text": "a", "image": None, "thought": False, "cache_control": {"type": "ephemeral"}}
+    assert read({"messages": [USER, {**ANSWER, "content": [part], "value": None}]}).messages == [USER, ANSWER]
+
+
+def test_lists_of_messages_in_the_text_of_a_table_are_read_as_turns() -> None:
+    row = {"prompt": [USER], "completion": [ANSWER]}
+    assert read({name: json.dumps(turns) for name, turns in row.items()}) == read(row)
+    python = refused({name: str(turns) for name, turns in row.items()})
+    assert "is text that is not JSON" in python.message and "json.dumps" in (python.hint or "")
+
+
+@pytest.mark.parametrize("value", ["nan", "<noinput>", "NaN"])
+def test_words_that_stand_for_no_input_are_refused(value: str) -> None:
+    assert "which stands for none" in refused({"instruction": "q", "input": value, "output": "a"}).message
+    assert read({"instruction": "q", "input": "none", "output": "a"}).messages

@@ -257,6 +257,7 @@ def test_options_of_hub_datasets_are_refused_for_a_file(option: dict[str, Any], 
 
 WIDE = '{"question": "a", "answer": "b"}\n' * 3
 OPEN_QUOTE = 'question,answer\n"x\ny",z\n{row}\nc,d\ne,f\n'
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 TWICE = "the key `question` appears more than once"
 
 
@@ -309,6 +310,16 @@ TWICE = "the key `question` appears more than once"
             "the row repeats the header",
             "DATA_BAD_ROWS=drop",
         ),
+        ("a.csv", b"sep=;\nquestion;answer\na;b\n", ":1", "`sep=` is no header", "remove this line"),
+        ("a.csv", b"question,answer,,\na,b,,\n", ":1", "columns have no names", "remove the empty columns"),
+        ("a.jsonl", b'{\n "a": 1\n}\n{\n "a": 2\n}\n', "", "its rows take several lines each", "jq -c . "),
+        ("a.json", b'{"train": [{"a": 1}], "test": [{"a": 1}]}', "", "is neither a list", "jq -c '.train[]'"),
+        *[
+            (f"a.{kind}", LFS, "", "only says where Git LFS keeps the file", "git lfs pull")
+            for kind in ("jsonl", "csv", "parquet", "arrow", "txt", "pdf")
+        ],
+        ("a.jsonl", b"\x1f\x8b\x08...", "", "is compressed by gzip", "give it the ending `.gz`"),
+        ("a.csv", b"PK\x03\x04...", "", "is a zip archive", "unpack it"),
     ],
 )
 def test_a_malformed_file_is_one_error(

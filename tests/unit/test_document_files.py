@@ -46,6 +46,32 @@ def test_docx_gives_paragraphs_and_tables_in_order(tmp_path: Path) -> None:
     assert document.text == "Pumps\n\nA pump moves water.\n\nboth | r0c2\nr1c0 | r1c1 | r1c2\n\nAfter the table."
 
 
+def test_docx_gives_what_forms_and_tracked_changes_wrap(tmp_path: Path) -> None:
+    import docx
+    from docx.oxml import parse_xml
+    from docx.oxml.ns import nsdecls
+
+    def run(words: str) -> str:
+        return f"<w:r><w:t xml:space='preserve'>{words}</w:t></w:r>"
+
+    deleted = "<w:del w:id='2' w:author='x'><w:r><w:delText>old </w:delText></w:r></w:del>"
+    inline = f"<w:sdt><w:sdtContent>{run('field ')}</w:sdtContent></w:sdt><w:smartTag>{run('Ulm')}</w:smartTag>"
+    contents = "<w:sdtPr><w:docPartObj><w:docPartGallery w:val='Table of Contents'/></w:docPartObj></w:sdtPr>"
+    document = docx.Document()
+    for at, block in enumerate(
+        (
+            f"<w:sdt DECL>{contents}<w:sdtContent><w:p>{run('Pumps 1')}</w:p></w:sdtContent></w:sdt>",
+            f"<w:sdt DECL><w:sdtContent><w:p>{run('A form.')}</w:p></w:sdtContent></w:sdt>",
+            f"<w:p DECL>{run('A ')}<w:ins w:id='1' w:author='x'>{run('new ')}</w:ins>{deleted}{inline}</w:p>",
+            "<w:p DECL><w:r><w:footnoteReference w:id='2'/></w:r></w:p>",
+        )
+    ):
+        document.element.body.insert(at, parse_xml(block.replace("DECL", nsdecls("w"))))
+    document.save(str(tmp_path / "a.docx"))
+    result = read(tmp_path / "a.docx")
+    assert result.text == "A form.\n\nA new field Ulm" and result.note == "its notes are left out"
+
+
 def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
     pages = [
         ["The docu-", "ment of the well-known", "maker is"],

@@ -89,6 +89,16 @@ def test_the_last_answer_of_a_training_row_becomes_the_reference(
     assert question.tools == [{"type": "function"}] and not any("train" in turn for turn in question.messages)
 
 
+def test_what_a_row_thinks_is_no_part_of_its_question_but_a_context_is_not_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "2+2?", "answer": "4", "rationale": "2 twice", "thought": "hm"}) + "\n")
+    (question,) = read_questions(path)
+    assert (question.messages, question.reference) == (ASKED, "4")
+    path.write_text(json.dumps({"question": "2+2?", "context": "in base 3"}) + "\n")
+    with pytest.raises(DataError, match="`context` seems to be a part of the prompt"):
+        read_questions(path)
+
+
 @pytest.mark.parametrize("empty", ["", " \n", None, []])
 def test_an_empty_last_answer_is_requested(tmp_path: Path, empty: Any) -> None:
     turn = {"role": "assistant", "content": empty}

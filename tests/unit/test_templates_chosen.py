@@ -185,6 +185,19 @@ def test_a_template_without_an_exact_mask_is_refused(template: str, message: str
         rows_of(load_with(folder, text=template), CHAT)
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_a_template_that_leaves_out_a_turn_is_refused_for_rows_that_have_it(loss_on: str, folder: Path) -> None:
+    asked = CHAT_TEMPLATE.replace("%}{{", "%}{% if message['role'] != 'system' %}{{", 1).replace(
+        "{% endfor", "{% endif %}{% endfor"
+    )
+    tokenizer = load_with(folder, text=asked)
+    with pytest.raises(DataError, match=r"does not write turn 1 \(system\)"):
+        rows_of(tokenizer, [{"role": "system", "content": "Be brief."}, *CHAT], loss_on=loss_on)
+    assert rows_of(tokenizer, CHAT, loss_on=loss_on)
+    changed = CHAT_TEMPLATE.replace("message['content']", "message['content'].replace('/think', '')")
+    assert rows_of(load_with(folder, text=changed), [{"role": "system", "content": "Be brief. /think"}, *CHAT])
+
+
 def test_spaces_within_an_answer_are_trained_where_offsets_are_trimmed(folder: Path) -> None:
     """GPT-NeoX's tokenizer gives a token of white space an empty span."""
     from tokenizers import processors

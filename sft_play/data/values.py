@@ -1,0 +1,110 @@
+"""Values of a row: text, lists and JSON, as files of every kind hold them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sft_play.config.reader import kind_of
+from sft_play.data.readers import DECODER, LEAVE_OUT
+from sft_play.errors import DataError
+
+MOST_DEPTH, SHOWN = 100, 60
+"""Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
+SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
+"""Keys of a turn that say who speaks."""
+
+
+def text_of(value: Any, name: str) -> str:
+    """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
+    if not isinstance(value, str):
+        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write an unpaired surrogate; no tokenizer can read it
+            raise DataError(
+                f"`{name}` contains an unpaired surrogate at character {error.start + 1}, which is not valid text"
+            ) from None
+    return value
+
+
+def json_of(value: Any, name: str, depth: int = 0) -> Any:
+    """Return `value`, which a template can write as JSON. Raise `DataError` with the place in it of what JSON does not
+    have.
+    """
+    if isinstance(value, str):
+        return text_of(value, name)
+    if depth > MOST_DEPTH:
+        raise DataError(f"`{name[:SHOWN]}...` is nested deeper than {MOST_DEPTH} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            text_of(key, f"a key of {name}")
+        return {key: json_of(part, f"{name}.{key}", depth + 1) for key, part in value.items()}
+    if is_list(value):
+        return [json_of(part, f"{name}[{index}]", depth + 1) for index, part in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"`{name}` is {value}, which JSON cannot represent", hint="write null, or text")
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise DataError(
+        f"`{name}` is {kind_of(value)}, which JSON cannot represent; expected text or a number", hint="write it as text"
+    )
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a value counts as missing: null, an empty list or blank text, but not a number or `false`."""
+    return value is None or (isinstance(value, str) and not value.strip()) or (is_list(value) and not len(value))
+
+
+def lacks(value: Any, texts: Iterable[str]) -> bool:
+    """Return whether a text in a value, however deep, is in none of `texts`; white space aside."""
+    text = " ".join("\n".join(texts).split())
+    return any(" ".join(words.split()) not in text for words in words_in(value))
+
+
+def words_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, or in JSON in a text, without the names of types and of speakers."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            inner = DECODER.decode(value.strip())
+        except (DataError, ValueError):
+            inner = None
+        yield from words_in(inner) if inner else (value,)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (words for key, part in value.items() if key not in (*SPEAKERS, "type") for words in words_in(part))
+    elif is_list(value):
+        yield from (words for part in value for words in words_in(part))
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list, of whatever type a reader makes them."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
+    """Return a list, or the list that a JSON string contains. Raise `DataError`."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, name)
+    if not is_list(value):
+        raise DataError(f"`{name}` is {kind_of(value)}; expected a list of {of}")
+    return list(value)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Return a string parsed as JSON. Raise `DataError`."""
+    try:
+        return DECODER.decode(text.strip())
+    except DataError as error:  # a duplicate key
+        raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
+    except json.JSONDecodeError as error:
+        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
+        raise DataError(
+            f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
+        ) from None
+    except (RecursionError, ValueError):
+        raise DataError(f"`{name}` is JSON nested too deeply") from None
