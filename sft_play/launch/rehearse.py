@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.config.load import LoadedConfig, save_config
+from sft_play.config.layers import Override
+from sft_play.config.load import LoadedConfig, override_config, save_config
 from sft_play.errors import UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
@@ -191,6 +192,10 @@ def plan_ahead(call: Call) -> Ahead:
     """
     loaded = call.load_config()
     hardware = hardware_of(call)
+    if hardware.network_bytes_per_second and (described := call.options.get("HARDWARE")):
+        # The nodes plan again when they meet, with the configuration only.
+        network = described.partition("@")[2].partition("+")[0]
+        loaded = override_config(loaded, [Override(key="launch.network", text=network, origin=f"HARDWARE={described}")])
     options, loaded = read_options(call, loaded, "auto", rehearsal=True)
     request = _request(call, loaded, options.request, hardware)
     shape = shape_of(loaded.config.model)

@@ -103,6 +103,8 @@ def parse_hardware(text: str) -> Hardware:
     Raise `HardwareError`.
     """
     body, at, network = text.partition("@")
+    network, plus, memory_after = network.partition("+")  # `8xH100@10Gbit+512GB-RAM`
+    body += plus + memory_after
     speed = network_speed(network, f"HARDWARE={text}") if at else None
     if body.strip().lower() == "cpu":
         return replace(cpu_only(), network_bytes_per_second=speed)

@@ -110,7 +110,7 @@ def _decide(request: Request) -> Plan:
         reasons["loader"] = (
             f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes"
         )
-    host_remedies = _on_the_host(request, setup, max(batch.micro_batches), reasons, warnings)
+    _on_the_host(request, setup, max(batch.micro_batches), reasons, warnings)
 
     # How long: steps, speed, energy.
     steps, per_epoch = step_count(request, batch.global_batch, reasons)
@@ -164,7 +164,7 @@ def _decide(request: Request) -> Plan:
         work=speed.work,
         exchanges=network.exchanges(request, setup, speed.computing_seconds),
         reasons=reasons,
-        remedies=tuple(host_remedies),
+        remedies=(),
         notices=tuple(warnings),
     )
 
@@ -299,11 +299,8 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
 
 def _on_the_host(
     request: Request, setup: Setup, micro_batch: int, reasons: dict[str, str], warnings: list[str]
-) -> list[str]:
-    """Report what is kept in host memory, and return remedies when that memory is too small.
-
-    Raise `HardwareError` if it is too small for `train.activation_offload`.
-    """
+) -> None:
+    """Report what is kept in host memory. Raise `HardwareError` if that is too small."""
     hardware, processes = request.hardware, request.ranks.local
 
     def needed(rows: int) -> int:
@@ -312,22 +309,21 @@ def _on_the_host(
     if not (need := needed(micro_batch)):
         if setup.activation_offload:
             warnings.append("`train.activation_offload` moves nothing here: a CPU computes in the machine's memory")
-        return []
+        return
     reasons["offloaded"] = (
         f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}"
     )
-    if not hardware.ram_known or need <= hardware.ram_bytes:
-        return []
-    have = hardware.ram_bytes / GIB
-    if setup.activation_offload and not request.launch.early:
+    if not hardware.ram_known or need <= hardware.ram_bytes or request.launch.early:
+        return
+    have, size, hint = f"{hardware.ram_bytes / GIB:.1f} GiB", "", "TUNING_MODE=lora, or a machine with more memory"
+    if setup.activation_offload:
+        size = f" for micro-batches of {plural(micro_batch, 'row')}"
         fewer = next((rows for rows in range(micro_batch - 1, 0, -1) if needed(rows) <= hardware.ram_bytes), 0)
-        raise HardwareError(
-            f"`train.activation_offload` needs {need / GIB:.1f} GiB of this machine's memory for micro-batches of"
-            f" {plural(micro_batch, 'row')}, and it has {have:.1f} GiB",
-            hint=(f"TRAIN_BATCH_SIZE={fewer}, or " if fewer else "") + "TRAIN_ACTIVATION_OFFLOAD=off",
-        )
-    warnings.append(f"offloading needs {need / GIB:.1f} GiB of this machine's memory, which has {have:.1f} GiB")
-    return [*remedies.remedies_for_loading(request, _decide)[:1], "a machine with more memory"]
+        hint = (f"TRAIN_BATCH_SIZE={fewer}, or " if fewer else "") + "TRAIN_ACTIVATION_OFFLOAD=off"
+    what = "`train.activation_offload`" if setup.activation_offload else "offloading"
+    raise HardwareError(
+        f"{what} needs {need / GIB:.1f} GiB of this machine's memory{size}, and it has {have}", hint=hint
+    )
 
 
 GAIN = 1.02

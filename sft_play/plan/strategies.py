@@ -133,7 +133,8 @@ def settle(
     )
     may_change = may_change and not network_keys(config)
     sharded: Plan | DoesNotFitError | None = None
-    if may_change and too_large and (launch.num_nodes in (1, request.hardware.nodes) or launch.node_devices):
+    all_known = request.hardware.described or launch.node_devices
+    if may_change and too_large and (launch.num_nodes == 1 or all_known):
         sharded = _share_model(request, setup, fitting, decide)
     if isinstance(sharded, Plan):
         return sharded

@@ -23,7 +23,7 @@ from sft_play.launch.rehearse import Ahead, plan_ahead
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
-from sft_play.plan.memory import host_bytes
+from sft_play.plan.memory import host_bytes, loading_host_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -298,15 +298,14 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
 
 def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
     """Return the bytes of the largest pod's memory that the plan needs: the complete peak on CPUs, else what is
-    offloaded.
+    offloaded, or what loading takes.
     """
     if plan.device == "cpu":
         ranks = iter(plan.ranks)
         return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
-    if not (plan.offload_optimizer or plan.offload_parameters or plan.activation_offload):
-        return 0
-    rows = max(rank.micro_batch for rank in plan.ranks)
-    return max(spec.processes) * host_bytes(loaded.config, shape_of(loaded.config.model), plan, rows)
+    config, shape, processes = loaded.config, shape_of(loaded.config.model), max(spec.processes)
+    offloaded = processes * host_bytes(config, shape, plan, max(rank.micro_batch for rank in plan.ranks))
+    return max(offloaded, loading_host_bytes(config, shape, plan, processes))
 
 
 def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
