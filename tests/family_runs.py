@@ -41,7 +41,6 @@ from tests.training_runs import copy_run, nested_yaml
 
 SETTINGS = (
     "model.max_seq_len: 64",
-    "tuning.lora.r: 2",
     "train.max_steps: 2",
     "train.save_steps: 1",
     "train.global_batch_size: 4",
@@ -117,7 +116,7 @@ def in_child(work: Callable[[], Done]) -> Done:
 def _send(work: Callable[[], Done], sender: Connection) -> None:
     sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # as in workers; saving would import it
     torch.set_num_threads(1)  # tiny models wait for threads, mostly
-    resident = SimpleNamespace(ask=answers, close=lambda: None)  # torch is here already
+    resident = SimpleNamespace(ask=answers, close=lambda: None, has_ended=False)  # torch is here already
     architecture._running[os.getpid()] = resident  # type: ignore[assignment]
     sender.send(work())
     sender.close()
@@ -140,7 +139,9 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text(
-        "".join(json.dumps({"prompt": "w" * (i % 5), "completion": "x y " * (1 + i % 3)}) + "\n" for i in range(1, 13))
+        "".join(
+            json.dumps({"prompt": "w" * (1 + i % 5), "completion": "x y " * (1 + i % 3)}) + "\n" for i in range(1, 13)
+        )
     )
     base = folder / "base"
     if not base.is_dir():
@@ -148,7 +149,10 @@ def travel(name: str, mode: str, folder: Path, cache: Path) -> Road:
     run, env = RunFolder(folder / "runs" / f"{name}-{mode}"), environment(cache, folder / "runs")
     config = folder / f"{mode}.yaml"
     config.write_text(
-        nested_yaml([f"model.name: {base}", f"data.train_path: {rows}", f"tuning.mode: {mode}", *SETTINGS]),
+        nested_yaml(
+            [f"model.name: {base}", f"data.train_path: {rows}", f"tuning.mode: {mode}", *SETTINGS]
+            + (["tuning.lora.r: 2"] if mode != "full" else [])
+        ),
         encoding="utf-8",
     )
     again, merged = RunFolder(folder / "runs" / f"{name}-{mode}-again"), folder / f"merged-{mode}"

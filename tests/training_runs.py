@@ -134,7 +134,7 @@ def make_run(path: Path, base: Path, trial: Trial) -> RunFolder:
         f"model.name: {base}",
         "model.max_seq_len: 64",
         f"tuning.mode: {trial.mode}",
-        "tuning.lora.r: 4",
+        *([] if trial.mode == "full" else ["tuning.lora.r: 4"]),
         "data.train_path: unused.jsonl",
         "data.val_path: unused.jsonl",
         "train.max_steps: 8",

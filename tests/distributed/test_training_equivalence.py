@@ -61,9 +61,9 @@ def config(mode: str, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp(f"equivalence-{mode}")
     train = ragged_rows(folder / "train.jsonl", 21, weights=WEIGHTS[mode])
     held_out = ragged_rows(folder / "val.jsonl", 7, seed=1)
-    path = folder / "same.yaml"
+    path, lora = folder / "same.yaml", "" if mode == "full" else ", lora: {r: 4, alpha: 8}"
     path.write_text(
-        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: {mode}, lora: {{r: 4, alpha: 8}}}}\ndata:"
+        f"model: {{name: {tiny}, max_seq_len: 256}}\ntuning: {{mode: {mode}{lora}}}\ndata:"
         f" {{train_path: {train}, val_path: {held_out}}}\ntrain: {{global_batch_size: 8, max_steps: {STEPS},"
         " learning_rate: 5.0e-3, save_strategy: 'no', warmup_steps: 1, packing: 'off'}\n",
         encoding="utf-8",
