@@ -124,6 +124,16 @@ def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: P
             2,
             ["int8 and ZeRO-3"],
         ),
+        (
+            [
+                "HARDWARE=RTX4090+64GB-RAM",
+                "TUNING_MODE=full",
+                "MODEL_NAME=meta-llama/Llama-3.1-8B-Instruct",
+                "DEEPSPEED_CONFIG=deepspeed/zero3_offload.json",
+            ],
+            3,
+            ["offloading needs", "of this machine's memory, and it has 64.0 GiB", "TUNING_MODE=lora"],
+        ),
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
     ],
 )

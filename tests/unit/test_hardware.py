@@ -37,6 +37,7 @@ def test_a_machines_memory_is_described_beside_its_cards() -> None:
     two = parse_hardware("2x4090+64 GB RAM@1Gbit")
     assert (len(two.devices), two.ram_bytes, two.ram_known, two.listed) == (2, 64 * GIB, True, 1)
     assert not parse_hardware("2x4090").ram_known
+    assert parse_hardware("2x4090@1Gbit+64GB-RAM") == parse_hardware("2x4090+64GB-RAM@1Gbit")
 
 
 def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:

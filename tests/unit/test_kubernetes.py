@@ -134,6 +134,16 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_is_read_back(tmp_p
     assert again.typed("train.global_batch_size") and not again.typed("train.batch_size")
 
 
+def test_pods_plan_again_for_the_network_of_the_plan(tmp_path: Path) -> None:
+    """They know their configuration only, and without a network's speed `auto` shards nothing over it."""
+    model = ("CONFIG=configs/run_bnb.yaml", "MODEL_NAME=meta-llama/Llama-3.1-8B-Instruct", "TUNING_MODE=full")
+    result = rendered(*model, "NUM_NODES=2", "HARDWARE=8xL40S@400Gbit")
+    assert (result.plan.strategy, result.plan.num_nodes) == ("fsdp2", 2)
+    path = tmp_path / "config.json"
+    path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
+    assert read_config(path, of_run=False).config.launch.network == "400Gbit"
+
+
 def test_a_deepspeed_json_is_rendered_verbatim() -> None:
     result = rendered("DEEPSPEED_CONFIG=deepspeed/zero2.json", "CONFIG=configs/l40s_single.yaml")
     assert (
@@ -153,6 +163,8 @@ def test_planned_host_memory_must_fit_the_pod() -> None:
     words = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=2xL40S", "NUM_NODES=1", *offloaded)
     assert noted((*words, "KUBERNETES_MEMORY=20Gi"), "a pod's memory", "kubernetes.memory is 20Gi, /dev/shm included")
     assert not noted((*words, "KUBERNETES_MEMORY=900Gi"), "a pod's memory")
+    sharded = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=8xL40S", "NUM_NODES=1", "TUNING_MODE=full")
+    assert noted((*sharded, "LAUNCH_STRATEGY=fsdp2"), "a pod's memory"), "each process loads all weights in fp32"
 
 
 def test_claims_are_in_a_separate_file_and_allow_many_pods() -> None:
