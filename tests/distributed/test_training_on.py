@@ -244,6 +244,16 @@ def test_a_run_wins_over_a_folder_of_its_name_without_a_model(place: Place) -> N
     assert f"{run}/model" in place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=docs").out
 
 
+def test_another_chat_template_goes_after_plain_text_or_a_merge(place: Place) -> None:
+    (place.folder / "text.jsonl").write_text("".join(json.dumps({"text": f"A line {i}."}) + "\n" for i in range(24)))
+    text = [f"DATA_{name}={place.folder}/text.jsonl" for name in ("TRAIN_PATH", "VAL_PATH")]
+    train(place, "plain", "TUNING_TASK=cpt", "DATA_DUPLICATES=keep", *text)
+    train(place, "talks", "MODEL_ADAPTER=plain", "DATA_CHAT_TEMPLATE=chatml", "TRAIN_MAX_STEPS=1")
+    train(place, "short", "MODEL_ADAPTER=first", "DATA_SYSTEM=Be short.", "TUNING_ADAPTER=merge", "TRAIN_MAX_STEPS=1")
+    for run in ("talks", "short"):
+        assert place.scores(f"RUN={run}")["loss"] > 0 and place.run("merge", f"RUN={run}").returncode == 0
+
+
 def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
     folder = foreign(place, tmp_path / "biased", target_modules=["q_proj"], lora_bias=True)
     train(place, "biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
