@@ -33,7 +33,7 @@ from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
 from sft_play.runs.adapters import ADAPTER_WEIGHTS, made_folder, parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared, ResolvedModel, day_of, remember
+from sft_play.runs.prepared import ChatFormat, ParentAdapter, Prepared, ResolvedModel, day_of, remember
 from sft_play.runs.stamp import MADE
 from sft_play.text import tell
 
@@ -131,21 +131,23 @@ def prepare(
     from sft_play.model.tokenizer import chat_format, with_chat
 
     chat = chat_format(config.data)
-    model = with_chat(resolve(config), chat)
+    bare = resolve(config)
+    model = with_chat(bare, chat)
     if (adapter := parent_of(config)) is not None:
         check_trained(Path(adapter.path), ours=False)
         refuse_infinite(Path(adapter.path) / ADAPTER_WEIGHTS)
         tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
         if config.tuning.adapter == "merge":
-            refuse_other_base(adapter, model)
+            refuse_other_base(adapter, with_chat(bare, _chat_to_compare(adapter, chat, merged=True)))
             base, parts = model, f"{model.fingerprint} {adapter.fingerprint}"
-            merged = _made("merged", parts, lambda use, to: use.write_merged_base(config, base, adapter, to))
-            model = with_chat(merged, chat)
+            bare = _made("merged", parts, lambda use, to: use.write_merged_base(config, base, adapter, to))
+            model = with_chat(bare, chat)
     if config.data.new_tokens:
         former, parts = model, f"{model.fingerprint} {json.dumps(config.data.new_tokens)}"
-        model = with_chat(_made("tokens", parts, lambda use, to: use.write_with_new_tokens(config, former, to)), chat)
+        bare = _made("tokens", parts, lambda use, to: use.write_with_new_tokens(config, former, to))
+        model = with_chat(bare, chat)
     if adapter is not None and config.tuning.adapter == "continue":
-        refuse_other_base(adapter, model)
+        refuse_other_base(adapter, with_chat(bare, _chat_to_compare(adapter, chat, merged=False)))
     tell(describe_source(config, model))
     check_length(config.model, positions_in(read_json(Path(model.path) / "config.json")))
     trust = config.model.trust_remote_code
@@ -165,6 +167,17 @@ def prepare(
     prepared = replace(unmodified, adapter=adapter)
     remember(config, prepared)
     return prepared, manifests
+
+
+def _chat_to_compare(adapter: ParentAdapter, chat: ChatFormat | None, *, merged: bool) -> ChatFormat | None:
+    """Return the chat format that an adapter's tokenizer is compared with: `chat`, or the one of the adapter's run if
+    that learnt no conversations or is merged, since then only the tokenizer itself must be the same.
+    """
+    folders = (RunFolder(folder) for folder in Path(adapter.path).parents[:2])
+    run = next((run for run in folders if run.prepared.is_file() and run.config.is_file()), None)
+    if run is None or not (merged or read_config(run.config).config.tuning.task == "cpt"):
+        return chat
+    return Prepared.load(run.prepared).model.chat
 
 
 def _made(what: str, parts: str, write: Callable[[Any, Path], None]) -> ResolvedModel:

@@ -115,7 +115,7 @@ def _show_stamp(call: Call) -> int:
         rules = {field: asdict(rule) for field, rule in RULES.items()}
         print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
         return 0
-    print(_one_line(f"{folder}, after {_text(stamp.step)} steps" if stamp.step else str(folder)) + "\n")
+    print(_title(folder, stamp) + "\n")
     rows: list[tuple[str, ...]] = [("", "", *PURPOSES)]
     for field, rule in RULES.items():
         rows += _lines(field, tuple(getattr(rule, purpose) for purpose in PURPOSES), getattr(stamp, field))
@@ -124,6 +124,10 @@ def _show_stamp(call: Call) -> int:
     if again:
         print(f"\nrun it again: {_one_line(again)}")
     return 0
+
+
+def _title(folder: Path, stamp: Stamp) -> str:
+    return _one_line(f"{folder}, after {_text(stamp.step)} steps" if stamp.step else str(folder))
 
 
 def differences(a: Stamp, b: Stamp) -> list[dict[str, Any]]:
@@ -149,7 +153,7 @@ def _show_difference(call: Call) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     for letter, folder, stamp in zip("AB", folders, (a, b), strict=True):
-        print(_one_line(f"{letter} {folder}, after {_text(stamp.step)} steps"))
+        print(f"{letter} {_title(folder, stamp)}")
     print()
     if not differing:
         print("the same in every field")

@@ -84,6 +84,8 @@ def duration(seconds: float) -> str:
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
+    if 0 < seconds < 0.1:
+        return "< 0.1 s"
     return f"{seconds:.0f} s" if seconds >= 1 or not seconds else f"{seconds:.1g} s"
 
 

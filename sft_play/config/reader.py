@@ -231,9 +231,8 @@ def convert(node: YamlNode, annotation: Any, key: str, problems: list[Mismatch])
     text = value if isinstance(value, str) else node.text
     if str in parts and value is not None and text is not None:
         return text
-    problems.append(
-        Mismatch(key, node, f"is `{shown(node)}`; expected {describe(annotation)}", _value_hint(node, annotation))
-    )
+    quote = f"`{shown(node)}`" if shown(node) else "empty"
+    problems.append(Mismatch(key, node, f"is {quote}; expected {describe(annotation)}", _value_hint(node, annotation)))
     return INVALID
 
 

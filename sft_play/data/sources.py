@@ -441,16 +441,21 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
             judging = (
                 (column, keep) for column in sorted(row.keys() - heeded - read) for keep in _keepers(column, chat)
             )
-            conditions = ((column, keep(column, row[column])) for column, keep in judging)
-            if judged := next((pair for pair in conditions if pair[1]), None):
-                column, condition = judged
+            conditions = ((column, keep(column, row[column]), keep is _number) for column, keep in judging)
+            if judged := next((parts for parts in conditions if parts[1]), None):
+                column, condition, by_degree = judged
                 weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""
                 yield (
                     place,
                     DataError(
                         f"`{column}` seems to say whether to learn the row, and is not read",
                         place=place,
-                        hint=f"{weighs}`filter: {condition}` keeps what is good, `filter: has({column})` all",
+                        hint=weighs
+                        + (
+                            f"`filter: has({column})` keeps all, `filter: {condition}` only what is good"
+                            if by_degree  # a rating may be what is to be learnt
+                            else f"`filter: {condition}` keeps what is good, `filter: has({column})` all"
+                        ),
                     ),
                 )
                 continue

@@ -15,7 +15,7 @@ from sft_play.config.call import flatten
 from sft_play.config.load import read_config
 from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
-from sft_play.evaluation.evaluate import Weights, find_weights
+from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
@@ -258,13 +258,16 @@ class Side:
             "global batch": plan.global_batch_size,
             "training rows": prepared.train.rows if prepared.train else None,
             "training tokens": prepared.train.tokens if prepared.train else None,
-            "steps": summary.step or None,
-            "training seconds": summary.seconds if summary.step else None,
-            "tokens/s": summary.tokens_per_second,
-            "peak memory (bytes)": summary.peak_memory_bytes,
-            "energy (kWh)": summary.energy_kwh,
-            "training loss, last step": summary.loss,
         }
+        if self.weights.label != BASE:  # which no training made
+            facts |= {
+                "steps": summary.step or None,
+                "training seconds": summary.seconds if summary.step else None,
+                "tokens/s": summary.tokens_per_second,
+                "peak memory (bytes)": summary.peak_memory_bytes,
+                "energy (kWh)": summary.energy_kwh,
+                "training loss, last step": summary.loss,
+            }
         return {name: value for name, value in facts.items() if value is not None}
 
     def benchmarks(self) -> dict[str, float]:

@@ -444,7 +444,7 @@ def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
     try:
         return Condition(expression, "WHERE", SYNTAX)(row)
     except DataError as error:
-        raise UserError(error.message, hint=error.hint) from None
+        raise UserError(error.message, hint=SYNTAX) from None
 
 
 def _word(node: ast.expr, columns: list[str]) -> ast.expr:

@@ -277,7 +277,8 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
                 f"{adapter} with another tokenizer or chat template than that of `{base.name}`",
                 stamp.tokenizer_fingerprint,
                 base.tokenizer_fingerprint,
-                "keep the `data.chat_template`, `data.system` and `data.style` of its run, or `make merge` it first",
+                "keep the `data.chat_template`, `data.system` and `data.style` of its run; TUNING_ADAPTER=merge takes"
+                " others, with the same tokenizer",
             ),
         ):
             if then != now:

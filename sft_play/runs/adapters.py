@@ -138,10 +138,13 @@ def _base_of(folder: Path, name: str | None) -> str:
 
 
 def _run_of(name: str) -> RunFolder | None:
-    """Return the run that a model or an adapter names, or `None`; a folder that is not a run has precedence over a run
-    of that name.
+    """Return the run that a model or an adapter names, or `None`; the folder of a model or an adapter has precedence
+    over a run of that name.
     """
-    folder = None if not name or (Path(name).is_dir() and not (Path(name) / "plan.json").is_file()) else run_path(name)
+    is_model = any((Path(name) / file).is_file() for file in ("config.json", CONFIG))
+    if not name or (is_model and not (Path(name) / "plan.json").is_file()):
+        return None
+    folder = run_path(name)
     return RunFolder(folder) if folder and (folder / "plan.json").is_file() else None
 
 

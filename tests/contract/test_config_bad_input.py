@@ -55,7 +55,7 @@ CASES = {
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
     "a neighbour": ("extends: x\n", [], "did you mean `x.yaml`, the file next to this one?"),
     "a circle": ("extends: x.yaml\n", [], "forms a cycle"),
-    "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is ``; expected a number > 0"),
+    "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is empty; expected a number > 0"),
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
     "a short name": (GOOD, ["TRAIN_OPTIM=adamw"], "did you mean `adamw_torch`?"),
     "key of a source": (GOOD, ["DATA_SOURCES=[{path: a, formt: b}]"], "did you mean `format`?"),

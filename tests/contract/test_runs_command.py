@@ -128,6 +128,9 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
         ("WHERE=__import__('os')", "not a function"),
     ):
         in_process("runs", words).refused(2, message)
+    write_json(runs / "c" / "training_metrics.json", {"training_seconds": 7e-05})
+    assert "< 0.1 s" in in_process("runs", "WHERE=name=c").out
+    assert "in quotes" not in in_process("runs", "WHERE=train.learning_rate > 5e-4").err
 
 
 @pytest.mark.parametrize("by_script", [True, False])

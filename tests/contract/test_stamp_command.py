@@ -100,7 +100,7 @@ def test_two_stamps_are_compared_field_by_field(runs: Path) -> None:
     assert by_field["seed"]["resume"] == "refuse" and by_field["seed"]["infer"] == "allow"
     assert answer["steps"] == [0, 80]
     shown = ask(runs, "A=one", "B=other").out
-    assert "versions.torch" in shown and "transformers" not in shown
+    assert "versions.torch" in shown and "transformers" not in shown and "steps" not in shown
     assert "use the `tuning.backend` that made it" in shown
     assert "the same in every field" in ask(runs, "A=one", "B=one@last").out
 

@@ -157,6 +157,7 @@ def test_runs_are_compared_side_by_side(place: Place) -> None:
     comparison = place.call("compare", "RUNS=one@base one", "METRIC=chrf", "ROWS=3", "JSON=1").json
     assert comparison["settings"] == {}
     assert comparison["facts"]["weights"][1].endswith("(step 2)")
+    assert comparison["facts"]["steps"] == [None, 2] and comparison["facts"]["training seconds"][0] is None
     lines = [{line["row"]: line for line in answers(place.folder_of("one", step))} for step in (0, 2)]
     gaps = {row: lines[1][row]["scores"]["chrf"] - lines[0][row]["scores"]["chrf"] for row in lines[0]}
     difference = comparison["differences"]["chrf"][1]
@@ -171,7 +172,7 @@ def test_runs_are_compared_side_by_side(place: Place) -> None:
 
     shown = place.call("compare", "RUNS=one@base,one")
     assert "paired difference" in shown.out and "too few to compare, n = 7" in shown.out
-    assert re.search(r"peak memory +\d\.\d\d GiB", shown.out) and "<|" not in shown.out
+    assert re.search(r"peak memory +- +\d\.\d\d GiB", shown.out) and "<|" not in shown.out
     assert f"{comparison['losses']['loss'][0]:.4g}" in shown.out
 
 

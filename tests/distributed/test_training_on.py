@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import metrics
+from tests.conftest import ROOT, metrics
 from tests.hub import FilesHandler, serve
 from tests.places import Place, question_rows
 from tests.tiny_models import build_tiny_llama
@@ -235,6 +235,23 @@ def test_an_adapter_of_a_deeper_model_is_refused(place: Place, tmp_path: Path) -
     adapted.save_pretrained(tmp_path / "adapter")
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=deep", f"MODEL_ADAPTER={tmp_path}/adapter")
     assert done.returncode == 5 and "it has weights of 3 layers, and the model has 2" in done.stderr
+
+
+def test_a_run_wins_over_a_folder_of_its_name_without_a_model(place: Place) -> None:
+    assert (ROOT / "docs").is_dir(), "in the folder in which the command is typed"
+    run = shutil.copytree(place.folder / "runs/first", place.folder / "runs/docs", symlinks=True)
+    place.call("plan", f"CONFIG={place.config}", "MODEL_NAME=docs").refused(2, "has an adapter, not a complete model")
+    assert f"{run}/model" in place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=docs").out
+
+
+def test_another_chat_template_goes_after_plain_text_or_a_merge(place: Place) -> None:
+    (place.folder / "text.jsonl").write_text("".join(json.dumps({"text": f"A line {i}."}) + "\n" for i in range(24)))
+    text = [f"DATA_{name}={place.folder}/text.jsonl" for name in ("TRAIN_PATH", "VAL_PATH")]
+    train(place, "plain", "TUNING_TASK=cpt", "DATA_DUPLICATES=keep", *text)
+    train(place, "talks", "MODEL_ADAPTER=plain", "DATA_CHAT_TEMPLATE=chatml", "TRAIN_MAX_STEPS=1")
+    train(place, "short", "MODEL_ADAPTER=first", "DATA_SYSTEM=Be short.", "TUNING_ADAPTER=merge", "TRAIN_MAX_STEPS=1")
+    for run in ("talks", "short"):
+        assert place.scores(f"RUN={run}")["loss"] > 0 and place.run("merge", f"RUN={run}").returncode == 0
 
 
 def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
