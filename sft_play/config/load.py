@@ -76,14 +76,15 @@ def load_config(
     A run's `config.json` is read as saved, so that `CONFIG=runs/NAME/config.json` repeats the run.
     """
     environ, problems = os.environ if environ is None else environ, list[UserError]()
+    typed = [environment_layer(environ, problems), typed_layer(overrides, problems)]
     if path is not None and _is_saved(path):
         saved, path = _read_saved(path, problems, of_run=True)
         files = [saved]
+        problems += _without_effect(typed)  # a saved file lists every key
     else:
         files = file_layers(path, problems) if path is not None else []
-    layers = [timeout_layer(environ), *files, environment_layer(environ, problems), typed_layer(overrides, problems)]
-    problems += _without_effect(layers) if path is None or not _is_saved(path) else []
-    loaded = _finish(layers, path, problems)
+        problems += _without_effect([*files, *typed])
+    loaded = _finish([timeout_layer(environ), *files, *typed], path, problems)
     if not environ.get(OLD_TIMEOUT):
         return loaded
     text, origin = f"no library reads `{OLD_TIMEOUT}`", loaded.origins[TIMEOUT]

@@ -39,7 +39,8 @@ LONG = pytest.mark.long
 
 def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) -> Trial:
     """Return a trial; only one that keeps its number of ranks has `dropout`, since others draw other masks."""
-    settings = ("train.save_steps: 1", f"tuning.lora.dropout: {dropout}")
+    adapted = changes.get("mode") != "full"
+    settings = ("train.save_steps: 1", *([f"tuning.lora.dropout: {dropout}"] if adapted else []))
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))
 
