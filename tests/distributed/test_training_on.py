@@ -240,6 +240,7 @@ def test_an_adapter_of_a_deeper_model_is_refused(place: Place, tmp_path: Path) -
 def test_a_run_wins_over_a_folder_of_its_name_without_a_model(place: Place) -> None:
     assert (ROOT / "docs").is_dir(), "in the folder in which the command is typed"
     run = shutil.copytree(place.folder / "runs/first", place.folder / "runs/docs", symlinks=True)
+    shutil.rmtree(run / "merged", ignore_errors=True)  # of another test
     place.call("plan", f"CONFIG={place.config}", "MODEL_NAME=docs").refused(2, "has an adapter, not a complete model")
     assert f"{run}/model" in place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=docs").out
 
