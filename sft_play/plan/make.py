@@ -65,7 +65,7 @@ def make_plan(request: Request) -> Plan:
     if tightest.peak_bytes <= tightest.capacity_bytes:
         return plan
     ways = remedies.remedies(request, _decide, plan, tightest.micro_batch, tightest.peak_bytes)
-    return replace(plan, remedies=(*map(str, ways), *plan.remedies))
+    return replace(plan, remedies=tuple(map(str, ways)))
 
 
 def _decide(request: Request) -> Plan:
@@ -339,7 +339,7 @@ def _faster_with_fewer(request: Request, plan: Plan) -> list[str]:
     tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices)) if plan.seconds_per_step else []
     for words, fewer in tried[:MOST_TRIED]:
         other = try_plan(request, fewer, _decide)
-        if isinstance(other, Plan) and not other.remedies and other.global_batch_size == plan.global_batch_size:
+        if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size:
             speeds.append((other.seconds_per_step or math.inf, words))
     best, words = min(speeds, default=(math.inf, ""))
     if not plan.seconds_per_step or plan.seconds_per_step <= GAIN * best:

@@ -230,8 +230,8 @@ def residual_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
 
 def _casts_adapters(config: Config, setup: Setup) -> bool:
     """Return whether autocast casts adapters that are trained in fp32."""
-    sharding = setup.zero or setup.strategy == "fsdp2"
-    return config.tuning.mode != "full" and setup.width == 2 and not sharding and trained_bytes(config, setup) == 4
+    replicas = config.tuning.mode != "full" and not setup.sharded
+    return replicas and setup.width == 2 and trained_bytes(config, setup) == 4
 
 
 def _cast_bytes(config: Config, shape: ModelShape, setup: Setup) -> tuple[float, float]:

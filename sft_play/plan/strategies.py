@@ -181,7 +181,7 @@ def _share_model(
         return _rename_strategy(shards, shards.strategy, why)
     for way, changed in _ways(request):
         plan = try_plan(request, changed, decide)
-        if isinstance(plan, Plan) and not plan.remedies:
+        if isinstance(plan, Plan):
             why = f"{way}, since {replica}"
             if network:
                 why += f"; fsdp2 over {network}: {gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
