@@ -38,7 +38,7 @@ from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisatio
 from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
-from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
+from sft_play.plan.shape import SILU, WITHOUT_SDPA, fuses_adapters
 from sft_play.plan.strategies import conflict_for
 from sft_play.runs.prepared import Prepared
 
@@ -553,9 +553,6 @@ def _select_positions(model: Any) -> Any:
     return model
 
 
-SILU = ("silu", "swish")
-
-
 def use_kernels(model: Any) -> None:
     """Use Liger's kernels, except for the loss, which ours computes in chunks; call before adapters are added.
 
@@ -568,7 +565,7 @@ def use_kernels(model: Any) -> None:
         model,
         rope=True,
         rms_norm=True,
-        swiglu=model.config.hidden_act in SILU,  # Liger assumes this activation
+        swiglu=model.config.hidden_act in SILU,
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )

@@ -104,7 +104,6 @@ def _decide(request: Request) -> Plan:
     choices.check_schedule(config, rate)
     rank_plans = _rank_plans(request, division)
     reasons |= _explain_memory(request, setup, batch.accumulation, rank_plans)
-    kernels = choices.choose_kernels(request, reasons)
     if workers := choices.loader_workers(config, kind):
         who = "GPU" if kind == "cuda" else "rank"
         reasons["loader"] = (
@@ -142,7 +141,6 @@ def _decide(request: Request) -> Plan:
         backend=cast(Any, backend),
         ranks=rank_plans,
         source="formula",
-        kernels=kernels,
         nf4_experts=nf4_experts(config, shape, setup.strategy),
         global_batch_size=batch.global_batch,
         most_rows=min(rows_that_fit),
@@ -185,6 +183,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
         gradient_checkpointing=False,
         layout=choices.padded_layout(request),
         attn_implementation=attention,
+        kernels=choices.choose_kernels(request, reasons),
         label_share=label_share(request.train_split),
         row_tokens=row_tokens(request),
         offload_optimizer=request.launch.offload_optimizer,

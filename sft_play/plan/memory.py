@@ -15,7 +15,7 @@ from typing import Literal
 from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.plan.plan import Setup
-from sft_play.plan.shape import BY_LENGTHS, ModelShape, fuses_adapters, quantises_experts
+from sft_play.plan.shape import BY_LENGTHS, CHANGED_LOGITS, ModelShape, fuses_adapters, quantises_experts
 from sft_play.runs.adapters import embeddings_of
 
 MIB = 2**20
@@ -187,15 +187,20 @@ def _moving(config: Config, shape: ModelShape, setup: Setup, tokens: int) -> dic
         # The logits are freed before the first layer is recomputed; its gradients are added to its activations.
         "backward last": base | {"recompute": saved + max(returning, in_dora) + back},
     }
-    normed = 4 * shape.hidden_size * tokens
+    normed = _norm_bytes(config, shape, setup) * shape.hidden_size * tokens
     if with_head:
         # In chunks the loss is computed during the forward pass, while the last norm keeps its input, and the output
         # is there twice.
         at_head = (0 if full else normed + ends) + (3 if full else 2) * residual * shape.hidden_size * tokens
         at_end = {"activations": inputs_and_angles + at_head + with_head, "logits": logits, "casts": head + casts}
         return moments | {"forward head": base | at_end}
+    if full:  # the head keeps its input, and transformers' norm the normalised values
+        normed += (setup.width + (0 if setup.kernels == "liger" else residual)) * shape.hidden_size * tokens
     at_end = {"activations": inputs_and_angles + normed + ends, "logits": logits, "casts": head}
-    return moments | {"backward head": base | at_end}
+    narrow = setup.width * labels * shape.vocab_size * (2 if shape.model_type in CHANGED_LOGITS else 1)
+    before: float = inputs_and_angles + normed + ends + 2 * residual * shape.hidden_size * tokens
+    computed = {"activations": before, "logits": narrow, "casts": head + casts}
+    return moments | {"forward head": base | computed, "backward head": base | at_end}
 
 
 def trained_rows(config: Config) -> Literal["none", "new", "all"]:
@@ -411,23 +416,31 @@ def _saved_bytes_per_token(config: Config, shape: ModelShape, setup: Setup, toke
     """Return the bytes that one layer keeps per token for its backward pass.
 
     Norms compute in fp32 and keep their input in it; attention keeps q, k, v, its output and fp32 sums; the
-    feed-forward part keeps gate, activation and up. A linear layer's input is kept only for a weight that trains.
+    feed-forward part keeps gate, activation and up. Liger's norms keep their input as it is, its SwiGLU only gate and
+    up. A linear layer's input is kept only for a weight that trains.
     """
-    h, w = shape.hidden_size, setup.width
+    h, w, liger = shape.hidden_size, setup.width, setup.kernels == "liger"
     ffn = shape.ffn_size * max(1, shape.experts_per_token)
     attention, kv = shape.heads * shape.head_dim, math.lcm(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
-    norms = shape.norms_per_layer * 4 * h + (4 * (attention + kv) if shape.qk_norm else 0)
+    norms = shape.norms_per_layer * _norm_bytes(config, shape, setup) * h
+    norms += (w if liger else 4) * (attention + kv) * shape.qk_norm
     outputs = 3 if _by_row(setup) else 2  # row by row, the outputs of all rows are collected in one more tensor
     heads = w * (outputs * attention + 2 * kv) + 4 * shape.heads + 8
-    inner = (3 if shape.gated else 2) * w * ffn
+    inner = (3 if shape.gated and not liger else 2) * w * ffn
     if config.tuning.mode == "full":
-        residual = 10 * h if setup.autocast else 0  # it is fp32
-        inputs = float(shape.norms_per_layer * w * h + 2 * w * h + w * ffn + residual)
+        residual = (6 if liger else 10) * h if setup.autocast else 0  # it is fp32
+        normalised = 0 if liger else shape.norms_per_layer * w * h
+        inputs = float(normalised + 2 * w * h + w * ffn + residual)
         if shape.norms_per_layer == 4:  # Gemma multiplies by the norm's weight in fp32
             inputs += (4 - w) * (4 * h + (attention + kv) * shape.qk_norm)
     else:
         inputs = _adapter_inputs(config, shape, setup)
     return norms + heads + inner + inputs + _mask_bytes(shape, setup, tokens)
+
+
+def _norm_bytes(config: Config, shape: ModelShape, setup: Setup) -> int:
+    """Return the bytes of a number that a layer's norm keeps: fp32, or with Liger's kernels as it came."""
+    return residual_bytes(config, shape, setup) if setup.kernels == "liger" else 4
 
 
 def _returning_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:

@@ -83,6 +83,8 @@ class Setup:
     layout: Layout
     """How the rows of a micro-batch become a tensor."""
     attn_implementation: str
+    kernels: Literal["off", "liger"] = "off"
+    """Kernels for norms, rotary embeddings and SwiGLU: those of transformers (`off`), or Liger's."""
     activation_offload: bool = False
     """Whether the inputs of recomputed layers wait in host memory."""
     label_share: float = 1.0
@@ -202,8 +204,6 @@ class Plan(Setup):
     """Number of ranks of each node; empty if all nodes have the same number."""
     exchanges: tuple[Mapping[str, Any], ...] = ()
     """Cost of each way to share gradients over the network (`plan.network.exchanges`); empty without a network."""
-    kernels: Literal["off", "liger"] = "off"
-    """Kernels for norms, rotary embeddings and SwiGLU: those of transformers (`off`), or Liger's."""
     most_rows: int = 0
     """Rows of the largest micro-batch that fits the tightest rank."""
     longest_row: int = 0

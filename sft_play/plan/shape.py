@@ -433,6 +433,8 @@ LIGER_MODEL_TYPES = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "
 """Dense families with SwiGLU in which Liger replaces every norm and feed-forward part
 (`tests/numerics/test_kernels.py`).
 """
+SILU = ("silu", "swish")
+"""Names of the only activation that Liger's SwiGLU computes."""
 
 FLATTENED_TOKENS = 4096
 """Tokens of the longest flattened micro-batch of several rows on a GPU where attention needs a block mask, whose size

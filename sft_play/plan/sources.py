@@ -472,7 +472,7 @@ def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) 
 
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 9
+TRACE_VERSION = 10
 """Increase this when the trace changes, so that cached results of the older one are not used."""
 
 
@@ -510,6 +510,7 @@ class Case:
     """Whether the gradients of earlier micro-steps stay in memory while this one runs."""
     clips: bool
     """Whether gradients are clipped by their norm."""
+    kernels: str = "off"
     packed: bool = False
     """Whether each of the `rows` is a pack of several, kept apart by a mask."""
     nf4_experts: bool = False
@@ -556,6 +557,7 @@ def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_ba
         optim=setup.optim if setup.optim in TRACED_OPTIMIZERS and not setup.sharded else "none",
         fused_adapters=fuses_adapters(setup.strategy, lora),
         loss_chunk=setup.loss_chunk,
+        kernels=setup.kernels,
         rows=micro_batch,
         row_tokens=row_tokens,
         labels=max(1, math.ceil(micro_batch * row_tokens * setup.slice_label_share)),

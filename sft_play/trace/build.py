@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from sft_play.model import kernels, lora
 from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped, Slicer, list_of_layers
 from sft_play.model.published import model_class
-from sft_play.plan.shape import LAYER_OUTPUTS
+from sft_play.plan.shape import LAYER_OUTPUTS, SILU
 from sft_play.plan.sources import Case
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.trace.step import HOST, count_as
@@ -130,6 +131,8 @@ def build(case: Case, model: Any) -> nn.Module:
 
 def prepare(case: Case, model: Any) -> nn.Module:
     """Return a model that is quantised already with what trains, its slices, its head in chunks, and recomputation."""
+    if case.kernels == "liger":
+        fuse_like_liger(model)
     if case.mode == "full":
         lora.free_text_part(model)
     else:
@@ -323,6 +326,58 @@ def _expand_for_dora(module: nn.Module, plain: Callable[[nn.Module], Tensor] = d
 
 
 dora.dequantize_module_weight = _expand_for_dora
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input as it is, and overwrites the gradient that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight = ctx.saved_tensors[1]
+        return grads[0], torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps gate and up, and overwrites them with their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate := gate.contiguous(), up.contiguous())
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+def fuse_like_liger(model: nn.Module) -> None:
+    """Make norms and SwiGLU keep what Liger's kernels keep (liger-kernel 0.8.5); rotary embeddings keep the same."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+        elif hasattr(module, "down_proj") and model.config.hidden_act in SILU:
+            module.forward = partial(_feed_forward, module)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    out: Tensor = _RMSNorm.apply(x.contiguous(), module.weight)
+    return out
+
+
+def _feed_forward(module: Any, x: Tensor) -> Tensor:
+    out: Tensor
+    if hasattr(module, "gate_up_proj"):
+        both = module.gate_up_proj(x)
+        out = module.down_proj(_SwiGLU.apply(*both.chunk(2, dim=-1)))
+    else:
+        out = module.down_proj(_SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
+    return out
 
 
 def quantise_experts(model: nn.Module) -> None:

@@ -41,8 +41,8 @@ minutes.
 def trace(case: Case) -> dict[str, Any]:
     """Return the moments of the whole model, extrapolated from few layers, and what an allocator would lose.
 
-    Every quantity is affine in the number of layers of each kind, moment by moment (tried: docs/planning.md), so a
-    model with the fewest layers and one with one layer more of each kind say it all.
+    Every quantity is affine in the number of layers of each kind, in each operation of a moment (tried:
+    docs/planning.md), so a model with the fewest layers and one with one layer more of each kind say it all.
     """
     model = build.model_of(case)
     short = _short_rows(case, model)
@@ -56,13 +56,17 @@ def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
     base, events = observe(case, build.with_layers(model, smallest), log=losses)
     steps = {kind: observe(case, build.with_layers(model, layers), log=losses) for kind, layers in grown.items()}
     missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
-    moments = {
-        moment: _extrapolate(peak.parts, {k: s[0][moment].parts for k, s in steps.items() if moment in s[0]}, missing)
-        for moment, peak in base.items()
-    }
+    most: dict[str, tuple[str, dict[str, int]]] = {}
+    for moment, places in base.items():
+        whole = {}
+        for operation, peak in places.items():
+            deeper = {kind: step[0].get(moment, {}).get(operation) for kind, step in steps.items()}
+            parts = {kind: place.parts for kind, place in deeper.items() if place}
+            whole[operation] = _extrapolate(peak.parts, parts, missing)
+        most[moment] = max(whole.items(), key=lambda place: sum(place[1].values()))
     return {
-        "moments": moments,
-        "operations": {moment: peak.operation for moment, peak in base.items()},
+        "moments": {moment: parts for moment, (_, parts) in most.items()},
+        "operations": {moment: operation for moment, (operation, _) in most.items()},
         **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if losses else {}),
     }
 
@@ -130,8 +134,9 @@ def _extrapolate(
 
 def observe(
     case: Case, model: Any, *, real: bool = False, log: bool = False
-) -> tuple[dict[str, Peak], list[allocator.Event]]:
-    """Return the peak of each moment and the allocator's events of a model of the meta device, which it changes.
+) -> tuple[dict[str, dict[str, Peak]], list[allocator.Event]]:
+    """Return the peaks of each moment's operations, and the allocator's events, of a model of the meta device, which it
+    changes.
 
     `real` computes with real tensors of zeros, on the same device, for comparison.
     """
@@ -140,8 +145,8 @@ def observe(
     with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
         build.materialise(model, device)
         tracker = follow(case, model, build.parts_of(model, case), device, log=log)
-    peaks = {moment: tracker.peaks[moment] for moment in MOMENTS if moment in tracker.peaks}
-    return peaks, tracker.events or []
+    places = {moment: tracker.places[moment] for moment in MOMENTS if moment in tracker.places}
+    return places, tracker.events or []
 
 
 def follow(

@@ -236,12 +236,10 @@ def count_as(part: str) -> Iterator[None]:
 
 @dataclass(kw_only=True, slots=True)
 class Peak:
-    """The most that was held during one moment of a step."""
+    """The most that was held during one kind of operation in a moment of a step."""
 
     total: int = 0
     parts: dict[str, int] = field(default_factory=dict)
-    operation: str = ""
-    """Operation that ran when it was reached."""
 
 
 @dataclass(slots=True)
@@ -264,7 +262,8 @@ class StorageTracker(TorchDispatchMode):
         self.logit_width = logit_width
         self.held = 0
         self.parts: dict[str, int] = {}
-        self.peaks: dict[str, Peak] = {}
+        self.places: dict[str, dict[str, Peak]] = {}
+        """Moment -> kind of operation -> the most that was held during such an operation."""
         self.moment = "start"
         self.part = "activations"
         self.events: list[tuple[int, int, int]] | None = [] if log else None
@@ -310,10 +309,10 @@ class StorageTracker(TorchDispatchMode):
 
     def mark(self, operation: str, extra: int = 0) -> None:
         """Note what is held now, with `extra` bytes that live only inside the operation."""
-        peak = self.peaks.setdefault(self.moment, Peak())
+        peak = self.places.setdefault(self.moment, {}).setdefault(operation, Peak())
         total = self.held + extra
         if total > peak.total:
-            peak.total, peak.operation, peak.parts = total, operation, dict(self.parts)
+            peak.total, peak.parts = total, dict(self.parts)
             if extra:
                 peak.parts["workspace"] = peak.parts.get("workspace", 0) + extra
 

@@ -34,6 +34,52 @@ for family in sorted(LIGER_MODEL_TYPES):
 """
 
 
+MEMORY = """
+import contextlib
+from dataclasses import replace
+from liger_kernel.ops import rms_norm, rope, swiglu
+from sft_play.model.load import use_kernels
+from sft_play.trace import build
+from sft_play.trace.run import observe
+from tests.families import tiny_config
+from tests.numerics.test_trace import MODES, PLAIN
+
+class Nothing:
+    def __getitem__(self, grid):
+        return lambda *arguments, **named: None
+
+for module in (rms_norm, rope, swiglu):
+    for name in dir(module):
+        if "_kernel" in name or name == "_triton_rope":
+            setattr(module, name, Nothing())
+    module.device_context = lambda device: contextlib.nullcontext()
+wide = dict(hidden_size=256, intermediate_size=704, head_dim=32, num_attention_heads=8)
+standins = build.fuse_like_liger
+for family in ("llama", "granite", "qwen3"):
+    for mode in ("full autocast", "full bf16", "lora bf16", "lora bf16, fp32 adapters", "nf4"):
+        for recomputes in (False, True):
+            case = replace(PLAIN, architecture=tiny_config(family, **wide).to_dict(), **MODES[mode])
+            case = replace(case, kernels="liger", gradient_checkpointing=recomputes)
+            build.fuse_like_liger = standins
+            standing_in = observe(case, build.model_of(case))[0]
+            build.fuse_like_liger = use_kernels
+            real = observe(case, build.model_of(case))[0]
+            most, same = (
+                max(peak.total for operations in places.values() for peak in operations.values())
+                for places in (real, standing_in)
+            )
+            assert most == same, (family, mode, recomputes, most, same)
+"""
+
+
+def test_a_traced_step_takes_what_ligers_functions_take() -> None:
+    """Kernels that do nothing stand in, in a separate process: Liger replaces rotary embeddings for good."""
+    pytest.importorskip("liger_kernel", reason="the package liger-kernel is not installed")
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_norm_and_feed_forward_part_is_replaced_and_nothing_else() -> None:
     pytest.importorskip("liger_kernel", reason="the package liger-kernel is not installed")
     pytest.importorskip("triton", reason="the package triton is not installed")

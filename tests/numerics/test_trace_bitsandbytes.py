@@ -20,7 +20,7 @@ from sft_play.trace.build import dtype_of, model_of, parts_of, prepare
 from sft_play.trace.run import follow, observe
 from sft_play.trace.step import Peak
 from tests.families import tiny_config
-from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN
+from tests.numerics.test_trace import ARCHITECTURES, BF16, MODES, PLAIN, peaks_of, total_of
 
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
 DORA = {"lora": {"r": 8, "variant": "dora"}, "fused_adapters": False}
@@ -55,15 +55,15 @@ def test_bitsandbytes_allocates_the_memory_of_its_stand_in(
         ),
     )
     traced, real = (
-        max(peaks.values(), key=lambda peak: peak.total)
-        for peaks in (observe(case, model_of(case))[0], _real_step(case, tmp_path))
+        max(peaks_of(places).values(), key=total_of)
+        for places in (observe(case, model_of(case))[0], _real_step(case, tmp_path))
     )
     for part in ("frozen", "quant_state", "adapters", "gradients", "optimizer"):
         assert traced.parts[part] == real.parts[part], part
     assert traced.total == real.total
 
 
-def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
+def _real_step(case: Case, folder: Path) -> dict[str, dict[str, Peak]]:
     """Return the peaks of two steps of a model that transformers and bitsandbytes quantised."""
     settings = settings_of(case.architecture)
     dtype = dtype_of(case.weights_dtype)
@@ -90,7 +90,7 @@ def _real_step(case: Case, folder: Path) -> dict[str, Peak]:
     state = [
         (tensor, "quant_state") for owner in (*model.parameters(), *experts) for tensor in _quantisation_state(owner)
     ]
-    return follow(case, model, [*parts_of(model, case), *state], "cpu").peaks
+    return follow(case, model, [*parts_of(model, case), *state], "cpu").places
 
 
 def _quantisation_state(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from sft_play.plan.sources import Case
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
 from tests.families import COMPOSITE, FAMILIES, OWN, tiny_config
-from tests.numerics.test_trace import MODES, PLAIN
+from tests.numerics.test_trace import MODES, PLAIN, peaks_of
 
 QUICK = {"deepseek_v3", "nemotron_h", "qwen3_next"}
 LAYERS = 6
@@ -34,7 +34,7 @@ def deeper(name: str) -> Any:
 
 def stands_for_all(case: Case) -> None:
     most = max(sum(parts.values()) for parts in trace(case)["moments"].values())
-    real = max(peak.total for peak in observe(case, model_of(case), real=True)[0].values())
+    real = max(peak.total for peak in peaks_of(observe(case, model_of(case), real=True)[0]).values())
     assert most == pytest.approx(real, rel=0.001)
 
 

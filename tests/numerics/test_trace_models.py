@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -87,6 +89,8 @@ def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
 SIZES = {
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000},
     "qwen2": {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 152_064, "tie_word_embeddings": True},
+    "granite": {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000},
+    "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 152_064},
     "gemma3_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -117,13 +121,25 @@ SHAPES = {
     "smoothed": ["TRAIN_LABEL_SMOOTHING_FACTOR=0.1"],
     "DFT, recomputed": ["TRAIN_LOSS=dft", RECOMPUTED],
     "NEFTune": ["TRAIN_NEFTUNE_NOISE_ALPHA=5"],
+    "full, recomputed": ["TUNING_MODE=full", RECOMPUTED],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text"])
 def test_parts_by_formula_are_within_1_percent_of_the_trace(kind: str, words: list[str], tmp_path: Path) -> None:
+    _compare_parts(kind, words, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LoRA", "new rows", "DoRA, recomputed", "full", "full, recomputed"])
+@pytest.mark.parametrize("kind", ["granite", "qwen3"])
+def test_parts_with_ligers_kernels_are_within_1_percent_too(kind: str, name: str, tmp_path: Path) -> None:
+    _compare_parts(kind, SHAPES[name], tmp_path, kernels="liger")
+
+
+def _compare_parts(kind: str, words: list[str], tmp_path: Path, kernels: Literal["off", "liger"] = "off") -> None:
     """Parts of under 0.5 % of all memory, such as scales of nf4, may differ by so much of it."""
     architecture = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "model_type": kind}
     architecture |= {"max_position_embeddings": 8192, "tie_word_embeddings": False} | SIZES[kind]
@@ -134,11 +150,10 @@ def test_parts_by_formula_are_within_1_percent_of_the_trace(kind: str, words: li
     defaults += [] if free else ["TRAIN_GRADIENT_CHECKPOINTING=false"]
     call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *defaults, *words], COMMANDS)
     loaded = load_config(ROOT / "configs" / "run_bnb.yaml", call.overrides, {})
-    shape, plan = shape_of(loaded.config.model), planned(loaded, "H200")
+    shape, setup = shape_of(loaded.config.model), replace(setup_of(planned(loaded, "H200")), kernels=kernels)
     memory = TracedMemory(config=loaded.config, architecture=architecture, cache_folder=tmp_path, traces=True)
-    assert memory.observe(shape, setup_of(plan), [2]), memory.error
-    exact = memory(loaded.config, shape, setup_of(plan), 2)
-    formula = rank_memory(loaded.config, shape, setup_of(plan), 2)
+    assert memory.observe(shape, setup, [2]), memory.error
+    exact, formula = memory(loaded.config, shape, setup, 2), rank_memory(loaded.config, shape, setup, 2)
     for part in (exact.keys() | formula.keys()) - set(NOT_ALLOCATED):
         small = 0.005 * allocated(exact)
         assert formula.get(part, 0) == pytest.approx(exact.get(part, 0), rel=0.01, abs=small), part
