@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from sft_play.config.schema import TrainConfig
@@ -91,12 +91,6 @@ def spans(rows: int, shares: Sequence[Slots]) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(cuts))
 
 
-def rank_rows(rows: int, micro_batches: Sequence[int]) -> list[int]:
-    """Return each rank's share of a step, rounded up, where all make equally many micro-steps."""
-    slots = sum(micro_batches)
-    return [-(-rows * micro // slots) for micro in micro_batches]
-
-
 def _slots(cost: Cost, rows: int) -> Slots:
     """Return the fewest micro-steps for `rows`, with the smallest micro-batch that they allow."""
     if not rows:
@@ -121,35 +115,10 @@ def _pour(rows: int, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
 # Micro-batch and accumulation of like ranks, with their reasons.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepBatch:
-    """The batch of an optimizer step."""
-
-    slots: tuple[Slots, ...]
-    """Micro-batch and micro-steps of each rank."""
-    global_batch: int
-    reasons: dict[str, str]
-    """Kind of a choice -> its reason."""
-
-    @property
-    def micro_batches(self) -> tuple[int, ...]:
-        """Rows per micro-step of each rank."""
-        return tuple(micro for micro, _ in self.slots)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-steps per optimizer step of the rank that makes most."""
-        return max(steps for _, steps in self.slots)
-
-    @property
-    def own_steps(self) -> tuple[int, ...]:
-        """Micro-steps of each rank where they differ, which only DDP allows; otherwise empty."""
-        steps = tuple(steps for _, steps in self.slots)
-        return steps if len(set(steps)) > 1 else ()
-
-
-def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: str = "device") -> StepBatch:
-    """Return the batch for ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
+def choose_batch(
+    train: TrainConfig, fitting: tuple[int, ...], most: int, reasons: dict[str, str], unit: str = "device"
+) -> tuple[Slots, ...]:
+    """Return the slots of ranks whose memory holds `fitting` rows each. Raise `UserError` with the arithmetic.
 
     `most` is the largest micro-batch; only a typed one may exceed it. The global batch depends on the number of ranks
     only where it is `auto` and a typed micro-batch determines it: together with a typed accumulation, or where more
@@ -165,10 +134,8 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
                 f"{arithmetic} rows per optimizer step, but `train.global_batch_size` is {train.global_batch_size}",
                 hint="leave one of TRAIN_BATCH_SIZE, TRAIN_GRAD_ACCUM and TRAIN_GLOBAL_BATCH_SIZE to `auto`",
             )
-        reason = raised or f"global batch {arithmetic}, as configured"
-        return StepBatch(
-            slots=((micro_batch, accumulation),) * world, global_batch=rows, reasons={"global batch": reason}
-        )
+        reasons["global batch"] = raised or f"global batch {arithmetic}, as configured"
+        return ((micro_batch, accumulation),) * world
     if typed and micro_batch != "auto" and micro_batch > rows_each(rows, world):
         at_once = micro_batch * world
         raise UserError(
@@ -180,7 +147,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         f"global batch {rows} rows per optimizer step ({'as configured' if typed else 'the default'}), on any number"
         f" of {_units(unit)}"
     )
-    reasons = {"global batch": raised or whole}
+    reasons["global batch"] = raised or whole
     if accumulation != "auto":
         if accumulation > rows:
             raise UserError(
@@ -213,7 +180,7 @@ def choose_batch(train: TrainConfig, fitting: tuple[int, ...], most: int, unit: 
         reasons["idle"] = (
             f"{world - rows} of {units} have nothing to do: a step has {rows} rows; raise TRAIN_GLOBAL_BATCH_SIZE"
         )
-    return StepBatch(slots=tuple((micro, steps) for micro in micros), global_batch=rows, reasons=reasons)
+    return tuple((micro, steps) for micro in micros)
 
 
 def rows_each(rows: int, world: int) -> int:
@@ -240,31 +207,6 @@ def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -
         f"global batch {rows} = {train.batch_size} per {unit} x {plural(world, unit)}: more at once than the default of"
         f" {DEFAULT_GLOBAL_BATCH}"
     )
-
-
-def halve_batch(batch: StepBatch, halvings: int, unit: str = "device") -> StepBatch:
-    """Return the batch with half the micro-batch (rounded up) and twice the accumulation, `halvings` times (B10).
-
-    The global batch and the rows of each step stay the same; even a typed micro-batch is halved. No rank goes below one
-    row, and where all have one already nothing changes.
-    """
-    slots, together = batch.slots, not batch.own_steps
-    for _ in range(halvings):
-        if max(micro for micro, _ in slots) > 1:
-            slots = tuple(
-                (min(micro, halve(micro, 1)), steps * (2 if together or micro > 1 else 1)) for micro, steps in slots
-            )
-    if slots == batch.slots:
-        return batch
-    halved = replace(batch, slots=slots)
-    before, after = (
-        (in_words(case.micro_batches), in_words(case.own_steps or (case.accumulation,))) for case in (batch, halved)
-    )
-    reason = (
-        f"memory ran out: micro-batch {before[0]} x accumulation {before[1]} became {after[0]} x {after[1]} on every"
-        f" {unit}, the global batch {batch.global_batch} as before"
-    )
-    return replace(halved, reasons={**batch.reasons, "memory ran out": reason})
 
 
 def halve(rows: int, times: int) -> int:

@@ -14,20 +14,19 @@ from sft_play.errors import UserError
 from sft_play.plan import choices
 from sft_play.plan.batch import (
     Cost,
-    StepBatch,
+    Slots,
     choose_batch,
     equal_shares,
     even_micro_batches,
-    halve_batch,
+    halve,
     in_words,
-    rank_rows,
     share_out,
     spans,
     step_seconds,
 )
 from sft_play.plan.epoch import Packs, mixture_of, packs_of
 from sft_play.plan.plan import Setup
-from sft_play.plan.request import MOST_ROWS, Request, global_rows
+from sft_play.plan.request import MOST_ROWS, Request
 from sft_play.plan.shape import BY_LENGTHS, FLATTENED_TOKENS
 from sft_play.text import plural
 
@@ -49,56 +48,64 @@ step.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """How rows become micro-batches."""
+    """How the rows of a step become micro-batches."""
 
     setup: Setup
-    batch: StepBatch
+    slots: tuple[Slots, ...]
+    """Micro-batch and micro-steps of each rank."""
+    global_batch: int
     packs: Packs | None = None
     """`None` without packing."""
 
     @property
-    def micro_steps(self) -> int:
-        """Micro-steps that a step is expected to need, without the empty ones, which are skipped."""
-        if self.packs is None:
-            return self.batch.accumulation
-        if self.own_steps:
-            return max(self.own_steps)
-        return max(1, round(self.packs.micro_steps(sum(self.batch.micro_batches))))
+    def micro_batches(self) -> tuple[int, ...]:
+        """Rows (or packs) per micro-step of each rank."""
+        return tuple(micro for micro, _ in self.slots)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps per optimizer step of the rank that makes most."""
+        return max(steps for _, steps in self.slots)
 
     @property
     def own_steps(self) -> tuple[int, ...]:
-        """Micro-steps that each rank is expected to make where they differ; otherwise empty."""
-        if self.packs is None or not self.batch.own_steps:
-            return self.batch.own_steps
-        return tuple(
-            max(1, -(-packs // max(1, micro)))
-            for packs, micro in zip(self.shares, self.batch.micro_batches, strict=True)
-        )
+        """Micro-steps of each rank where they differ, which only DDP allows; otherwise empty."""
+        steps = tuple(steps for _, steps in self.slots)
+        return steps if len(set(steps)) > 1 else ()
 
     @property
     def rows(self) -> int:
         """Rows per step, or packs where micro-batches count packs."""
-        return self.batch.global_batch if self.packs is None else max(1, round(self.packs.mean))
+        return self.global_batch if self.packs is None else max(1, round(self.packs.mean))
 
     @property
-    def shares(self) -> list[int]:
-        """Largest number of rows (or packs) of each rank in a step."""
-        if self.batch.own_steps:
-            return list(spans(self.rows, self.batch.slots))
-        return rank_rows(self.rows, self.batch.micro_batches)
+    def shares(self) -> tuple[int, ...]:
+        """Rows (or packs) of each rank in a step."""
+        return spans(self.rows, self.slots)
+
+    @property
+    def expected_steps(self) -> tuple[int, ...]:
+        """Micro-steps that each rank is expected to make, without the empty ones, which are skipped."""
+        if self.packs is None:
+            return tuple(steps for _, steps in self.slots)
+        if not self.own_steps:
+            return (max(1, round(self.packs.micro_steps(sum(self.micro_batches)))),) * len(self.slots)
+        return tuple(
+            max(1, -(-packs // max(1, micro))) for packs, micro in zip(self.shares, self.micro_batches, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    """What is known of the rows of a step."""
+class AverageRow:
+    """The average row of a step, or with packing the average pack; memory is planned for the worst one instead."""
 
-    row_tokens: float
-    """Tokens of an average row."""
+    tokens: float
     longest: float
+    """Tokens of the longest of all."""
     label_share: float
     """Share of tokens that have labels."""
     inside: float = 0.0
-    """With packing, where the fields above describe packs: tokens of the row that the average token is in."""
+    """With packing: tokens of the row that the average token is in."""
 
     def padded_tokens(self, micro: float) -> float:
         """Return the tokens of each of `micro` rows, padded to the longest of them.
@@ -106,7 +113,7 @@ class Data:
         The longest of m rows spread evenly around the mean is (m - 1) / (m + 1) of the way from the mean to the
         longest row of all.
         """
-        return self.row_tokens + max(0.0, self.longest - self.row_tokens) * max(0.0, micro - 1) / (micro + 1)
+        return self.tokens + max(0.0, self.longest - self.tokens) * max(0.0, micro - 1) / (micro + 1)
 
 
 def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: dict[str, str]) -> Division:
@@ -119,26 +126,23 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: di
     # greatest length must not refuse a typed value.
     if train.packing == "on" or (launch.early and train.grad_accum != "auto"):
         fitting = (MOST_ROWS,) * len(fitting)
-    plain = choose_batch(train, fitting, _most_together(request, setup), request.unit)
-    division = choose_packing(request, _with_layout(request, setup, plain, {}), plain, reasons)
-    division = _with_shares(request, division, reasons)
-    batch = halve_batch(division.batch, launch.halvings, request.unit)
-    reasons |= {kind: text for kind, text in batch.reasons.items() if kind not in division.batch.reasons}
-    setup = _with_layout(request, division.setup, batch, reasons)
-    padding = _padding(request, division, batch)
+    slots = choose_batch(train, fitting, _most_together(request, setup), reasons, request.unit)
+    division = _with_layout(request, Division(setup=setup, slots=slots, global_batch=request.global_batch), {})
+    division = _with_shares(request, _choose_packing(request, division, reasons), reasons)
+    division = _with_layout(request, _halve(division, launch.halvings, request.unit, reasons), reasons)
+    setup, padding = replace(division.setup, accumulates=division.accumulation > 1), _padding(request, division)
     if setup.layout != "flattened" and padding >= LEAST_PADDING:
         reasons["padding"] = (
             f"padding about {padding:.0%} of all tokens: rows are as long as the longest of their micro-batch"
         )
-    setup = replace(setup, accumulates=batch.accumulation > 1)
 
     def fits(larger: Setup) -> bool:
         # After memory ran out, the plan's own figures have proven too low to allow anything larger.
         recovers = launch.halvings or launch.force_checkpointing
-        return not recovers and request.fits(larger, tuple(max(1, rows) for rows in batch.micro_batches))
+        return not recovers and request.fits(larger, tuple(max(1, rows) for rows in division.micro_batches))
 
-    chunks = choices.settle_chunks(config, request.shape, setup, max(batch.micro_batches), fits, reasons)
-    return replace(division, setup=chunks, batch=batch)
+    chunks = choices.settle_chunks(config, request.shape, setup, max(division.micro_batches), fits, reasons)
+    return replace(division, setup=chunks)
 
 
 def _most_together(request: Request, setup: Setup) -> int:
@@ -146,18 +150,42 @@ def _most_together(request: Request, setup: Setup) -> int:
     most = MOST_TOGETHER[setup.device]
     if not setup.stages or not request.divides:
         return most
-    rows = global_rows(request.config.train, setup.data_world) / setup.data_world
-    return max(1, min(most, math.floor(rows / (FILLS * len(setup.stages)))))
+    return max(1, min(most, math.floor(request.global_batch / setup.data_world / (FILLS * len(setup.stages)))))
+
+
+def _halve(division: Division, halvings: int, unit: str, reasons: dict[str, str]) -> Division:
+    """Return the division with half the micro-batch (rounded up) and twice the accumulation, `halvings` times (B10).
+
+    The global batch and the rows of each step stay the same; even a typed micro-batch is halved. No rank goes below one
+    row, and where all have one already nothing changes.
+    """
+    slots, together = division.slots, not division.own_steps
+    for _ in range(halvings):
+        if max(micro for micro, _ in slots) > 1:
+            slots = tuple(
+                (min(micro, halve(micro, 1)), steps * (2 if together or micro > 1 else 1)) for micro, steps in slots
+            )
+    halved = replace(division, slots=slots)
+    if halved != division:
+        before, after = (
+            f"{in_words(case.micro_batches)} x {{}}{in_words(case.own_steps or (case.accumulation,))}"
+            for case in (division, halved)
+        )
+        reasons["memory ran out"] = (
+            f"memory ran out: micro-batch {before.format('accumulation ')} became {after.format('')} on every {unit},"
+            f" the global batch {division.global_batch} as before"
+        )
+    return halved
 
 
 # The layout of a micro-batch.
 
 
-def rows_data(request: Request, division: Division) -> Data:
-    """Return the average row (with packing: pack); memory is planned for the worst one instead."""
+def average_row(request: Request, division: Division) -> AverageRow:
+    """Return the average row, or pack, of the prepared data; before they are known, the longest possible row."""
     split, packs, longest = request.train_split, division.packs, division.setup.row_tokens
     if not split or not split.rows or not split.tokens:
-        return Data(row_tokens=longest, longest=longest, label_share=1.0)
+        return AverageRow(tokens=longest, longest=longest, label_share=1.0)
     rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
     if mixture := mixture_of(request.config.data, split.sources):
         taken = [
@@ -169,36 +197,39 @@ def rows_data(request: Request, division: Division) -> Data:
         tokens = sum(times * source.tokens for times, source in taken)
         labels = sum(times * source.label_tokens for times, source in taken)
     if packs is None:
-        return Data(row_tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
+        return AverageRow(tokens=tokens / rows, longest=split.longest, label_share=labels / tokens)
     each = packs.step_tokens / division.rows
-    return Data(row_tokens=each, longest=max(each, packs.longest), label_share=labels / tokens, inside=packs.row_tokens)
+    return AverageRow(
+        tokens=each, longest=max(each, packs.longest), label_share=labels / tokens, inside=packs.row_tokens
+    )
 
 
-def _padding(request: Request, division: Division, batch: StepBatch) -> float:
+def _padding(request: Request, division: Division) -> float:
     """Return the share of tokens that padding would take."""
-    data = rows_data(request, division)
-    return 1 - data.row_tokens / data.padded_tokens(max(batch.micro_batches))
+    row = average_row(request, division)
+    return 1 - row.tokens / row.padded_tokens(max(division.micro_batches))
 
 
-def _with_layout(request: Request, setup: Setup, batch: StepBatch, reasons: dict[str, str]) -> Setup:
-    """Return the setup with the layout of its rows.
+def _with_layout(request: Request, division: Division, reasons: dict[str, str]) -> Division:
+    """Return the division with the layout of its rows.
 
     Rows are flattened where that is exact and fits, unless it needs a mask over all rows and saves little padding.
     """
+    setup = division.setup
     if setup.pack_tokens:
-        return setup
-    padded, rows = replace(setup, layout=choices.padded_layout(request)), max(batch.micro_batches)
+        return division
+    padded, rows = replace(setup, layout=choices.padded_layout(request)), max(division.micro_batches)
     flattened = replace(setup, layout="flattened")
     why = choices.why_padded(request, setup, rows, setup.row_tokens)
     needs_mask = rows > 1 and setup.attn_implementation not in BY_LENGTHS
     if not why and needs_mask:
-        padding = _padding(request, Division(setup=setup, batch=batch), batch)
-        if not request.fits(flattened, batch.micro_batches) and request.fits(padded, batch.micro_batches):
+        padding = _padding(request, division)
+        if not request.fits(flattened, division.micro_batches) and request.fits(padded, division.micro_batches):
             why = f"the mask of {rows * setup.row_tokens} flattened tokens would not fit"
         elif request.train_split and padding < WORTH:
             why = f"{padding:.0%} of padding costs less than a mask over rows in one line"
     reasons["layout"] = f"rows padded: {why}" if why else "rows flattened: no time and memory for padding"
-    return padded if why else flattened
+    return replace(division, setup=padded if why else flattened)
 
 
 # Rows or packs.
@@ -211,7 +242,7 @@ def pack_if_typed(request: Request, setup: Setup) -> Setup:
         return setup
     if why := _unpackable(request, setup, 1):
         raise UserError(f"`train.packing` is `on`, but {why}", hint="leave `train.packing` to `auto`, or `off`")
-    return _packed(config, setup, packs_of(request, global_rows(config.train, setup.data_world)))
+    return _packed(config, setup, packs_of(request))
 
 
 def _packed(config: Config, setup: Setup, packs: Packs | None) -> Setup:
@@ -221,21 +252,21 @@ def _packed(config: Config, setup: Setup, packs: Packs | None) -> Setup:
     return replace(setup, pack_tokens=limit, layout="flattened", row_tokens=longest, label_share=share)
 
 
-def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: dict[str, str]) -> Division:
-    """Return how rows become micro-batches, with the reasons. Raise `UserError`.
+def _choose_packing(request: Request, plain: Division, reasons: dict[str, str]) -> Division:
+    """Return the division of packs where these are worth it, otherwise `plain`. Raise `UserError`.
 
-    `setup` is packed already where `train.packing` is `on`.
+    The setup of `plain` is packed already where `train.packing` is `on`.
     """
     config, wish = request.config, request.config.train.packing
 
-    def off(why: str = "") -> Division:
-        reasons.update(plain.reasons | ({"packing": f"packing off: {why}"} if why else {}))
-        return Division(setup=setup, batch=plain)
+    def off(why: str) -> Division:
+        reasons["packing"] = f"packing off: {why}"
+        return plain
 
     # Where one micro-step holds all rows, packing saves nothing.
     if wish == "off" or (wish == "auto" and plain.accumulation == 1):
-        return off()
-    packs = packs_of(request, plain.global_batch)
+        return plain
+    packs = packs_of(request)
     if wish == "auto":
         if request.launch.unpack:
             return off("memory ran out with it")
@@ -245,13 +276,13 @@ def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: di
                 if request.train_split
                 else "decided when the data are prepared"
             )
-        if why := _unpackable(request, setup, packs.longest):
+        if why := _unpackable(request, plain.setup, packs.longest):
             return off(why)
-    packed = _packed(config, setup, packs)
-    fitting = request.largest(packed)
-    micros = _micro_batches(request, Division(setup=packed, batch=plain, packs=packs), fitting)
+    packed = replace(plain, setup=_packed(config, plain.setup, packs), packs=packs)
+    tokens, fitting = packed.setup.row_tokens, request.largest(packed.setup)
+    micros = _micro_batches(request, packed, fitting)
     if any(micro > most for micro, most in zip(micros, fitting, strict=True)):
-        capacity = f"{'only ' + str(min(fitting)) if min(fitting) else 'not one'} pack of {packed.row_tokens} tokens"
+        capacity = f"{'only ' + str(min(fitting)) if min(fitting) else 'not one'} pack of {tokens} tokens"
         if wish == "auto":
             return off(f"{capacity} would fit")
         raise UserError(
@@ -260,27 +291,28 @@ def choose_packing(request: Request, setup: Setup, plain: StepBatch, reasons: di
         )
     bound, slots = packs.bound if packs else plain.global_batch, sum(micros)
     accumulation = math.ceil(bound / slots)
-    arithmetic = f"how much it saves is known when the data are prepared; packs of up to {packed.pack_tokens} tokens"
+    arithmetic = (
+        f"how much it saves is known when the data are prepared; packs of up to {config.model.max_seq_len} tokens"
+    )
     if packs:
         before, after = plain.accumulation, packs.micro_steps(slots)
         saved = 1 - after / before
         arithmetic = (
             f"{packs.rows} rows in {packs.mean:.1f} packs of {packs.limit} tokens, {packs.efficiency:.0%} full;"
-            f" {after:.1f} micro-steps "
+            f" {after:.1f} micro-steps instead of {before}" + (f" = {saved:.0%} fewer" if saved > 0 else "")
         )
-        arithmetic += f"instead of {before}" + (f" = {saved:.0%} fewer" if saved > 0 else "")
         if wish == "auto" and saved <= WORTH:
             return off(f"{arithmetic}; worth it from {WORTH:.0%} fewer")
-    reasons["global batch"] = plain.reasons["global batch"]
+    for kind in ("micro-batch", "accumulation", "idle"):
+        reasons.pop(kind, None)
     reasons["packing"] = f"packing on: {arithmetic}" + (", as configured" if wish == "on" else "")
     micro = in_words(micros)
     reasons["micro-batch"] = (
-        f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {packed.row_tokens} tokens per"
+        f"micro-batch {micro} {'pack' if micro == '1' else 'packs'} of up to {tokens} tokens per"
         f" {request.unit}: {plural(min(fitting), 'pack')} would fit; accumulation {accumulation} = at most"
         f" {plural(bound, 'pack')} / {slots}, and micro-steps without any are skipped"
     )
-    batch = replace(plain, slots=tuple((micro, accumulation) for micro in micros))
-    return Division(setup=packed, batch=batch, packs=packs)
+    return replace(packed, slots=tuple((micro, accumulation) for micro in micros))
 
 
 def _unpackable(request: Request, setup: Setup, longest: int) -> str:
@@ -292,7 +324,7 @@ def _unpackable(request: Request, setup: Setup, longest: int) -> str:
 def _micro_batches(request: Request, packed: Division, fitting: tuple[int, ...]) -> tuple[int, ...]:
     """Return the packs per micro-step of each rank."""
     train, world, packs = request.config.train, len(fitting), packed.packs
-    per_step = max(packs.counts) if packs else packed.batch.global_batch
+    per_step = max(packs.counts) if packs else packed.global_batch
     # A typed accumulation must hold for any number of packs that a step may have.
     if train.grad_accum != "auto":
         return (math.ceil((packs.bound if packs else per_step) / (train.grad_accum * world)),) * world
@@ -319,11 +351,7 @@ def _with_shares(request: Request, division: Division, reasons: dict[str, str]) 
     """Return the division with shares by speed and memory where ranks are unlike and the batch is `auto`."""
     setup, devices = division.setup, request.data_devices
     same, speeds_known = setup.sharded, all(device.peak_flops for device in devices)
-    most = (
-        max(_most_packs(division), *division.batch.micro_batches)
-        if setup.pack_tokens
-        else _most_together(request, setup)
-    )
+    most = max(_most_packs(division), *division.micro_batches) if setup.pack_tokens else _most_together(request, setup)
     costs = [
         Cost(row_seconds=1 / ((speeds_known and device.peak_flops) or device.memory_bytes), most_rows=min(most, rows))
         for device, rows in zip(devices, request.largest(setup), strict=True)
@@ -350,7 +378,7 @@ def _with_shares(request: Request, division: Division, reasons: dict[str, str]) 
         )
     if setup.pack_tokens:
         # The step with most packs must have room.
-        bound = division.packs.bound if division.packs else division.batch.global_batch
+        bound = division.packs.bound if division.packs else division.global_batch
         times = max(1.0, bound / sum(micro * steps for micro, steps in shares))
         shares = tuple((micro, math.ceil(steps * times)) for micro, steps in shares)
-    return replace(division, batch=replace(division.batch, slots=shares))
+    return replace(division, slots=shares)

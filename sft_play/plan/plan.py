@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,11 +178,11 @@ class Plan(Setup):
     warmup_steps: int | None
     eval_batch_size: int
     """Prompts per batch of generation, and rows per batch of the loss, per device."""
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     """Forecast over all ranks."""
-    communication_share: float | None
-    seconds_per_step: float | None
-    total_seconds: float | None
+    communication_share: float | None = None
+    seconds_per_step: float | None = None
+    total_seconds: float | None = None
     epoch_seconds: float | None = None
     communication_seconds: float | None = None
     """Of a step, unless computation hides it."""
@@ -224,6 +224,10 @@ class Plan(Setup):
         """Return the half-open range of layers in a rank's stage."""
         stage = rank % len(self.stages)
         return sum(self.stages[:stage]), sum(self.stages[: stage + 1])
+
+    def with_reason(self, kind: str, text: str) -> Plan:
+        """Return the plan with the reason of a choice."""
+        return replace(self, reasons={**self.reasons, kind: text})
 
     @property
     def slots(self) -> tuple[tuple[int, int], ...]:
@@ -288,6 +292,16 @@ class LaunchRequest:
     """Whether to recompute activations because memory ran out at a micro-batch of 1; a typed `false` outranks it."""
     unpack: bool = False
     """Whether to leave rows unpacked because memory ran out with one pack; a typed `on` outranks it."""
+
+    def without_json(self, command: CommandStrategy) -> LaunchRequest:
+        """Return the launch by another command, without a DeepSpeed JSON."""
+        return replace(
+            self, command_strategy=command, zero_stage=None, offload_optimizer=False, offload_parameters=False
+        )
+
+    def with_offloading(self) -> LaunchRequest:
+        """Return the launch under ZeRO-3 with all states in host memory."""
+        return replace(self, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
 
 
 COMMANDS: Mapping[str, str] = {

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, TrainConfig
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError
 from sft_play.plan.experience import PastRun
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, network_speed, rate_in_words
 from sft_play.plan.memory import rank_memory
-from sft_play.plan.plan import LaunchRequest, Plan, Setup
+from sft_play.plan.plan import LaunchRequest, Setup
 from sft_play.plan.ranks import RankLayout, group_size, one_each, ranks_of, stages
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import Prepared, PreparedSplit
@@ -135,15 +134,20 @@ class Request:
         return self.config.train.batch_size == "auto" and self.config.train.grad_accum == "auto"
 
     @property
+    def global_batch(self) -> int:
+        """Rows of an optimizer step."""
+        return global_rows(self.config.train, len(self.data_devices))
+
+    @property
     def required_rows(self) -> int:
         """Rows per rank that must fit: the typed micro-batch, or what a typed accumulation requires; otherwise 1."""
-        train, world = self.config.train, len(self.data_devices)
+        train = self.config.train
         if train.batch_size != "auto":
             return train.batch_size
         # Under packing, packs must fit, and these are not known yet.
         if train.grad_accum == "auto" or train.packing == "on":
             return 1
-        return math.ceil(global_rows(train, world) / (train.grad_accum * world))
+        return math.ceil(self.global_batch / (train.grad_accum * len(self.data_devices)))
 
     def with_keys(self, keys: Mapping[str, Any]) -> Request:
         """Return the request as if these keys, such as `train.batch_size`, had been typed."""
@@ -216,9 +220,8 @@ class Request:
         if rows > 1:
             what = f"a micro-batch of {rows} rows of {setup.row_tokens} tokens does not fit"
             if train.batch_size == "auto" and train.grad_accum != "auto":
-                world = len(fitting)
-                what += f" (`train.grad_accum` {train.grad_accum} needs it: {global_rows(train, world)} global / "
-                what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
+                what += f" (`train.grad_accum` {train.grad_accum} needs it: {self.global_batch} global / "
+                what += f"({train.grad_accum} x {plural(len(fitting), 'rank' if self.group_size == 1 else 'group')}))"
         needs = (
             f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB"
             f" ({listed})"
@@ -255,22 +258,6 @@ def describe_machines(request: Request) -> dict[str, str]:
             f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"
         )
     return notes
-
-
-Decide = Callable[[Request], Plan]
-
-
-def try_plan(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return the changed plan, or the error with how far it is from fitting; `None` if the rules would refuse it."""
-    before, after = ({conflict.message for conflict in check_rules(case.config, {})} for case in (request, changed))
-    if after - before:
-        return None
-    try:
-        return decide(changed)
-    except DoesNotFitError as error:
-        return error
-    except UserError:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

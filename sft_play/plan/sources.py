@@ -35,8 +35,8 @@ from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
+from sft_play.plan.peak import with_peak
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
-from sft_play.plan.remedies import with_peak
 from sft_play.plan.request import DoesNotFitError, Request
 from sft_play.plan.shape import ModelShape, fuses_adapters, quantises_experts
 from sft_play.runs.folder import cache_folder
