@@ -72,8 +72,8 @@ class Hardware:
     ram_bytes: int
     described: bool = False
     """Whether the user described it, instead of detection on this machine."""
-    network_bytes_per_second: float | None = None
-    """Speed between machines, or between cards without a faster link; `None` when it is not known."""
+    network: str | None = None
+    """Network between machines, or between cards without a faster link, such as `1Gbit`; `None` when not known."""
     ram_known: bool = True
     """Whether `ram_bytes` was read or stated, not assumed."""
     nodes: int = 1
@@ -86,6 +86,11 @@ class Hardware:
     """The newest CUDA that the driver supports, such as `13.0`."""
     unused: str = ""
     """Why a GPU of this machine is not used; empty if all are."""
+
+    @property
+    def network_bytes_per_second(self) -> float | None:
+        """Speed of that network."""
+        return network_speed(self.network, "HARDWARE") if self.network else None
 
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
@@ -105,9 +110,10 @@ def parse_hardware(text: str) -> Hardware:
     body, at, network = text.partition("@")
     network, plus, memory_after = network.partition("+")  # `8xH100@10Gbit+512GB-RAM`
     body += plus + memory_after
-    speed = network_speed(network, f"HARDWARE={text}") if at else None
+    if at:
+        network_speed(network, f"HARDWARE={text}")
     if body.strip().lower() == "cpu":
-        return replace(cpu_only(), network_bytes_per_second=speed)
+        return replace(cpu_only(), network=network or None)
     machines = re.match(r"\s*(\d{1,4})\s*x\s*(?=\d+\s*x)", body)  # `2x8xH100`
     parts = [part.strip() for part in re.split("[+,]", body[machines.end() if machines else 0 :])]
     memory = next((match for match in map(RAM.fullmatch, parts) if match), None)
@@ -121,7 +127,7 @@ def parse_hardware(text: str) -> Hardware:
         cpu_threads=ASSUMED_THREADS,
         ram_bytes=int(float(memory[1]) * GIB) if memory else ASSUMED_RAM,
         described=True,
-        network_bytes_per_second=speed,
+        network=network or None,
         ram_known=memory is not None,
         listed=len(cards),
         nodes=int(machines.group(1)) if machines else 1,

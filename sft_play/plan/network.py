@@ -361,7 +361,7 @@ def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
 def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
     """Return the time of the traffic of slices in a step; 0 without slices, or over a network of unknown speed."""
     hardware, apart = request.hardware, _apart(request)
-    near = hardware if apart else replace(hardware, network_bytes_per_second=None)
+    near = hardware if apart else replace(hardware, network=None)
     link = link_bytes_per_second(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1)
     return 0.0 if request.group_size == 1 or link is None else slices_bytes(request, setup, tokens) / link
 

@@ -22,22 +22,6 @@ from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import plural
 
-
-def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:
-    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` names a network.
-
-    Raise `HardwareError`.
-    """
-    text = config.launch.network
-    if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
-        return hardware
-    return replace(hardware, network_bytes_per_second=_network_speed(text))
-
-
-def _network_speed(text: str) -> float:
-    return network_speed(text, "launch.network", "`launch.network` is")
-
-
 Memory = Callable[[Config, ModelShape, Setup, int], dict[str, int]]
 """(configuration, shape, setup, micro-batch) -> bytes of every part of a rank at its peak."""
 DEFAULT_GLOBAL_BATCH = 32
@@ -151,19 +135,12 @@ class Request:
 
     def with_keys(self, keys: Mapping[str, Any]) -> Request:
         """Return the request as if these keys, such as `train.batch_size`, had been typed."""
-        original, typed, memory, config = self.config, self.typed, self.memory, self.config
+        config = self.config
         for key, value in keys.items():
             section, name = key.split(".")
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-
-        def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-            # A trace belongs to the original configuration; apart from the setup, memory depends on its tuning alone.
-            return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
-
         prepared = None if "model.max_seq_len" in keys else self.prepared  # rows of another length
-        return replace(
-            self, config=config, memory=memory_of, prepared=prepared, typed=lambda key: typed(key) or key in keys
-        )
+        return replace(self, config=config, prepared=prepared, typed=lambda key: key in keys or self.typed(key))
 
     def on(self, setup: Setup, rank: int) -> Setup:
         """Return the setup of a rank: in a pipeline, that of its stage."""
@@ -232,10 +209,13 @@ class Request:
 def with_machines(request: Request) -> Request:
     """Return the request with the network and the devices of all machines, as far as they are known.
 
-    Raise `HardwareError`.
+    `HARDWARE` outranks `launch.network`. Raise `HardwareError`.
     """
-    launch = request.launch
-    hardware = with_network(request.config, request.hardware, launch)
+    hardware, launch, network = request.hardware, request.launch, request.config.launch.network
+    if network:
+        network_speed(network, "launch.network", "`launch.network` is")
+        if launch.num_nodes > 1 and not hardware.network:
+            hardware = replace(hardware, network=network)
     if launch.num_nodes > 1 and one_each(hardware, launch):
         launch = replace(launch, node_devices=tuple((device,) for device in hardware.devices))
     return replace(request, hardware=hardware, launch=launch)
@@ -253,7 +233,7 @@ def describe_machines(request: Request) -> dict[str, str]:
         notes["nodes"] = f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{rest})"
     elif nodes > 1:
         notes["nodes"] = f"{nodes} nodes, each with the devices of this one"
-    if text and speed and request.typed("launch.network") and _network_speed(text) != speed:
+    if text and speed and request.typed("launch.network") and network_speed(text, "") != speed:
         notes["launch.network"] = (
             f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"
         )

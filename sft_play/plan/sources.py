@@ -308,10 +308,12 @@ class TracedMemory:
 
     def __call__(self, config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
         """Return the bytes of every part."""
-        if config is self.config and (exact := self.observations.get((setup, micro_batch))):
+        # A trace is of one configuration; apart from the setup, memory depends on its tuning alone.
+        same = config.tuning == self.config.tuning
+        if same and (exact := self.observations.get((setup, micro_batch))):
             return dict(exact.parts)
         parts = rank_memory(config, shape, setup, micro_batch)
-        near = self._nearest(setup, micro_batch) if config is self.config else None
+        near = self._nearest(setup, micro_batch) if same else None
         if near is None:
             return parts
         (other, rows), observed = near
