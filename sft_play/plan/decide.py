@@ -138,7 +138,6 @@ def decide(request: Request) -> Plan:
         steps=steps,
         steps_per_epoch=per_epoch,
         reasons=reasons,
-        remedies=(),
         notices=tuple(warnings),
     )
     return with_forecast(plan, request, division)

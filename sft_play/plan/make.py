@@ -10,16 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.layers import shipped
-from sft_play.config.schema import Config
 from sft_play.plan.batch import rows_each
 from sft_play.plan.decide import decide, try_plan
-from sft_play.plan.hardware import GIB, HEADROOM, Hardware
+from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, least_room
-from sft_play.plan.ranks import devices_of
 from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request, with_machines
-from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
 from sft_play.text import figure
 
@@ -33,12 +30,7 @@ def make_plan(request: Request) -> Plan:
         plan = decide(request)
     except DoesNotFitError as error:
         raise with_remedies(request, error) from None
-    plan = replace(plan, notices=(*_faster_with_fewer(request, plan), *plan.notices))
-    tightest = least_room(plan.ranks)
-    if tightest.peak_bytes <= tightest.capacity_bytes:
-        return plan
-    ways = remedies(request, plan, tightest.micro_batch, tightest.peak_bytes)
-    return replace(plan, remedies=tuple(map(str, ways)))
+    return replace(plan, notices=(*_faster_with_fewer(request, plan), *plan.notices))
 
 
 def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
@@ -203,7 +195,7 @@ def _fewer(request: Request) -> list[tuple[str, Request]]:
     Like units count once, and of like cards in one machine only a single card is considered.
     """
     ranks, hardware, cpu = request.ranks, request.hardware, request.hardware.kind == "cpu"
-    several, network = len(ranks.nodes) > 1, request.hardware.network_bytes_per_second
+    several, network = len(ranks.nodes) > 1, request.hardware.network
     groups = list(map(ranks.ranks_of, range(len(ranks.nodes)))) if several else [(rank,) for rank in range(ranks.local)]
     units = [tuple(ranks.devices[rank] for rank in group) for group in groups]
     requests: list[tuple[str, Request]] = []
@@ -232,28 +224,17 @@ def _fewer(request: Request) -> list[tuple[str, Request]]:
                     hardware,
                     devices=devices[:1] if cpu else devices,
                     described=True,
-                    network_bytes_per_second=network if len(staying) > 1 else None,
+                    network=network if len(staying) > 1 else None,
                 ),
             )
             requests.append((words, fewer if len(devices) > 1 else fewer.with_keys(ALONE)))
     return requests
 
 
-def ways_out(
-    config: Config, shape: ModelShape, plan: Plan, launch: LaunchRequest, rank: RankPlan
-) -> tuple[Remedy, ...]:
+def ways_out(request: Request, plan: Plan, rank: RankPlan) -> tuple[Remedy, ...]:
     """Return what would need less memory than a rank of this plan, which ran out although it should have fitted.
 
     Sizes come from the formulas.
     """
-    devices = devices_of(plan)
-    # Processes on a CPU share its memory.
-    here = devices[0][:1] if plan.device == "cpu" else devices[0]
-    free = sum(device.free_bytes for device in here)
-    hardware = Hardware(
-        kind=plan.device, devices=here, cpu_threads=len(devices[0]), ram_bytes=free, ram_known=False, described=True
-    )
-    launch = replace(launch, node_devices=devices if plan.num_nodes > 1 else ())
-    request = Request(config=config, hardware=hardware, shape=shape, launch=launch)
-    need = rank_memory(config, shape, plan, rank.micro_batch)
-    return remedies(request, plan, rank.micro_batch, sum(need.values()))
+    need = rank_memory(request.config, request.shape, plan, rank.micro_batch)
+    return remedies(with_machines(request), plan, rank.micro_batch, sum(need.values()))
