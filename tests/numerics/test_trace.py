@@ -83,7 +83,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def traced_exactly(case: Case) -> None:
-    fake, real = (observe(case, model_of(case), real=real)[0] for real in (False, True))
+    fake, real = (observe(case, model_of(case), real=real) for real in (False, True))
     assert fake == real and max(peak.total for peak in fake.values()) > 200_000
 
 
@@ -148,7 +148,7 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
     case = replace(PLAIN, gradient_checkpointing=True, device="cuda", mode="full")
     moved = replace(case, activation_offload=True)
     traced_exactly(moved)
-    resident, offloaded = (observe(variant, model_of(variant))[0] for variant in (case, moved))
+    resident, offloaded = (observe(variant, model_of(variant)) for variant in (case, moved))
     inputs = 3 * 40 * SMALL["hidden_size"] * 4
     for moment, recomputed in {"backward head": 0, "backward last": inputs}.items():
         before, after = resident[moment].parts, offloaded[moment].parts
@@ -159,5 +159,5 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
 @pytest.mark.parametrize(("changes", "width"), [({}, 4), (BF16, 2)])
 def test_muons_temporaries_are_those_of_its_largest_matrix(changes: dict[str, Any], width: int) -> None:
     case = replace(PLAIN, mode="full", optim="muon", clips=False, **changes)
-    update = observe(case, model_of(case))[0]["update"].parts
+    update = observe(case, model_of(case))["update"].parts
     assert update["workspace"] == (width + 4) * 64 * 160 + 4 * 64**2
