@@ -20,8 +20,7 @@ from sft_play.config.rules import check_rules, network_keys
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices, network
 from sft_play.plan.architecture import check_length, label
-from sft_play.plan.batch import explain_global_batch, halve
-from sft_play.plan.division import Division, divide, pack_if_typed
+from sft_play.plan.batch import Division, divide, explain_global_batch, halve, pack_if_typed
 from sft_play.plan.epoch import label_share, row_tokens, step_count
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import (
@@ -31,7 +30,7 @@ from sft_play.plan.memory import (
     nf4_experts,
     trainable_parameters,
 )
-from sft_play.plan.plan import Plan, RankPlan, Setup, Strategy, least_room
+from sft_play.plan.plan import Plan, RankPlan, Setup, Strategy, tightest
 from sft_play.plan.ranks import visible_variable
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Request, describe_machines
 from sft_play.plan.shape import check_targets, describe_adapters
@@ -248,11 +247,11 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
             f"gradients reduced in each of {micro_steps} micro-steps: else every rank would hold {gradient_gib:.1f} GiB"
             " of them in fp32 until the last"
         )
-    tightest = least_room(ranks)
-    if tightest.peak_bytes > tightest.capacity_bytes:
+    fullest = tightest(ranks)
+    if fullest.peak_bytes > fullest.capacity_bytes:
         notes["room"] = (
-            f"rank {tightest.rank} may run short: {tightest.peak_bytes / GIB:.1f} of"
-            f" {tightest.capacity_bytes / GIB:.1f} GiB"
+            f"rank {fullest.rank} may run short: {fullest.peak_bytes / GIB:.1f} of"
+            f" {fullest.capacity_bytes / GIB:.1f} GiB"
         )
     notes |= describe_adapters(config, shape)
     if config.tuning.mode == "qlora" and shape.expert_parameters and not shape.quantized_bits:

@@ -290,6 +290,27 @@ class Packs:
         return fmean(-(-count // slots) for count in self.counts)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AverageRow:
+    """The average row of a step, or with packing the average pack; memory is planned for the worst one instead."""
+
+    tokens: float
+    longest: float
+    """Tokens of the longest of all."""
+    label_share: float
+    """Share of tokens that have labels."""
+    inside: float = 0.0
+    """With packing: tokens of the row that the average token is in."""
+
+    def padded_tokens(self, micro: float) -> float:
+        """Return the tokens of each of `micro` rows, padded to the longest of them.
+
+        The longest of m rows spread evenly around the mean is (m - 1) / (m + 1) of the way from the mean to the
+        longest row of all.
+        """
+        return self.tokens + max(0.0, self.longest - self.tokens) * max(0.0, micro - 1) / (micro + 1)
+
+
 def packs_of(request: Request) -> Packs | None:
     """Return the packs of the prepared rows, or `None` if the lengths of the rows are not known."""
     config, split = request.config, request.train_split

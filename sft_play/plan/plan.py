@@ -56,11 +56,6 @@ class RankPlan:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def least_room(ranks: Sequence[RankPlan]) -> RankPlan:
-    """Return the rank with the fewest spare bytes."""
-    return max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
-
-
 def tightest(ranks: Sequence[RankPlan]) -> RankPlan:
     """Return the rank whose peak is the largest share of its capacity."""
     return max(ranks, key=lambda rank: rank.peak_bytes / max(1, rank.capacity_bytes))

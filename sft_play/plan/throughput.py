@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
-from sft_play.plan.division import AverageRow, Division, average_row
+from sft_play.plan.batch import Division, average_row
+from sft_play.plan.epoch import AverageRow
 from sft_play.plan.experience import Work, most_like, same_name
 from sft_play.plan.hardware import Device, energy_kwh, fp32_share
 from sft_play.plan.memory import NF4_BYTES, layer_input_bytes, quantised_parameters, trainable_parameters

@@ -22,7 +22,7 @@ from sft_play.model import lora
 from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped
 from sft_play.plan.architecture import quantized_bits
-from sft_play.plan.peak import MOMENTS
+from sft_play.plan.make import MOMENTS
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
 from sft_play.plan.sources import Case
 from sft_play.trace import build
