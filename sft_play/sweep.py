@@ -27,7 +27,7 @@ from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
 from sft_play.launch.job import read_options
-from sft_play.launch.rehearse import plan_ahead, usual_strategy
+from sft_play.launch.rehearse import rehearse, usual_strategy
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.runs import Summary, list_run
 from sft_play.plan.detect import detect
@@ -260,7 +260,7 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
     for trial in trials:
         ours = _call(call, trial.name, *trial.overrides())
         if call.flag("SLURM"):
-            plan = plan_ahead(ours).plan
+            plan = rehearse(ours).plan
         else:
             options, loaded = read_options(
                 ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto"

@@ -44,6 +44,7 @@ from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.plan import Plan, describe_batches
+from sft_play.plan.request import Request
 from sft_play.plan.show import show_plan
 from sft_play.plan.sources import Probed, load_probe, memory_of, save_probe
 from sft_play.runs.checkpoints import step_of
@@ -142,8 +143,9 @@ def _with_less(
     job: Job, prepared: Prepared, before: Plan, outcome: Outcome, checkpoint: Path | None, budget: Restarts
 ) -> Following:
     """Return what follows after memory ran out."""
-    config, request = job.loaded.config, job.options.request
-    reduced = recovery.remedy(config, job.shape, before, request, outcome, budget.retries)
+    config, launch = job.loaded.config, job.options.request
+    request = Request(config=config, hardware=job.hardware, shape=job.shape, launch=launch)
+    reduced = recovery.remedy(request, before, outcome, budget.retries)
     if isinstance(reduced, str):
         return Following(outcome=replace(outcome, message=f"{outcome.message}\n\n{reduced}"))
     budget.retries += 1

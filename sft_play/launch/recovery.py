@@ -18,7 +18,7 @@ from sft_play.launch.run_folder import read_events
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.request import Request
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.text import plural
@@ -56,11 +56,13 @@ class Following:
         return Following(**{**value, "outcome": Outcome(**value["outcome"]) if value.get("outcome") else None})
 
 
-def remedy(
-    config: Config, shape: ModelShape, plan: Plan, request: LaunchRequest, outcome: Outcome, retries: int
-) -> LaunchRequest | str:
-    """Return the request of the next attempt after `retries`, or why there is none, with remedies."""
+def remedy(request: Request, plan: Plan, outcome: Outcome, retries: int) -> LaunchRequest | str:
+    """Return the launch of the next attempt after `retries`, or why there is none, with remedies.
+
+    `request` is that of the plan whose rank ran out of memory.
+    """
     assert outcome.cause == OUT_OF_MEMORY
+    config, launch = request.config, request.launch
     most, phase = config.launch.max_oom_retries, outcome.doing.get("phase")
     if retries >= most:
         used_up = f"{retries} of {most} retries are used up (`launch.max_oom_retries`)"
@@ -68,17 +70,17 @@ def remedy(
     elif phase == "loading":
         why = "the model alone does not fit: a smaller batch would not help"
     elif has_grown(plan, outcome):
-        return request  # a plan with a recovery keeps its own shares
+        return launch  # a plan with a recovery keeps its own shares
     elif rows_of(plan, outcome) > 1:
-        return replace(request, halvings=request.halvings + 1)
+        return replace(launch, halvings=launch.halvings + 1)
     elif plan.pack_tokens and config.train.packing == "auto" and phase != "evaluating":
-        return replace(request, unpack=True)
+        return replace(launch, unpack=True)
     elif config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
-        return replace(request, force_checkpointing=True)
+        return replace(launch, force_checkpointing=True)
     else:
         state = "on already" if plan.gradient_checkpointing else "off as configured"
         why = f"the micro-batch is 1 already and gradient checkpointing is {state}"
-    ways = ways_out(config, shape, plan, request, plan.ranks[outcome.rank or 0])
+    ways = ways_out(request, plan, plan.ranks[outcome.rank or 0])
     return f"{why}\n\nhint: " + (
         "choose one: " + "; ".join(map(str, ways)) if ways else "use a smaller model, or more memory"
     )

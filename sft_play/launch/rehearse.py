@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
 from sft_play.plan.ranks import devices_of
-from sft_play.plan.request import DoesNotFitError, with_network
+from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.show import (
     misfit_json,
     parse_price,
@@ -32,7 +30,7 @@ from sft_play.plan.show import (
     show_plan,
     with_cost,
 )
-from sft_play.plan.sources import hardware_of, needs_several, parse_source, plan_for
+from sft_play.plan.sources import Source, hardware_of, needs_several, parse_source, plan_for
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
 from sft_play.text import as_typed
@@ -40,42 +38,13 @@ from sft_play.text import as_typed
 
 def main(call: Call) -> int:
     """Print the plan, with `JSON=1` as plan.json, and return 0; show the parts of a misfit before its error."""
-    with explain_misfit(call):
-        return _rehearse(call)
-
-
-@contextlib.contextmanager
-def explain_misfit(call: Call) -> Iterator[None]:
-    """Show the parts of what does not fit before the error propagates."""
-    try:
-        yield
-    except DoesNotFitError as error:
-        print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
-        raise error.without_remedies() from None
-
-
-def _rehearse(call: Call) -> int:
     if call.options.get("RUN"):
         find_run(call.options["RUN"])  # reports an unknown run before its missing configuration
     why = call.flag("WHY") or "WHY" not in call.options
-    loaded = call.load_config()
-    options, loaded = read_options(call, loaded, "auto", rehearsal=True)
-    hardware = hardware_of(call)
-    if options.cpu and hardware.described and hardware.kind != "cpu":
-        hint = "HARDWARE=cpu, or another file"
-        raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)
-    request = _as_the_run_was(call, options.request, hardware)
-    request = _request(call, loaded, request, hardware)
-    hardware = with_network(loaded.config, hardware, request)
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
-    prepared = _prepared(call)
-    source = parse_source(call.options.get("SOURCE"), "known")
-    if source == "probe":
-        _probe(call, loaded, replace(options, request=request), hardware)
-    shape = shape_of(loaded.config.model)
-    plan = with_cost(plan_for(loaded, hardware, request, prepared, source), hardware, price)
-    refuse_files(options, plan, loaded.config, shape)
-    for notice in options.notices:
+    rehearsal = rehearse(call, parse_source(call.options.get("SOURCE"), "known"))
+    plan, hardware = with_cost(rehearsal.plan, rehearsal.hardware, price), rehearsal.hardware
+    for notice in rehearsal.options.notices:
         print(f"note: {notice}", file=sys.stderr)
     for problem in compare_versions(hardware) if plan.device == "cuda" else ():
         print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
@@ -84,8 +53,65 @@ def _rehearse(call: Call) -> int:
         return 0
     print(show_plan(plan, why=why, details=True))
     if not hardware.described:
-        print(f"\n  to run it: {_command(call, plan, loaded, options)}")
+        print(f"\n  to run it: {_command(call, rehearsal)}")
     return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What is known about a run before its machines are available."""
+
+    loaded: LoadedConfig
+    options: LaunchOptions
+    hardware: Hardware
+    plan: Plan
+
+    @property
+    def processes(self) -> int:
+        """Number of ranks per node."""
+        return self.plan.world_size // self.plan.num_nodes
+
+    @property
+    def target(self) -> str:
+        """The command that trains with this plan, such as `train-distributed`."""
+        return command_of(self.plan.strategy)
+
+
+def rehearse(call: Call, source: Source = "known") -> Rehearsal:
+    """Return the configuration and the plan of a call, for `HARDWARE` or for hardware like this machine's.
+
+    Raise `UserError`, after showing the parts of what does not fit.
+    """
+    hardware = hardware_of(call)
+    options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
+    if options.cpu and hardware.described and hardware.kind != "cpu":
+        hint = "HARDWARE=cpu, or another file"
+        raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)
+    request = _as_the_run_was(call, options.request, hardware)
+    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
+        request = replace(request, num_nodes=hardware.nodes)
+    if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
+        request = replace(request, command_strategy="single")
+    options = replace(options, request=request)
+    try:
+        if source == "probe":
+            _probe(call, loaded, options, hardware)
+        plan = plan_for(loaded, hardware, request, _prepared(call), source)
+    except DoesNotFitError as error:
+        print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
+        raise error.without_remedies() from None
+    refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
+    return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=plan)
+
+
+def rehearse_for_nodes(call: Call) -> Rehearsal:
+    """Return the rehearsal whose configuration alone makes this plan when the nodes meet and plan again."""
+    rehearsal = rehearse(call)
+    if not (rehearsal.hardware.network and "HARDWARE" in call.options):
+        return rehearsal
+    origin = f"HARDWARE={call.options['HARDWARE']}"
+    network = Override(key="launch.network", text=rehearsal.hardware.network, origin=origin)
+    return replace(rehearsal, loaded=override_config(rehearsal.loaded, [network]))
 
 
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
@@ -139,67 +165,19 @@ def _prepared(call: Call) -> Prepared | None:
     return Prepared.load(run.prepared) if run.prepared.is_file() else None
 
 
-def _command(call: Call, plan: Plan, loaded: LoadedConfig, launch: LaunchOptions) -> str:
+def _command(call: Call, rehearsal: Rehearsal) -> str:
     """Return the command that would train with this plan."""
-    target = command_of(plan.strategy)
-    if launch.accelerate_config and loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
+    target, accelerate = rehearsal.target, rehearsal.options.accelerate_config
+    if accelerate and rehearsal.loaded.config.launch.strategy == "auto" and "DEEPSPEED_CONFIG" not in call.options:
         target = target.replace("deepspeed", "distributed")
-    values = {"ACCELERATE_CONFIG": str(launch.accelerate_config or ""), **call.options}
+    values = {"ACCELERATE_CONFIG": str(accelerate or ""), **call.options}
     names = ("CONFIG", "NUM_GPUS", "NUM_NODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG")
     options = [f"{name}={values[name]}" for name in names if values.get(name)]
     overrides = (override.origin.removeprefix("make ") for override in call.overrides)
     return typed_here(" ".join(["make", target, *map(as_typed, (*options, *overrides))]))
 
 
-def _request(call: Call, loaded: LoadedConfig, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
-    """Return a request with the nodes of described hardware, and for one process if no more are needed."""
-    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
-        request = replace(request, num_nodes=hardware.nodes)
-    single = request.command_strategy == "auto" and not needs_several(loaded, hardware, request)
-    return replace(request, command_strategy="single") if single else request
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ahead:
-    """What is known about a run before its machines are available."""
-
-    loaded: LoadedConfig
-    options: LaunchOptions
-    hardware: Hardware
-    plan: Plan
-
-    @property
-    def processes(self) -> int:
-        """Number of ranks per node."""
-        return self.plan.world_size // self.plan.num_nodes
-
-    @property
-    def target(self) -> str:
-        """The command that trains with this plan, such as `train-distributed`."""
-        return command_of(self.plan.strategy)
-
-
 def usual_strategy(call: Call) -> CommandStrategy:
     """Return the strategy of a command that implies none: one process, or several with several GPUs or if asked for."""
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
     return "auto" if needs_several(loaded, hardware_of(call), options.request) else "single"
-
-
-def plan_ahead(call: Call) -> Ahead:
-    """Return the configuration and the plan of a call, for `HARDWARE` or for hardware like this machine's.
-
-    Raise `UserError`, after showing the parts of what does not fit.
-    """
-    loaded = call.load_config()
-    hardware = hardware_of(call)
-    if hardware.network_bytes_per_second and (described := call.options.get("HARDWARE")):
-        # The nodes plan again when they meet, with the configuration only.
-        network = described.partition("@")[2].partition("+")[0]
-        loaded = override_config(loaded, [Override(key="launch.network", text=network, origin=f"HARDWARE={described}")])
-    options, loaded = read_options(call, loaded, "auto", rehearsal=True)
-    request = _request(call, loaded, options.request, hardware)
-    shape = shape_of(loaded.config.model)
-    with explain_misfit(call):
-        plan = plan_for(loaded, hardware, request)
-        refuse_files(options, plan, loaded.config, shape)
-    return Ahead(loaded=loaded, options=replace(options, request=request), hardware=hardware, plan=plan)

@@ -227,18 +227,25 @@ def as_trained(config: dict[str, Any]) -> dict[str, Any]:
 def _count_model(config: dict[str, Any], place: str) -> ModelShape:
     """Return the shape counted on the model itself, without weights.
 
-    Runs `python -m sft_play.trace` and caches the result. Raise `DataError` for a model that transformers does not
-    know, or that SFT-Play does not train.
+    Raise `DataError` for a model that transformers does not know, or that SFT-Play does not train.
     """
-    key = text_sha256(json.dumps([COUNT_VERSION, versions(), config], sort_keys=True))[:32]
-    path = cache_folder() / "shapes" / f"{key}.json"
-    if path.is_file():
-        return ModelShape.read(read_json(path))
-    row = running_tracer().ask([{"count": config}])[0]
+    (row,) = _ask([{"count": config}])
     if "error" in row:
         raise DataError(row["error"], place=place, hint=row.get("hint"))
-    write_json(path, row)
     return ModelShape.read(row)
+
+
+def _ask(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers of `python -m sft_play.trace`, which are cached unless one is an error."""
+    key = text_sha256(json.dumps([COUNT_VERSION, versions(), questions], sort_keys=True))[:32]
+    path = cache_folder() / "shapes" / f"{key}.json"
+    if path.is_file():
+        cached: list[dict[str, Any]] = read_json(path)
+        return cached
+    answers = running_tracer().ask(questions)
+    if not any("error" in answer for answer in answers):
+        write_json(path, answers)
+    return answers
 
 
 NAMES = ("rank_pattern", "alpha_pattern", "modules_to_save")
@@ -251,19 +258,16 @@ def check_names(config: Config, architecture: Mapping[str, Any]) -> None:
     A model that only its own code can build is not checked here.
     """
     lora = config.tuning.lora
-    typed = [key for key in NAMES if getattr(lora, key)]
-    if config.tuning.mode == "full" or not typed:
-        return
-    settings = [{"target_modules": lora.target_modules, key: getattr(lora, key)} for key in typed]
-    key = text_sha256(json.dumps([COUNT_VERSION, versions(), architecture, settings], sort_keys=True))[:32]
-    path = cache_folder() / "shapes" / f"{key}.json"
-    if path.is_file():
-        return
-    answers = running_tracer().ask([{"architecture": architecture, "names": each} for each in settings])
-    refused = [(key, answer) for key, answer in zip(typed, answers, strict=True) if "hint" in answer]
-    raise_all([UserError(a["error"], place=f"tuning.lora.{key}", hint=a["hint"]) for key, a in refused])
-    if not any("error" in answer for answer in answers):
-        write_json(path, answers)
+    typed = [key for key in NAMES if getattr(lora, key)] if config.tuning.mode != "full" else []
+    names = [{"target_modules": lora.target_modules, key: getattr(lora, key)} for key in typed]
+    answers = _ask([{"architecture": architecture, "names": each} for each in names]) if typed else []
+    raise_all(
+        [
+            UserError(answer["error"], place=f"tuning.lora.{key}", hint=answer["hint"])
+            for key, answer in zip(typed, answers, strict=True)
+            if "hint" in answer
+        ]
+    )
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:

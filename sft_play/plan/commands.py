@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -136,7 +135,7 @@ def _gpu_lines(facts: dict[str, Any]) -> str:
 
 
 def memory_check(call: Call) -> int:
-    """Print the memory and return 0, or 3 if CONFIG would not fit. Then raise `DoesNotFitError` if not one row fits."""
+    """Print the memory and return 0; raise `DoesNotFitError` after it if CONFIG does not fit."""
     facts: dict[str, Any] = {"devices": _devices_now(), "need": None}
     refusal: UserError | None = None
     if call.options.get("CONFIG") or call.options.get("RUN"):
@@ -144,8 +143,7 @@ def memory_check(call: Call) -> int:
     print(json.dumps(facts, indent=2) if call.json else _memory_lines(facts), flush=True)
     if refusal:
         raise refusal
-    need = facts["need"]
-    return 3 if need and not all(rank["fits"] for rank in need["ranks"]) else 0
+    return 0
 
 
 def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
@@ -156,46 +154,30 @@ def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
     try:
         plan = plan_for(loaded, hardware, launch, source=parse_source(call.options.get("SOURCE"), "known"))
     except DoesNotFitError as error:
-        rank = _need_of_rank(None, hardware.kind, error.micro_batch, error.parts, error.capacity_bytes)
+        parts = {"memory_bytes": dict(error.parts), "peak_bytes": error.need_bytes}
+        rank = {"rank": None, "device": hardware.kind, "micro_batch": error.micro_batch, "fits": False, **parts}
         need: dict[str, Any] = {
             "strategy": error.setup.strategy,
             "global_batch_size": None,
             "error": error.message,
-            "ranks": [rank],
+            "ranks": [rank | {"capacity_bytes": error.capacity_bytes}],
+            "remedies": [str(remedy) for remedy in error.remedies],
         }
-        return need | {"remedies": [str(remedy) for remedy in error.remedies]}, error.without_remedies()
+        return need, error.without_remedies()
     ranks = []
     for rank_plan in plan.ranks:
         # The list of devices in use has the driver's numbers.
         kind, _, index = rank_plan.device.partition(":")
         device = f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else kind
-        ranks.append(
-            _need_of_rank(
-                rank_plan.rank, device, rank_plan.micro_batch, rank_plan.memory_bytes, rank_plan.capacity_bytes
-            )
-        )
-    need = {
+        names = ("rank", "micro_batch", "peak_bytes", "capacity_bytes", "memory_bytes")
+        ranks.append({name: getattr(rank_plan, name) for name in names} | {"device": device, "fits": True})
+    return {
         "strategy": plan.strategy,
         "global_batch_size": plan.global_batch_size,
         "source": plan.source,
         "ranks": ranks,
-    }
-    return need | {"remedies": list(plan.remedies)}, None
-
-
-def _need_of_rank(
-    rank: int | None, device: str, micro_batch: int, parts: Mapping[str, int], capacity: int
-) -> dict[str, Any]:
-    peak = sum(size for name, size in parts.items() if name != "free")
-    return {
-        "rank": rank,
-        "device": device,
-        "micro_batch": micro_batch,
-        "peak_bytes": peak,
-        "capacity_bytes": capacity,
-        "memory_bytes": dict(parts),
-        "fits": peak <= capacity,
-    }
+        "remedies": [],
+    }, None
 
 
 def _devices_now() -> list[dict[str, Any]]:

@@ -197,14 +197,14 @@ def row_tokens(request: Request) -> int:
     return min(most, split.longest) if split else most
 
 
-def step_count(request: Request, global_batch: int, reasons: dict[str, str]) -> tuple[int | None, int | None]:
+def step_count(request: Request, reasons: dict[str, str]) -> tuple[int | None, int | None]:
     """Return the optimizer steps in total and per epoch, `None` if they are not known yet."""
     config, split = request.config, request.train_split
     mixture = mixture_of(config.data, split.sources) if split else None
     rows = (sum(mixture.epoch_rows) if mixture else split.rows) if split else None
     for number, line in enumerate(mixture.describe() if mixture else [], 1):
         reasons[f"mixture {number}"] = f"mixture: {line}"
-    per_epoch = math.ceil(rows / global_batch) if rows else None
+    per_epoch = math.ceil(rows / request.global_batch) if rows else None
     if config.train.max_steps > 0:
         epochs = f", {config.train.max_steps / per_epoch:.2f} epochs" if per_epoch else ""
         reasons["steps"] = f"steps {config.train.max_steps}: as configured{epochs}"
@@ -214,7 +214,7 @@ def step_count(request: Request, global_batch: int, reasons: dict[str, str]) -> 
         return None, None
     steps = max(1, math.ceil(config.train.epochs * per_epoch))
     reasons["steps"] = (
-        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {global_batch} global,"
+        f"steps {steps} = {config.train.epochs:g} epochs x {per_epoch} ({rows} rows / {request.global_batch} global,"
         " rounded up)"
     )
     return steps, per_epoch
@@ -290,13 +290,39 @@ class Packs:
         return fmean(-(-count // slots) for count in self.counts)
 
 
-def packs_of(request: Request, global_batch: int) -> Packs | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AverageRow:
+    """The average row of a step, or with packing the average pack; memory is planned for the worst one instead."""
+
+    tokens: float
+    longest: float
+    """Tokens of the longest of all."""
+    label_share: float
+    """Share of tokens that have labels."""
+    inside: float = 0.0
+    """With packing: tokens of the row that the average token is in."""
+
+    def padded_tokens(self, micro: float) -> float:
+        """Return the tokens of each of `micro` rows, padded to the longest of them.
+
+        The longest of m rows spread evenly around the mean is (m - 1) / (m + 1) of the way from the mean to the
+        longest row of all.
+        """
+        return self.tokens + max(0.0, self.longest - self.tokens) * max(0.0, micro - 1) / (micro + 1)
+
+
+def packs_of(request: Request) -> Packs | None:
     """Return the packs of the prepared rows, or `None` if the lengths of the rows are not known."""
     config, split = request.config, request.train_split
     if split is None or not split.rows:
         return None
     return _packs(
-        split, config.data.mix_by, config.data.exhausted, config.train.seed, config.model.max_seq_len, global_batch
+        split,
+        config.data.mix_by,
+        config.data.exhausted,
+        config.train.seed,
+        config.model.max_seq_len,
+        request.global_batch,
     )
 
 

@@ -72,8 +72,8 @@ class Hardware:
     ram_bytes: int
     described: bool = False
     """Whether the user described it, instead of detection on this machine."""
-    network_bytes_per_second: float | None = None
-    """Speed between machines, or between cards without a faster link; `None` when it is not known."""
+    network: str | None = None
+    """Network between machines, or between cards without a faster link, such as `1Gbit`; `None` when not known."""
     ram_known: bool = True
     """Whether `ram_bytes` was read or stated, not assumed."""
     nodes: int = 1
@@ -86,6 +86,11 @@ class Hardware:
     """The newest CUDA that the driver supports, such as `13.0`."""
     unused: str = ""
     """Why a GPU of this machine is not used; empty if all are."""
+
+    @property
+    def network_bytes_per_second(self) -> float | None:
+        """Speed of that network."""
+        return network_speed(self.network, "HARDWARE") if self.network else None
 
 
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
@@ -105,9 +110,10 @@ def parse_hardware(text: str) -> Hardware:
     body, at, network = text.partition("@")
     network, plus, memory_after = network.partition("+")  # `8xH100@10Gbit+512GB-RAM`
     body += plus + memory_after
-    speed = network_speed(network, f"HARDWARE={text}") if at else None
+    if at:
+        network_speed(network, f"HARDWARE={text}")
     if body.strip().lower() == "cpu":
-        return replace(cpu_only(), network_bytes_per_second=speed)
+        return replace(cpu_only(), network=network or None)
     machines = re.match(r"\s*(\d{1,4})\s*x\s*(?=\d+\s*x)", body)  # `2x8xH100`
     parts = [part.strip() for part in re.split("[+,]", body[machines.end() if machines else 0 :])]
     memory = next((match for match in map(RAM.fullmatch, parts) if match), None)
@@ -121,7 +127,7 @@ def parse_hardware(text: str) -> Hardware:
         cpu_threads=ASSUMED_THREADS,
         ram_bytes=int(float(memory[1]) * GIB) if memory else ASSUMED_RAM,
         described=True,
-        network_bytes_per_second=speed,
+        network=network or None,
         ram_known=memory is not None,
         listed=len(cards),
         nodes=int(machines.group(1)) if machines else 1,
@@ -173,7 +179,7 @@ def device_of(label: str, card: Card) -> Device:
         compute_capability=card.capability,
         peak_flops=card.bf16_tflops * 1e12,
         bandwidth=card.bandwidth_gb_s * GB,
-        power_watts=BOARD_WATTS.get(label),
+        power_watts=card.watts,
     )
 
 
@@ -188,10 +194,6 @@ def _nonsense(part: str, text: str) -> HardwareError:
     )
 
 
-FLOP_PER_CLOCK = 512
-"""bf16 operations per clock and multiprocessor of a GeForce card, with fp32 accumulation."""
-
-
 @dataclass(frozen=True, slots=True)
 class Card:
     """A row of the catalogue: nominal figures for a forecast before anything is measured; laptop parts are separate."""
@@ -201,26 +203,10 @@ class Card:
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
+    watts: float | None = None
+    """Power limit; `None` for parts that have a range of limits (laptops, NVL and GH parts)."""
     confirmed: bool = True
     """Whether a published page confirms the figures; otherwise they were recalled or inferred."""
-
-
-def _geforce(
-    memory_gib: float,
-    multiprocessors: int,
-    boost_ghz: float,
-    bandwidth: float,
-    capability: tuple[int, int],
-    confirmed: bool = True,
-) -> Card:
-    """Return a GeForce card, whose speed follows from multiprocessors and clock."""
-    return Card(
-        memory_gib,
-        round(multiprocessors * boost_ghz * FLOP_PER_CLOCK / 1000, 1),
-        bandwidth,
-        capability,
-        confirmed,
-    )
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
@@ -245,39 +231,39 @@ hang. `RTX 4000` is not a consumer card.
 """
 
 CATALOGUE: Mapping[str, Card] = {
-    # GeForce, desktop.
-    "RTX3060": _geforce(11.8, 28, 1.777, 360, AMPERE, False), "RTX3070": _geforce(7.8, 46, 1.725, 448, AMPERE, False),
-    "RTX3070Ti": _geforce(7.8, 48, 1.77, 608, AMPERE), "RTX3080": _geforce(9.8, 68, 1.71, 760, AMPERE, False),
-    "RTX3080Ti": _geforce(11.8, 80, 1.665, 912, AMPERE, False), "RTX3090": _geforce(23.6, 82, 1.695, 936, AMPERE),
-    "RTX3090Ti": _geforce(23.6, 84, 1.86, 1008, AMPERE, False),
-    "RTX4060": _geforce(7.8, 24, 2.46, 272, ADA), "RTX4060Ti": _geforce(7.8, 34, 2.535, 288, ADA),
-    "RTX4060Ti-16GB": _geforce(15.6, 34, 2.535, 288, ADA), "RTX4070": _geforce(11.8, 46, 2.475, 504, ADA),
-    "RTX4070Super": _geforce(11.8, 56, 2.475, 504, ADA, False), "RTX4070Ti": _geforce(11.8, 60, 2.61, 504, ADA),
-    "RTX4070TiSuper": _geforce(15.6, 66, 2.61, 672, ADA, False), "RTX4080": _geforce(15.6, 76, 2.505, 717, ADA),
-    "RTX4080Super": _geforce(15.6, 80, 2.55, 736, ADA, False), "RTX4090": _geforce(23.6, 128, 2.52, 1008, ADA),
-    "RTX5070": _geforce(11.8, 48, 2.51, 672, BLACKWELL), "RTX5070Ti": _geforce(15.6, 70, 2.452, 896, BLACKWELL),
-    "RTX5080": _geforce(15.6, 84, 2.617, 960, BLACKWELL), "RTX5090": _geforce(31.4, 170, 2.407, 1792, BLACKWELL),
+    # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock; watts from NVIDIA's product pages,
+    # total graphics power of the founders' edition or reference card.
+    "RTX3060": Card(11.8, 25.5, 360, AMPERE, 170, confirmed=False),
+    "RTX3070": Card(7.8, 40.6, 448, AMPERE, 220, confirmed=False), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE, 290),
+    "RTX3080": Card(9.8, 59.5, 760, AMPERE, 320, confirmed=False),
+    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE, confirmed=False), "RTX3090": Card(23.6, 71.2, 936, AMPERE, 350),
+    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE, 450, confirmed=False), "RTX4060": Card(7.8, 30.2, 272, ADA, 115),
+    "RTX4060Ti": Card(7.8, 44.1, 288, ADA, 160), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA, 165),
+    "RTX4070": Card(11.8, 58.3, 504, ADA, 200), "RTX4070Super": Card(11.8, 71, 504, ADA, 220, confirmed=False),
+    "RTX4070Ti": Card(11.8, 80.2, 504, ADA, 285), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA, 285, confirmed=False),
+    "RTX4080": Card(15.6, 97.5, 717, ADA, 320), "RTX4080Super": Card(15.6, 104.4, 736, ADA, 320, confirmed=False),
+    "RTX4090": Card(23.6, 165.2, 1008, ADA, 450), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL, 250),
+    "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL, 300), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL, 360),
+    "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL, 575),
     # GeForce, laptops: at the highest power that a manufacturer may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
-    "RTX4060Laptop": _geforce(7.8, 24, 2.37, 256, ADA), "RTX4070Laptop": _geforce(7.8, 36, 2.175, 256, ADA),
-    "RTX4080Laptop": _geforce(11.8, 58, 2.28, 432, ADA), "RTX4090Laptop": _geforce(15.6, 76, 2.04, 576, ADA, False),
+    "RTX4060Laptop": Card(7.8, 29.1, 256, ADA), "RTX4070Laptop": Card(7.8, 40.1, 256, ADA),
+    "RTX4080Laptop": Card(11.8, 67.7, 432, ADA), "RTX4090Laptop": Card(15.6, 79.4, 576, ADA, confirmed=False),
     # NVIDIA's 992 AI TOPS / 16, a rule that holds for desktop cards; a boost clock near 2.2 GHz gives 52.
-    "RTX5070TiLaptop": Card(11.8, 62.0, 672, BLACKWELL, False),
+    "RTX5070TiLaptop": Card(11.8, 62, 672, BLACKWELL, confirmed=False),
     # Workstations and servers, dense, from NVIDIA's data sheets (V100 16 GB and T4: fp16, since they lack bf16; A100,
     # H100 and H200: SXM; GH200 96 GB; B200 180 GB), and from AMD's as quoted in Bekman's ml-engineering (matrix
-    # products reach 668 TFLOP/s there).
-    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, False),
-    "V100": Card(15.8, 125.0, 900, (7, 0)),
-    "T4": Card(14.7, 65.0, 320, (7, 5)),
-    "L4": Card(22.2, 121.0, 300, ADA), "L40": Card(44.4, 181.0, 864, ADA, False), "L40S": Card(44.4, 362.0, 864, ADA),
-    "A10": Card(22.2, 125.0, 600, AMPERE), "A10G": Card(22.2, 70.0, 600, AMPERE, False),
-    "A40": Card(44.4, 149.7, 696, AMPERE),
-    "A100-40GB": Card(39.4, 312.0, 1555, (8, 0)), "A100": Card(79.2, 312.0, 2039, (8, 0)),
-    "H20": Card(95.0, 148.0, 4000, (9, 0)), "H100": Card(79.1, 989.0, 3350, (9, 0)),
-    "H100PCIe": Card(79.1, 756.0, 2000, (9, 0)), "H100NVL": Card(93.1, 835.0, 3900, (9, 0)),
-    "GH200": Card(94.5, 989.0, 4000, (9, 0), False),
-    "H200": Card(139.8, 989.0, 4800, (9, 0)), "H200NVL": Card(139.8, 835.0, 4800, (9, 0)),
-    "B200": Card(178.0, 2250.0, 8000, (10, 0)),
-    "MI300X": Card(191.5, 1307.0, 5300, (9, 4), False),
+    # products reach 668 TFLOP/s there). Watts: thermal design power, or "max power consumption", of that part.
+    "RTXA6000": Card(47.5, 154.8, 768, AMPERE, 300), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, 300, confirmed=False),
+    "V100": Card(15.8, 125, 900, (7, 0), 300), "T4": Card(14.7, 65, 320, (7, 5), 70),
+    "L4": Card(22.2, 121, 300, ADA, 72), "L40": Card(44.4, 181, 864, ADA, 300, confirmed=False),
+    "L40S": Card(44.4, 362, 864, ADA, 350), "A10": Card(22.2, 125, 600, AMPERE, 150),
+    "A10G": Card(22.2, 70, 600, AMPERE, confirmed=False), "A40": Card(44.4, 149.7, 696, AMPERE, 300),
+    "A100-40GB": Card(39.4, 312, 1555, (8, 0), 400), "A100": Card(79.2, 312, 2039, (8, 0), 400),
+    "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0), 700),
+    "H100PCIe": Card(79.1, 756, 2000, (9, 0)), "H100NVL": Card(93.1, 835, 3900, (9, 0)),
+    "GH200": Card(94.5, 989, 4000, (9, 0), confirmed=False), "H200": Card(139.8, 989, 4800, (9, 0), 700),
+    "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0), 1000),
+    "MI300X": Card(191.5, 1307, 5300, (9, 4), confirmed=False),
 }  # fmt: skip
 
 OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
@@ -312,22 +298,6 @@ def did_you_mean(name: str) -> str | None:
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s\-_]", "", name.lower())
-
-
-# Power limits of cards, and the energy of a run at these limits.
-
-
-BOARD_WATTS: Mapping[str, float] = {
-    # NVIDIA's data sheets: thermal design power, or "max power consumption", of the part that the catalogue names.
-    "T4": 70, "V100": 300, "L4": 72, "L40": 300, "L40S": 350, "A10": 150, "A40": 300, "RTXA6000": 300,
-    "RTX6000Ada": 300, "A100-40GB": 400, "A100": 400, "H100": 700, "H200": 700, "B200": 1000,
-    # NVIDIA's product pages: total graphics power of the founders' edition or reference card.
-    "RTX3060": 170, "RTX3070": 220, "RTX3070Ti": 290, "RTX3080": 320, "RTX3090": 350, "RTX3090Ti": 450,
-    "RTX4060": 115, "RTX4060Ti": 160, "RTX4060Ti-16GB": 165, "RTX4070": 200, "RTX4070Super": 220, "RTX4070Ti": 285,
-    "RTX4070TiSuper": 285, "RTX4080": 320, "RTX4080Super": 320, "RTX4090": 450, "RTX5070": 250, "RTX5070Ti": 300,
-    "RTX5080": 360, "RTX5090": 575,
-}  # fmt: skip
-"""Card of the catalogue -> watts, without parts that have a range of limits (laptops, NVL and GH parts)."""
 
 
 def energy_kwh(devices: tuple[Device, ...], seconds: float | None) -> float | None:

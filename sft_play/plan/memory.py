@@ -85,7 +85,7 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
 
 
 def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
-    """Return the bytes of every part on one rank at each moment that can be the peak (`plan.remedies.MOMENTS`)."""
+    """Return the bytes of every part on one rank at each moment that can be the peak (`plan.make.MOMENTS`)."""
     shape, passing = shape.take_slice(setup.tensor_parallel), 1
     if setup.stages:
         shape, setup, passing = stage_of(shape, setup)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.rules import network_keys
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, LaunchConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import Device, Hardware, rate_in_words
 from sft_play.plan.memory import (
@@ -86,29 +86,17 @@ def have_nvlink(devices: tuple[Device, ...]) -> bool:
     return all(device.compute_capability in NVLINK_CHIPS for device in devices)
 
 
-def sent_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
-    """Return the bytes of gradients that a rank shares per step, after `launch.compression` and `launch.local_steps`.
+def sent_bytes(config: Config, shape: ModelShape, setup: Setup, launch: LaunchConfig | None = None) -> float:
+    """Return the bytes of gradients that a rank shares per step, after compression and local steps (of `launch`, if
+    set).
 
-    With local steps the trained weights travel instead, once per `launch.local_steps` steps.
+    With local steps the trained weights travel instead, in fp32 unless compressed, once per `launch.local_steps` steps.
     """
-    launch, width = config.launch, trained_bytes(config, setup)
+    trained, launch = trainable_parameters(config, shape), launch or config.launch
     if setup.strategy != "ddp":
-        return float(trainable_parameters(config, shape) * gradient_bytes(config, setup))
-    if launch.local_steps > 1:
-        return local_bytes(config, shape, launch.local_steps)
-    return compressed_bytes(config, shape, width, launch.compression)
-
-
-def local_bytes(config: Config, shape: ModelShape, steps: int) -> float:
-    """Return the bytes per step of averaging the trained weights (fp32, or compressed) once in `steps` steps."""
-    width = 2 if config.launch.compression in ("fp16", "bf16") else 4
-    return trainable_parameters(config, shape) * width / steps
-
-
-def compressed_bytes(config: Config, shape: ModelShape, width: int, compression: str) -> float:
-    """Return the bytes in which a DDP hook sends all gradients, each of `width` bytes before compression."""
-    parameters = trainable_parameters(config, shape)
-    return float(parameters * (min(2, width) if compression in ("fp16", "bf16") else width))
+        return float(trained * gradient_bytes(config, setup))
+    width = 4 if launch.local_steps > 1 else trained_bytes(config, setup)
+    return trained * (width if launch.compression == "none" else min(2, width)) / launch.local_steps
 
 
 def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: float) -> float:
@@ -153,12 +141,14 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
     link = request.hardware.network_bytes_per_second
     if setup.strategy != "ddp" or ranks < 2 or not link or setup.copies > 1:
         return ()
-    launch, width = config.launch, trained_bytes(config, setup)
-    names = {"none": f"none ({'fp32' if width == 4 else '16 bits'})", "fp16": "fp16", "bf16": "bf16"}
-    local = launch.local_steps > 1
-    steps = launch.local_steps if local else EXAMPLE_LOCAL_STEPS
+    own, width = config.launch, trained_bytes(config, setup)
+    plain = "fp32" if width == 4 else "16 bits"
+    names: dict[Any, str] = {"none": f"none ({plain})", "fp16": "fp16", "bf16": "bf16"}
+    local = own.local_steps > 1
+    steps = own.local_steps if local else EXAMPLE_LOCAL_STEPS
 
-    def row(choice: str, chosen: bool, sent: float) -> Mapping[str, Any]:
+    def row(choice: str, chosen: bool, launch: LaunchConfig) -> Mapping[str, Any]:
+        sent = sent_bytes(config, shape, setup, launch)
         seconds = communication_seconds(sent, ranks, link)
         share = None if computing_seconds is None else seconds / (seconds + computing_seconds)
         return {"choice": choice, "chosen": chosen, "bytes": sent, "seconds": seconds, "share": share}
@@ -166,12 +156,12 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
     ways = [
         row(
             f"compression: {name}",
-            kind == launch.compression and not local,
-            compressed_bytes(config, shape, width, kind),
+            kind == own.compression and not local,
+            replace(own, compression=kind, local_steps=1),
         )
         for kind, name in names.items()
     ]
-    return (*ways, row(f"local_steps: {steps}", local, local_bytes(config, shape, steps)))
+    return (*ways, row(f"local_steps: {steps}", local, replace(own, local_steps=steps)))
 
 
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -361,7 +351,7 @@ def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:
 def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
     """Return the time of the traffic of slices in a step; 0 without slices, or over a network of unknown speed."""
     hardware, apart = request.hardware, _apart(request)
-    near = hardware if apart else replace(hardware, network_bytes_per_second=None)
+    near = hardware if apart else replace(hardware, network=None)
     link = link_bytes_per_second(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1)
     return 0.0 if request.group_size == 1 or link is None else slices_bytes(request, setup, tokens) / link
 

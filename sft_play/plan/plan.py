@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,11 +54,6 @@ class RankPlan:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def least_room(ranks: Sequence[RankPlan]) -> RankPlan:
-    """Return the rank with the fewest spare bytes."""
-    return max(ranks, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
 
 
 def tightest(ranks: Sequence[RankPlan]) -> RankPlan:
@@ -180,11 +175,11 @@ class Plan(Setup):
     warmup_steps: int | None
     eval_batch_size: int
     """Prompts per batch of generation, and rows per batch of the loss, per device."""
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     """Forecast over all ranks."""
-    communication_share: float | None
-    seconds_per_step: float | None
-    total_seconds: float | None
+    communication_share: float | None = None
+    seconds_per_step: float | None = None
+    total_seconds: float | None = None
     epoch_seconds: float | None = None
     communication_seconds: float | None = None
     """Of a step, unless computation hides it."""
@@ -216,7 +211,8 @@ class Plan(Setup):
     """Changes made because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: Mapping[str, str]
     """Kind of a choice, such as `strategy` -> its reason, in the order of the choices."""
-    remedies: tuple[str, ...]
+    remedies: tuple[str, ...] = ()
+    """Empty since plans that do not fit are refused with theirs; earlier versions have them."""
     notices: tuple[str, ...] = ()
     """Reasons that may surprise, shown with every plan."""
 
@@ -224,6 +220,10 @@ class Plan(Setup):
         """Return the half-open range of layers in a rank's stage."""
         stage = rank % len(self.stages)
         return sum(self.stages[:stage]), sum(self.stages[: stage + 1])
+
+    def with_reason(self, kind: str, text: str) -> Plan:
+        """Return the plan with the reason of a choice."""
+        return replace(self, reasons={**self.reasons, kind: text})
 
     @property
     def slots(self) -> tuple[tuple[int, int], ...]:
@@ -288,6 +288,16 @@ class LaunchRequest:
     """Whether to recompute activations because memory ran out at a micro-batch of 1; a typed `false` outranks it."""
     unpack: bool = False
     """Whether to leave rows unpacked because memory ran out with one pack; a typed `on` outranks it."""
+
+    def without_json(self, command: CommandStrategy) -> LaunchRequest:
+        """Return the launch by another command, without a DeepSpeed JSON."""
+        return replace(
+            self, command_strategy=command, zero_stage=None, offload_optimizer=False, offload_parameters=False
+        )
+
+    def with_offloading(self) -> LaunchRequest:
+        """Return the launch under ZeRO-3 with all states in host memory."""
+        return replace(self, command_strategy="zero", zero_stage=3, offload_optimizer=True, offload_parameters=True)
 
 
 COMMANDS: Mapping[str, str] = {

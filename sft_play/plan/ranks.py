@@ -50,7 +50,7 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
 
     Like cards count too where each is listed (`8GB+8GB`), whereas `2x8GB` means two cards in each machine.
     """
-    networked = hardware.described and hardware.kind == "cuda" and hardware.network_bytes_per_second is not None
+    networked = hardware.described and hardware.kind == "cuda" and hardware.network is not None
     listed = hardware.listed == len(hardware.devices) or len(set(hardware.devices)) > 1
     return (
         networked

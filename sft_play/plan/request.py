@@ -11,33 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, TrainConfig
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError
 from sft_play.plan.experience import PastRun
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, network_speed, rate_in_words
 from sft_play.plan.memory import rank_memory
-from sft_play.plan.plan import LaunchRequest, Plan, Setup
+from sft_play.plan.plan import LaunchRequest, Setup
 from sft_play.plan.ranks import RankLayout, group_size, one_each, ranks_of, stages
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import Prepared, PreparedSplit
 from sft_play.text import plural
-
-
-def with_network(config: Config, hardware: Hardware, launch: LaunchRequest) -> Hardware:
-    """Return the hardware with `launch.network` between several machines, unless `HARDWARE` names a network.
-
-    Raise `HardwareError`.
-    """
-    text = config.launch.network
-    if text is None or launch.num_nodes == 1 or hardware.network_bytes_per_second:
-        return hardware
-    return replace(hardware, network_bytes_per_second=_network_speed(text))
-
-
-def _network_speed(text: str) -> float:
-    return network_speed(text, "launch.network", "`launch.network` is")
-
 
 Memory = Callable[[Config, ModelShape, Setup, int], dict[str, int]]
 """(configuration, shape, setup, micro-batch) -> bytes of every part of a rank at its peak."""
@@ -135,31 +118,29 @@ class Request:
         return self.config.train.batch_size == "auto" and self.config.train.grad_accum == "auto"
 
     @property
+    def global_batch(self) -> int:
+        """Rows of an optimizer step."""
+        return global_rows(self.config.train, len(self.data_devices))
+
+    @property
     def required_rows(self) -> int:
         """Rows per rank that must fit: the typed micro-batch, or what a typed accumulation requires; otherwise 1."""
-        train, world = self.config.train, len(self.data_devices)
+        train = self.config.train
         if train.batch_size != "auto":
             return train.batch_size
         # Under packing, packs must fit, and these are not known yet.
         if train.grad_accum == "auto" or train.packing == "on":
             return 1
-        return math.ceil(global_rows(train, world) / (train.grad_accum * world))
+        return math.ceil(self.global_batch / (train.grad_accum * len(self.data_devices)))
 
     def with_keys(self, keys: Mapping[str, Any]) -> Request:
         """Return the request as if these keys, such as `train.batch_size`, had been typed."""
-        original, typed, memory, config = self.config, self.typed, self.memory, self.config
+        config = self.config
         for key, value in keys.items():
             section, name = key.split(".")
             config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-
-        def memory_of(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
-            # A trace belongs to the original configuration; apart from the setup, memory depends on its tuning alone.
-            return memory(original if config.tuning == original.tuning else config, shape, setup, micro_batch)
-
         prepared = None if "model.max_seq_len" in keys else self.prepared  # rows of another length
-        return replace(
-            self, config=config, memory=memory_of, prepared=prepared, typed=lambda key: typed(key) or key in keys
-        )
+        return replace(self, config=config, prepared=prepared, typed=lambda key: key in keys or self.typed(key))
 
     def on(self, setup: Setup, rank: int) -> Setup:
         """Return the setup of a rank: in a pipeline, that of its stage."""
@@ -216,9 +197,8 @@ class Request:
         if rows > 1:
             what = f"a micro-batch of {rows} rows of {setup.row_tokens} tokens does not fit"
             if train.batch_size == "auto" and train.grad_accum != "auto":
-                world = len(fitting)
-                what += f" (`train.grad_accum` {train.grad_accum} needs it: {global_rows(train, world)} global / "
-                what += f"({train.grad_accum} x {plural(world, 'rank' if self.group_size == 1 else 'group')}))"
+                what += f" (`train.grad_accum` {train.grad_accum} needs it: {self.global_batch} global / "
+                what += f"({train.grad_accum} x {plural(len(fitting), 'rank' if self.group_size == 1 else 'group')}))"
         needs = (
             f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB"
             f" ({listed})"
@@ -229,10 +209,13 @@ class Request:
 def with_machines(request: Request) -> Request:
     """Return the request with the network and the devices of all machines, as far as they are known.
 
-    Raise `HardwareError`.
+    `HARDWARE` outranks `launch.network`. Raise `HardwareError`.
     """
-    launch = request.launch
-    hardware = with_network(request.config, request.hardware, launch)
+    hardware, launch, network = request.hardware, request.launch, request.config.launch.network
+    if network:
+        network_speed(network, "launch.network", "`launch.network` is")
+        if launch.num_nodes > 1 and not hardware.network:
+            hardware = replace(hardware, network=network)
     if launch.num_nodes > 1 and one_each(hardware, launch):
         launch = replace(launch, node_devices=tuple((device,) for device in hardware.devices))
     return replace(request, hardware=hardware, launch=launch)
@@ -250,27 +233,11 @@ def describe_machines(request: Request) -> dict[str, str]:
         notes["nodes"] = f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{rest})"
     elif nodes > 1:
         notes["nodes"] = f"{nodes} nodes, each with the devices of this one"
-    if text and speed and request.typed("launch.network") and _network_speed(text) != speed:
+    if text and speed and request.typed("launch.network") and network_speed(text, "") != speed:
         notes["launch.network"] = (
             f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"
         )
     return notes
-
-
-Decide = Callable[[Request], Plan]
-
-
-def try_plan(request: Request, changed: Request, decide: Decide) -> Plan | DoesNotFitError | None:
-    """Return the changed plan, or the error with how far it is from fitting; `None` if the rules would refuse it."""
-    before, after = ({conflict.message for conflict in check_rules(case.config, {})} for case in (request, changed))
-    if after - before:
-        return None
-    try:
-        return decide(changed)
-    except DoesNotFitError as error:
-        return error
-    except UserError:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

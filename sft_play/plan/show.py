@@ -75,8 +75,6 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         lines += [f"           {line}" for line in _communication(plan)]
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
-    if plan.remedies:
-        lines += ["", "  to make it fit", *(f"    {remedy}" for remedy in plan.remedies)]
     return typed_here("\n".join(lines))
 
 
@@ -337,7 +335,7 @@ def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
     if plan.seconds_per_step is None:
         return replace(plan, notices=(*plan.notices, "cost: unknown, since the speed is"))
     # Where only a stated network connects the devices of a node, each device is a separate machine.
-    apart = hardware.network_bytes_per_second is not None and plan.num_nodes == 1 and hardware.nodes == 1
+    apart = hardware.network is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes
     if plan.total_seconds is None:
         thousand = price * machines * plan.seconds_per_step * 1000 / 3600

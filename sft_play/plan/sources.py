@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,10 +32,9 @@ from sft_play.plan.architecture import (
 from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
-from sft_play.plan.make import make_plan
-from sft_play.plan.memory import WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
+from sft_play.plan.make import make_plan, with_peak
+from sft_play.plan.memory import MIB, WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
-from sft_play.plan.remedies import with_peak
 from sft_play.plan.request import DoesNotFitError, Request
 from sft_play.plan.shape import ModelShape, fuses_adapters, quantises_experts
 from sft_play.runs.folder import cache_folder
@@ -112,8 +110,8 @@ def _by_formula(request: Request, why: str = "") -> Plan:
     config, shape = request.config, request.shape
     plan = with_peak(make_plan(replace(request, memory=rank_memory)), config, shape)
     if shape.counted:
-        plan = _with_reason(plan, f"{_unknown(shape)} as if it were a Llama of these sizes", "family")
-    return _with_reason(plan, why) if why else plan
+        plan = plan.with_reason("family", f"{_unknown(shape)} as if it were a Llama of these sizes")
+    return plan.with_reason("source", why) if why else plan
 
 
 def _unknown(shape: ModelShape) -> str:
@@ -162,13 +160,13 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     if worst is None or None in seen:
         plan = with_peak(plan, config, shape)
         if memory.traces and memory.observations:
-            plan = _with_reason(plan, UNSETTLED.format(rounds=ROUNDS, seen=len(memory.observations)))
+            plan = plan.with_reason("source", UNSETTLED.format(rounds=ROUNDS, seen=len(memory.observations)))
         return plan
     plan = with_peak(plan, config, shape, worst.moment, worst.operation)
     if probed:
         return plan
-    plan = _with_reason(plan, f"{_unknown(shape)} are traced", "family") if shape.counted else plan
-    return replace(_with_reason(plan, f"memory by trace of {_traced(setup)}"), source="trace")
+    plan = plan.with_reason("family", f"{_unknown(shape)} are traced") if shape.counted else plan
+    return replace(plan.with_reason("source", f"memory by trace of {_traced(setup)}"), source="trace")
 
 
 def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan, bool]:
@@ -189,7 +187,7 @@ def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan,
                 f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used"
                 " stays free"
             )
-            return replace(_with_reason(plan, reason), source="probe"), True
+            return replace(plan.with_reason("source", reason), source="probe"), True
         memory.observe(request.shape, setup_of(plan), [rank.worst_rows for rank in plan.ranks])
         plan = make_plan(request)
     return plan, False
@@ -204,10 +202,6 @@ def _traced(setup: Setup) -> str:
         f"a complete replica's forward and backward pass; what {name} shards, gathers and buffers, and its optimizer's"
         " step, by formula"
     )
-
-
-def _with_reason(plan: Plan, reason: str, kind: str = "source") -> Plan:
-    return replace(plan, reasons={**plan.reasons, kind: reason})
 
 
 LAN = "12GB+8GB+8GB@1Gbit"
@@ -308,10 +302,12 @@ class TracedMemory:
 
     def __call__(self, config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, int]:
         """Return the bytes of every part."""
-        if config is self.config and (exact := self.observations.get((setup, micro_batch))):
+        # A trace is of one configuration; apart from the setup, memory depends on its tuning alone.
+        same = config.tuning == self.config.tuning
+        if same and (exact := self.observations.get((setup, micro_batch))):
             return dict(exact.parts)
         parts = rank_memory(config, shape, setup, micro_batch)
-        near = self._nearest(setup, micro_batch) if config is self.config else None
+        near = self._nearest(setup, micro_batch) if same else None
         if near is None:
             return parts
         (other, rows), observed = near
@@ -407,14 +403,8 @@ def assemble(
     if setup.device == "cuda":
         share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
         by_formula = int(share * sum(best.parts.get(name, 0) for name in MOVING))
-        lost = int(result.get("lost_bytes", by_formula)) if _grows_segments(setup) else by_formula
+        lost = SEGMENTS_BYTES if setup.expandable_segments else by_formula
     return replace(best, parts={**best.parts, "fragmentation": lost})
-
-
-def _grows_segments(setup: Setup) -> bool:
-    """Return whether workers run the allocator that a trace replays, `expandable_segments`, unless the user chose."""
-    own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    return setup.expandable_segments if own is None else "expandable_segments:true" in own.lower()
 
 
 NOT_ALLOCATED = ("context", "fragmentation")
@@ -470,6 +460,10 @@ def correct_parts(parts: Mapping[str, int], measurement: Probed, capacity: int) 
     }
 
 
+SEGMENTS_BYTES = 96 * MIB
+"""What a GPU's allocator loses with `expandable_segments` where a step is traced: replays of eleven traced steps with a
+model of that allocator lost 10 to 86 MiB, with and without recomputation, whatever the size of the step.
+"""
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
 TRACE_VERSION = 10

@@ -12,22 +12,25 @@ dimension d costs 4 d per layer and pair of tokens forward, 2.5 times that backw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
-from sft_play.plan.division import Data, Division, rows_data
+from sft_play.plan.batch import Division, average_row
+from sft_play.plan.epoch import AverageRow
 from sft_play.plan.experience import Work, most_like, same_name
-from sft_play.plan.hardware import Device, fp32_share
+from sft_play.plan.hardware import Device, energy_kwh, fp32_share
 from sft_play.plan.memory import NF4_BYTES, layer_input_bytes, quantised_parameters, trainable_parameters
 from sft_play.plan.network import (
     PCIE_BYTES_PER_SECOND,
+    describe_traffic,
     exchange_seconds,
+    exchanges,
     link_bytes_per_second,
     slices_seconds,
     stage_shares,
 )
-from sft_play.plan.plan import Setup
+from sft_play.plan.plan import Plan, Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
 from sft_play.text import figure
@@ -56,37 +59,6 @@ TYPICAL_BALANCE = 60.0
 """
 TYPICAL_FLOPS, TYPICAL_BANDWIDTH, TYPICAL_NETWORK = 1e14, 1e12, 1e9
 """Assumed for cards and networks whose speed is not known, to compare runs on them; no such figure is shown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
-    """Expected speed, `None` if it is not known; no decision depends on it."""
-
-    tokens_per_second: float | None
-    """Total of all ranks."""
-    seconds_per_step: float | None
-    communication_seconds: float | None
-    """Communication per step."""
-    mfu: float | None
-    """Model FLOPs utilisation: required arithmetic, without recomputation, as a share of all devices' peak."""
-    basis: str | None
-    """Source of the figures, in words."""
-    work: Work
-    """Facts by which runs are compared."""
-
-    @property
-    def communication_share(self) -> float | None:
-        """Share of a step that communication takes."""
-        if self.seconds_per_step is None or self.communication_seconds is None:
-            return None
-        return min(1.0, self.communication_seconds / self.seconds_per_step)
-
-    @property
-    def computing_seconds(self) -> float | None:
-        """Seconds per step without communication."""
-        if self.seconds_per_step is None or self.communication_seconds is None:
-            return None
-        return max(0.0, self.seconds_per_step - self.communication_seconds)
 
 
 def batch_flops(
@@ -151,28 +123,27 @@ def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, devic
     return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 
-def forecast(request: Request, division: Division) -> Forecast:
-    """Return the expected speed of steps with this division: by arithmetic, scaled to the most similar run."""
+def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
+    """Return the plan with its expected speed: by arithmetic, scaled to the most similar run."""
     config, shape, setup, hardware = request.config, request.shape, division.setup, request.hardware
-    devices, micro_steps, data = request.ranks.devices, division.micro_steps, rows_data(request, division)
+    devices, row, step_rows = request.ranks.devices, average_row(request, division), max(division.shares)
     link = link_bytes_per_second(hardware, devices, request.launch.num_nodes)
-    exchange = exchange_seconds(request, setup, micro_steps, link or TYPICAL_NETWORK)
-    exchange += slices_seconds(request, setup, max(division.shares) * data.row_tokens)
-    own_steps = division.own_steps or (micro_steps,) * len(division.shares)
+    exchange = exchange_seconds(request, setup, max(division.expected_steps), link or TYPICAL_NETWORK)
+    exchange += slices_seconds(request, setup, step_rows * row.tokens)
     stages = list(zip(devices, stage_shares(shape, setup.stages), strict=False))
 
     def computing(device: Device, rows: int, steps: int) -> float:
         if not rows:
             return 0.0
-        flops, parts = step_flops(config, shape, setup, rows, steps, data), stages or [(device, 1.0)]
+        flops, parts = step_flops(config, shape, setup, rows, steps, row), stages or [(device, 1.0)]
         return max(_seconds(request, setup, owner, share * len(parts) * flops, share * steps) for owner, share in parts)
 
-    guess = max(map(computing, request.data_devices, division.shares, own_steps))
+    guess = max(map(computing, request.data_devices, division.shares, division.expected_steps))
     guess += optimizer_seconds(request, setup, devices) + exchange
     if setup.activation_offload and setup.device == "cuda":
-        moved = 2 * shape.layers * layer_input_bytes(config, shape, setup, int(max(division.shares) * data.row_tokens))
+        moved = 2 * shape.layers * layer_input_bytes(config, shape, setup, int(step_rows * row.tokens))
         guess += moved / setup.sequence_parallel / max(1, len(setup.stages)) / PCIE_BYTES_PER_SECOND
-    tokens = division.rows * data.row_tokens
+    tokens = division.rows * row.tokens
     work = Work(
         devices=tuple(sorted({same_name(device.name) for device in devices})),
         world_size=len(devices),
@@ -183,29 +154,32 @@ def forecast(request: Request, division: Division) -> Forecast:
         flops_per_token=_useful_flops(request),
         guess=tokens / guess,
     )
-    peaks = setup.device == "cpu" or all(device.peak_flops for device in devices)
-    run = most_like(request.runs, work, same_world=link is None)
-    basis, seconds = None, None
-    if run:
+    seconds, basis, communication = None, None, None
+    if run := most_like(request.runs, work, same_world=link is None):
         seconds = guess * run.work.guess / run.steady_tokens_per_second
         basis = f"by run `{run.name}`: {run.steady_tokens_per_second:,.0f} tokens/s"
-    elif peaks and link and not work.offload:
-        seconds, basis = (
-            guess,
-            _arithmetic(request, setup, step_flops(config, shape, setup, 1, 1, data) / data.row_tokens),
-        )
-    exchange_known = link is not None and len(devices) > 1 and bool(seconds or hardware.network_bytes_per_second)
-    return Forecast(
+    elif (setup.device == "cpu" or all(device.peak_flops for device in devices)) and link and not work.offload:
+        seconds, basis = guess, _arithmetic(request, setup, step_flops(config, shape, setup, 1, 1, row) / row.tokens)
+    if len(devices) == 1:
+        communication = 0.0 if seconds else None
+    elif link and not work.offload and (seconds or hardware.network_bytes_per_second):
+        communication = exchange
+    computing_alone = None if seconds is None or communication is None else max(0.0, seconds - communication)
+    total = seconds * plan.steps if seconds and plan.steps else None
+    return replace(
+        plan,
         tokens_per_second=tokens / seconds if seconds else None,
         seconds_per_step=seconds,
-        communication_seconds=exchange
-        if exchange_known and not work.offload
-        else 0.0
-        if seconds and len(devices) == 1
-        else None,
+        total_seconds=total,
+        epoch_seconds=seconds * plan.steps_per_epoch if seconds and plan.steps_per_epoch else None,
+        communication_seconds=communication,
+        communication_share=min(1.0, communication / seconds) if seconds and communication is not None else None,
         mfu=_utilisation(request, tokens / seconds) if seconds else None,
-        basis=basis,
+        speed_basis=basis,
         work=work,
+        energy_kwh=energy_kwh(devices, total),
+        exchanges=exchanges(request, setup, computing_alone),
+        reasons={**plan.reasons, **describe_traffic(request, setup, step_rows * row.tokens)},
     )
 
 
@@ -234,18 +208,20 @@ def _arithmetic(request: Request, setup: Setup, flops_per_token: float) -> str:
     return f"a guess: {cost} at {GPU_EFFICIENCY:.2f} x {peak} TFLOP/s ({device.name})"
 
 
-def step_flops(config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: Data) -> float:
+def step_flops(
+    config: Config, shape: ModelShape, setup: Setup, rows: int, accumulation: int, data: AverageRow
+) -> float:
     """Return a rank's operations in an optimizer step in which its group trains `rows` average rows."""
     micro = rows / accumulation
-    length = data.row_tokens if setup.layout == "flattened" else data.padded_tokens(micro)
+    length = data.tokens if setup.layout == "flattened" else data.padded_tokens(micro)
     whole = int(micro)
     lengths = [length] * whole + ([length * (micro - whole)] if micro > whole else [])
     flops = batch_flops(
         config,
         shape.take_slice(setup.tensor_parallel),
         tokens=micro * length,
-        labels=micro * data.row_tokens * data.label_share,
-        pairs=attended_pairs(setup, lengths, ragged=data.longest > data.row_tokens, inside=data.inside),
+        labels=micro * data.tokens * data.label_share,
+        pairs=attended_pairs(setup, lengths, ragged=data.longest > data.tokens, inside=data.inside),
         recompute=setup.gradient_checkpointing,
     )
     # Each of S stages computes its part; the first micro-step reaches the last stage after the time of S - 1 others.

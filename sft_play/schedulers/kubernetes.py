@@ -19,7 +19,7 @@ from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Ahead, plan_ahead
+from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
@@ -87,9 +87,9 @@ def main(call: Call) -> int:
 
 def render(call: Call) -> Rendered:
     """Return the files for a call. Raise `UserError` for what the kind of job cannot express."""
-    ahead = plan_ahead(call)
-    spec = _spec(call, ahead)
-    settings, loaded = spec.settings, ahead.loaded
+    rehearsal = rehearse_for_nodes(call)
+    spec = _spec(call, rehearsal)
+    settings, loaded = spec.settings, rehearsal.loaded
     typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
     command = shlex.join(
         ["make", call.command, *typed, *(override.origin.removeprefix("make ") for override in call.overrides)]
@@ -99,8 +99,8 @@ def render(call: Call) -> Rendered:
     claim_documents = manifests.claim_documents(spec)
     files = {"claims.yaml": dump_documents(claim_documents, f"Claims of {head}")} if claim_documents else {}
     files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
-    notes = (*ahead.options.notices, *_notes(spec, ahead.plan, loaded, named="RUN_NAME" in call.options))
-    return Rendered(spec=spec, plan=ahead.plan, files=files, notes=notes)
+    notes = (*rehearsal.options.notices, *_notes(spec, rehearsal.plan, loaded, named="RUN_NAME" in call.options))
+    return Rendered(spec=spec, plan=rehearsal.plan, files=files, notes=notes)
 
 
 def name_of(run_name: str | None, path: Path | None) -> str:
@@ -119,11 +119,11 @@ def name_of(run_name: str | None, path: Path | None) -> str:
     return fitting
 
 
-def _spec(call: Call, ahead: Ahead) -> Spec:
+def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
     """Return the run's facts for manifests. Raise `UserError` if the kind of job cannot express it or it contains a
     token.
     """
-    loaded, plan, settings = ahead.loaded, ahead.plan, ahead.loaded.config.kubernetes
+    loaded, plan, settings = rehearsal.loaded, rehearsal.plan, rehearsal.loaded.config.kubernetes
     launch, processes = loaded.config.launch, plan.ranks_by_node
     files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
@@ -139,7 +139,7 @@ def _spec(call: Call, ahead: Ahead) -> Spec:
     spec = Spec(
         name=name_of(call.options.get("RUN_NAME"), loaded.path),
         settings=settings,
-        command="train-deepspeed" if ahead.options.deepspeed else replicas,
+        command="train-deepspeed" if rehearsal.options.deepspeed else replicas,
         device=plan.device,
         processes=processes,
         selectors=_selectors(settings, len(processes)),

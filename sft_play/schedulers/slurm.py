@@ -35,7 +35,7 @@ from sft_play.config.load import own_words, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Ahead, plan_ahead
+from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
@@ -139,24 +139,24 @@ def main(call: Call) -> int:
 
 def write_job(call: Call, tasks: Tasks) -> int:
     """Write the script of a run, or of a sweep whose runs are the tasks of `slurm.array`, and return 0."""
-    ahead = plan_ahead(call)
-    _refuse_unlike(ahead)
+    rehearsal = rehearse_for_nodes(call)
+    _refuse_unlike(rehearsal)
     submitting = call.flag("SUBMIT")
-    name = choose_name(call.options.get("RUN_NAME"), ahead.loaded.path)
-    if ahead.loaded.config.slurm.array:
+    name = choose_name(call.options.get("RUN_NAME"), rehearsal.loaded.path)
+    if rehearsal.loaded.config.slurm.array:
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too
     environment, withheld = _environment(os.environ)
     with contextlib.ExitStack() as stack:
         if "RUN_NAME" not in call.options:
             name = stack.enter_context(reserve_folder(name, unnamed=True)).name
         script = _script(call, name)
-        job = replace(_job(ahead, name, script, environment), tasks=tasks)
-        _write(ahead, script, render(job))
-    for notice in [*ahead.options.notices, *_notes(call, ahead, withheld)]:
+        job = replace(_job(rehearsal, name, script, environment), tasks=tasks)
+        _write(rehearsal, script, render(job))
+    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld)]:
         print(f"note: {notice}", file=sys.stderr)
     if not call.json:
-        print(f"{show_plan(ahead.plan)}\n\n{_show(job, script)}", flush=True)
-    number = submit(script, ahead.loaded.origins) if submitting else None
+        print(f"{show_plan(rehearsal.plan)}\n\n{_show(job, script)}", flush=True)
+    number = submit(script, rehearsal.loaded.origins) if submitting else None
     if call.json:
         facts = {
             "run": name,
@@ -167,7 +167,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
             "gpus": job.gpus,
             "command": list(job.words),
             "job": number,
-            "plan": ahead.plan.to_json(),
+            "plan": rehearsal.plan.to_json(),
         }
         print(json.dumps(facts, indent=2))
     else:
@@ -321,9 +321,9 @@ def first_index(array: str) -> int:
     return int(re.split("[-,:%]", array)[0])
 
 
-def _refuse_unlike(ahead: Ahead) -> None:
+def _refuse_unlike(rehearsal: Rehearsal) -> None:
     """Raise `UserError` for different GPUs: a batch job requests the same GPUs on each of its nodes."""
-    plan, gpu_type = ahead.plan, ahead.loaded.config.slurm.gpu_type
+    plan, gpu_type = rehearsal.plan, rehearsal.loaded.config.slurm.gpu_type
     kinds = list(dict.fromkeys(rank.device_name for rank in plan.ranks))
     if plan.device == "cuda" and len(kinds) > 1 and (plan.num_nodes > 1 or gpu_type):
         raise UserError(
@@ -335,32 +335,32 @@ def _refuse_unlike(ahead: Ahead) -> None:
         )
 
 
-def _job(ahead: Ahead, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
-    words = [sys.executable, "-m", "sft_play", _target(ahead, name), f"CONFIG={_next_to(script, 'config')}"]
-    words += [f"NUM_GPUS={ahead.processes}", NO_DEFAULT_FILE, *own_words(ahead.loaded)]
-    if ahead.options.deepspeed:
+def _job(rehearsal: Rehearsal, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
+    words = [sys.executable, "-m", "sft_play", _target(rehearsal, name), f"CONFIG={_next_to(script, 'config')}"]
+    words += [f"NUM_GPUS={rehearsal.processes}", NO_DEFAULT_FILE, *own_words(rehearsal.loaded)]
+    if rehearsal.options.deepspeed:
         words.append(f"DEEPSPEED_CONFIG={_next_to(script, 'deepspeed')}")
     return BatchJob(
         run_name=name,
-        nodes=ahead.plan.num_nodes,
-        processes=ahead.processes,
-        gpus=ahead.plan.device == "cuda",
+        nodes=rehearsal.plan.num_nodes,
+        processes=rehearsal.processes,
+        gpus=rehearsal.plan.device == "cuda",
         folder=Path.cwd(),
         words=tuple(words),
         environment=environment,
         logs=script.parent,
-        slurm=ahead.loaded.config.slurm,
+        slurm=rehearsal.loaded.config.slurm,
     )
 
 
-def _target(ahead: Ahead, name: str) -> str:
+def _target(rehearsal: Rehearsal, name: str) -> str:
     """Return the command that the nodes run, which can continue the run if it has started already."""
-    array = ahead.loaded.config.slurm.array
+    array = rehearsal.loaded.config.slurm.array
     run = RunFolder(runs_folder() / (f"{name}-{first_index(array)}" if array else name))
     command = launches(run)[0]["launch"]["command"] if has_started(run) else None
     if command in ("zero", "fsdp2"):
         return COMMANDS[command]
-    return "train-distributed" if command and ahead.plan.sharded else ahead.target
+    return "train-distributed" if command and rehearsal.plan.sharded else rehearsal.target
 
 
 def _script(call: Call, name: str) -> Path:
@@ -402,20 +402,20 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
     )
 
 
-def _write(ahead: Ahead, script: Path, text: str) -> None:
+def _write(rehearsal: Rehearsal, script: Path, text: str) -> None:
     """Write configuration, DeepSpeed JSON and, last, the script, so that an existing script is complete. Raise
     `UserError`.
     """
     # The only shell text that is not ours; it may have an unclosed quote or block.
-    setup = "\n".join(ahead.loaded.config.slurm.setup) + "\n"
+    setup = "\n".join(rehearsal.loaded.config.slurm.setup) + "\n"
     done = subprocess.run(["bash", "-n"], input=setup, capture_output=True, text=True, check=False)
     if done.returncode:
         complaint = done.stderr.strip().partition("\n")[0]
         raise UserError(f"`slurm.setup` is not valid shell text: {complaint}", hint="each entry is one line")
     try:
-        save_config(ahead.loaded, _next_to(script, "config"))
-        if ahead.options.deepspeed:
-            write_json(_next_to(script, "deepspeed"), dict(ahead.options.deepspeed.settings))
+        save_config(rehearsal.loaded, _next_to(script, "config"))
+        if rehearsal.options.deepspeed:
+            write_json(_next_to(script, "deepspeed"), dict(rehearsal.options.deepspeed.settings))
         write_text(script, text)
     except OSError as error:
         raise HardwareError(
@@ -424,12 +424,12 @@ def _write(ahead: Ahead, script: Path, text: str) -> None:
         ) from error
 
 
-def _notes(call: Call, ahead: Ahead, withheld: list[str]) -> list[str]:
+def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str]) -> list[str]:
     notes = []
     if not call.options.get("HARDWARE"):
         what = (
             "HARDWARE=4xH100 describes the cluster's nodes"
-            if ahead.plan.device == "cpu"
+            if rehearsal.plan.device == "cpu"
             else "HARDWARE= describes others"
         )
         notes.append(f"planned for nodes like this machine; {what}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,14 +22,11 @@ from sft_play.model import lora
 from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped
 from sft_play.plan.architecture import quantized_bits
-from sft_play.plan.remedies import MOMENTS
+from sft_play.plan.make import MOMENTS
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
 from sft_play.plan.sources import Case
-from sft_play.trace import allocator, build
+from sft_play.trace import build
 from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches
-
-DEEPER = 8
-"""Layers of the model whose loss between blocks is compared with that of the smallest."""
 
 STEP_TOKENS = {"token": 32, "chunk": 64}
 """Tokens by which the two short rows differ that are traced in place of a long one, where a state is computed token by
@@ -39,35 +36,34 @@ minutes.
 
 
 def trace(case: Case) -> dict[str, Any]:
-    """Return the moments of the whole model, extrapolated from few layers, and what an allocator would lose.
+    """Return the moments of the whole model, extrapolated from few layers.
 
     Every quantity is affine in the number of layers of each kind, in each operation of a moment (tried:
     docs/planning.md), so a model with the fewest layers and one with one layer more of each kind say it all.
     """
     model = build.model_of(case)
     short = _short_rows(case, model)
-    return _lengthen(case, short) if short else _deepen(case, model, losses=case.device == "cuda")
+    return _lengthen(case, short) if short else _deepen(case, model)
 
 
-def _deepen(case: Case, model: Any, *, losses: bool) -> dict[str, Any]:
+def _deepen(case: Case, model: Any) -> dict[str, Any]:
     """Return the trace of the whole model by those of few layers."""
     kinds = build.layer_kinds(build.decoder_layers(model))
     smallest, grown, counts = build.depths(kinds)
-    base, events = observe(case, build.with_layers(model, smallest), log=losses)
-    steps = {kind: observe(case, build.with_layers(model, layers), log=losses) for kind, layers in grown.items()}
+    base = observe(case, build.with_layers(model, smallest))
+    steps = {kind: observe(case, build.with_layers(model, layers)) for kind, layers in grown.items()}
     missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
     most: dict[str, tuple[str, dict[str, int]]] = {}
     for moment, places in base.items():
         whole = {}
         for operation, peak in places.items():
-            deeper = {kind: step[0].get(moment, {}).get(operation) for kind, step in steps.items()}
+            deeper = {kind: step.get(moment, {}).get(operation) for kind, step in steps.items()}
             parts = {kind: place.parts for kind, place in deeper.items() if place}
             whole[operation] = _extrapolate(peak.parts, parts, missing)
         most[moment] = max(whole.items(), key=lambda place: sum(place[1].values()))
     return {
         "moments": {moment: parts for moment, (_, parts) in most.items()},
         "operations": {moment: operation for moment, (operation, _) in most.items()},
-        **(_losses(case, model, smallest, [events, *(step[1] for step in steps.values())]) if losses else {}),
     }
 
 
@@ -88,35 +84,15 @@ def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
 
 
 def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
-    """Return the trace of long rows by two of short ones. What an allocator loses is not affine, and left to the
-    formula.
-    """
+    """Return the trace of long rows by two of short ones."""
     rows = [replace(case, row_tokens=n, labels=max(1, case.labels * n // case.row_tokens)) for n in short]
-    first, second = (_deepen(row_case, build.model_of(row_case), losses=False) for row_case in rows)
+    first, second = (_deepen(row_case, build.model_of(row_case)) for row_case in rows)
     growth = {"tokens": (case.row_tokens - short[0]) / (short[1] - short[0])}
     moments = {
         moment: _extrapolate(parts, {"tokens": second["moments"].get(moment, parts)}, growth)
         for moment, parts in first["moments"].items()
     }
     return {**second, "moments": moments}
-
-
-def _losses(case: Case, model: Any, smallest: Sequence[int], logs: list[list[allocator.Event]]) -> dict[str, int]:
-    """Return what the allocator loses between blocks of the whole model, from `logs`, of which the first has the
-    `smallest` layers.
-
-    Where activations are kept the loss grows with the layers, but unevenly: a model with several more layers tells its
-    slope. With recomputation it does not grow (replays of all layers: docs/planning.md).
-    """
-    few, whole = len(smallest), len(build.decoder_layers(model))
-    depth = few if case.gradient_checkpointing else min(whole, max(DEEPER, few + 1))
-    added = [index for index in range(whole) if index not in smallest][: depth - few]
-    deeper = observe(case, build.with_layers(model, sorted([*smallest, *added])), log=True)[1] if added else []
-    lost = [allocator.lost_bytes(events) for events in logs]
-    if added:
-        most = allocator.lost_bytes(deeper)
-        lost += [most, int(most + (most - lost[0]) / (depth - few) * (whole - depth))]
-    return {"lost_bytes": max(lost)}
 
 
 def _extrapolate(
@@ -132,11 +108,8 @@ def _extrapolate(
     }
 
 
-def observe(
-    case: Case, model: Any, *, real: bool = False, log: bool = False
-) -> tuple[dict[str, dict[str, Peak]], list[allocator.Event]]:
-    """Return the peaks of each moment's operations, and the allocator's events, of a model of the meta device, which it
-    changes.
+def observe(case: Case, model: Any, *, real: bool = False) -> dict[str, dict[str, Peak]]:
+    """Return the peaks of each moment's operations of a model of the meta device, which it changes.
 
     `real` computes with real tensors of zeros, on the same device, for comparison.
     """
@@ -144,21 +117,18 @@ def observe(
     device = "cuda" if case.device == "cuda" and torch.cuda.is_available() else "cpu"
     with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
         build.materialise(model, device)
-        tracker = follow(case, model, build.parts_of(model, case), device, log=log)
-    places = {moment: tracker.places[moment] for moment in MOMENTS if moment in tracker.places}
-    return places, tracker.events or []
+        tracker = follow(case, model, build.parts_of(model, case), device)
+    return {moment: tracker.places[moment] for moment in MOMENTS if moment in tracker.places}
 
 
-def follow(
-    case: Case, model: Any, tensors: Iterable[tuple[Tensor, str]], device: str, *, log: bool = False
-) -> StorageTracker:
+def follow(case: Case, model: Any, tensors: Iterable[tuple[Tensor, str]], device: str) -> StorageTracker:
     """Run the case's steps on `device` and return the tracker of them; `held` are the tensors there are before, and
     their parts.
     """
     if case.autocast:  # as `Accelerator.prepare_model` does for mixed precision
         forward = torch.autocast(device_type=device, dtype=build.dtype_of(case.precision))(model.forward)
         model.forward = convert_outputs_to_fp32(forward)
-    tracker = StorageTracker(device=case.device, logit_width=int(model.config.get_text_config().vocab_size), log=log)
+    tracker = StorageTracker(device=case.device, logit_width=int(model.config.get_text_config().vocab_size))
     for tensor, part in tensors:
         tracker.hold(tensor, part)
     layers = [layer for layer in build.decoder_layers(model) if not isinstance(layer, Skipped)]

@@ -256,7 +256,7 @@ class StorageTracker(TorchDispatchMode):
     backward pass).
     """
 
-    def __init__(self, *, device: str, logit_width: int, log: bool = False) -> None:
+    def __init__(self, *, device: str, logit_width: int) -> None:
         super().__init__()
         self.cuda = device == "cuda"
         self.logit_width = logit_width
@@ -266,10 +266,7 @@ class StorageTracker(TorchDispatchMode):
         """Moment -> kind of operation -> the most that was held during such an operation."""
         self.moment = "start"
         self.part = "activations"
-        self.events: list[tuple[int, int, int]] | None = [] if log else None
-        """(+1 or -1, block, bytes) of every allocation and release, for a replay of the allocator."""
         self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._next = 0
 
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count a tensor's storage under `part` from now on; one that is counted already only changes its part."""
@@ -285,13 +282,9 @@ class StorageTracker(TorchDispatchMode):
         if self.cuda:
             size = -(-size // CUDA_ROUNDING) * CUDA_ROUNDING
         block = _Block(size, part)
-        self._next += 1
-        number = self._next
-        self._blocks[storage] = (block, weakref.ref(storage, lambda _: self._release(number, block)))
+        self._blocks[storage] = (block, weakref.ref(storage, lambda _: self._release(block)))
         self._add(part, size)
         self.held += size
-        if self.events is not None:
-            self.events.append((1, number, size))
 
     def part_of(self, tensor: Tensor) -> str | None:
         """Return what a tensor's storage is counted under."""
@@ -301,11 +294,9 @@ class StorageTracker(TorchDispatchMode):
     def _add(self, part: str, size: int) -> None:
         self.parts[part] = self.parts.get(part, 0) + size
 
-    def _release(self, number: int, block: _Block) -> None:
+    def _release(self, block: _Block) -> None:
         self.held -= block.size
         self._add(block.part, -block.size)
-        if self.events is not None:
-            self.events.append((-1, number, block.size))
 
     def mark(self, operation: str, extra: int = 0) -> None:
         """Note what is held now, with `extra` bytes that live only inside the operation."""

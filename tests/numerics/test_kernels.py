@@ -61,9 +61,9 @@ for family in ("llama", "granite", "qwen3"):
             case = replace(PLAIN, architecture=tiny_config(family, **wide).to_dict(), **MODES[mode])
             case = replace(case, kernels="liger", gradient_checkpointing=recomputes)
             build.fuse_like_liger = standins
-            standing_in = observe(case, build.model_of(case))[0]
+            standing_in = observe(case, build.model_of(case))
             build.fuse_like_liger = use_kernels
-            real = observe(case, build.model_of(case))[0]
+            real = observe(case, build.model_of(case))
             most, same = (
                 max(peak.total for operations in places.values() for peak in operations.values())
                 for places in (real, standing_in)

@@ -94,7 +94,7 @@ def peaks_of(places: Mapping[str, Mapping[str, Peak]]) -> dict[str, Peak]:
 
 
 def traced_exactly(case: Case) -> None:
-    fake, real = (peaks_of(observe(case, model_of(case), real=real)[0]) for real in (False, True))
+    fake, real = (peaks_of(observe(case, model_of(case), real=real)) for real in (False, True))
     assert fake == real and max(fake.values(), key=total_of).total > 200_000
 
 
@@ -161,7 +161,7 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
     case = replace(PLAIN, gradient_checkpointing=True, device="cuda", mode="full")
     moved = replace(case, activation_offload=True)
     traced_exactly(moved)
-    resident, offloaded = (peaks_of(observe(variant, model_of(variant))[0]) for variant in (case, moved))
+    resident, offloaded = (peaks_of(observe(variant, model_of(variant))) for variant in (case, moved))
     inputs = 3 * 40 * SMALL["hidden_size"] * 4
     for moment, recomputed in {"backward head": 0, "backward last": inputs}.items():
         before, after = resident[moment].parts, offloaded[moment].parts
@@ -172,5 +172,5 @@ def test_inputs_that_wait_on_the_host_are_counted_where_they_come_back() -> None
 @pytest.mark.parametrize(("changes", "width"), [({}, 4), (BF16, 2)])
 def test_muons_temporaries_are_those_of_its_largest_matrix(changes: dict[str, Any], width: int) -> None:
     case = replace(PLAIN, mode="full", optim="muon", clips=False, **changes)
-    update = peaks_of(observe(case, model_of(case))[0])["update"].parts
+    update = peaks_of(observe(case, model_of(case)))["update"].parts
     assert update["workspace"] == (width + 4) * 64 * 160 + 4 * 64**2

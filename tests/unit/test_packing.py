@@ -21,8 +21,9 @@ from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.batch import Slots
 from sft_play.plan.epoch import RowOrder, best_fit, most_packs
 from sft_play.plan.plan import LaunchRequest, Plan, setup_of
+from sft_play.plan.request import Request
 from sft_play.plan.shape import ModelShape
-from tests.plans import plan_of, prepared_rows
+from tests.plans import CPU, plan_of, prepared_rows
 
 LIMIT = 64
 lengths_within = st.lists(st.integers(1, LIMIT), min_size=1, max_size=80)
@@ -152,10 +153,11 @@ def test_a_pack_that_does_not_fit_is_unpacked(planned: Callable[..., Plan]) -> N
         code=75, rank=0, cause=OUT_OF_MEMORY, message="error: memory ran out", doing={"phase": "training"}
     )
     config = Config(model=ModelConfig(name="m", max_seq_len=512))
-    request = remedy(config, SHAPE, plan, LaunchRequest(), outcome, 0)
-    assert isinstance(request, LaunchRequest) and request.unpack and not request.force_checkpointing
-    packed = replace(config, train=TrainConfig(packing="on"))
-    request = remedy(packed, SHAPE, plan, LaunchRequest(), outcome, 0)
-    assert isinstance(request, LaunchRequest) and request.force_checkpointing and not request.unpack
+    request = Request(config=config, hardware=CPU, shape=SHAPE)
+    launch = remedy(request, plan, outcome, 0)
+    assert isinstance(launch, LaunchRequest) and launch.unpack and not launch.force_checkpointing
+    packed = replace(request, config=replace(config, train=TrainConfig(packing="on")))
+    launch = remedy(packed, plan, outcome, 0)
+    assert isinstance(launch, LaunchRequest) and launch.force_checkpointing and not launch.unpack
     after = planned([100, 60] * 200, unpack=True, batch_size=1)
     assert "packing on -> off" in announcement(config, plan, after, outcome, None, 1)

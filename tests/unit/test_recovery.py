@@ -18,7 +18,9 @@ from sft_play.launch import recovery
 from sft_play.launch.liveness import SCALE
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.architecture import shape_of
+from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.plan import LaunchRequest
+from sft_play.plan.request import Request
 from sft_play.training.faults import ran_out_of_memory
 from tests.documents import on_page
 from tests.nvml_double import MACHINES, Machine
@@ -106,7 +108,10 @@ def test_without_a_safe_remedy_the_choices_are_named(
     settings: Config, outcome: Outcome, retries: int, words: str
 ) -> None:
     plan = planned(settings, "2x80GB", REQUEST)
-    refusal = recovery.remedy(settings, shape_of(settings.model), plan, REQUEST, outcome, retries)
+    request = Request(
+        config=settings, hardware=parse_hardware("2x80GB"), shape=shape_of(settings.model), launch=REQUEST
+    )
+    refusal = recovery.remedy(request, plan, outcome, retries)
     assert isinstance(refusal, str) and words in refusal
     assert "choose one: " in refusal
 
