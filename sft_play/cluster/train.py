@@ -52,7 +52,7 @@ from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, own_words, save_config, saved_form
 from sft_play.errors import HardwareError, UserError, printable, raise_all
 from sft_play.files import typed_path
-from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
+from sft_play.launch.attempt import DELIVERED, obtain_prepared
 from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
@@ -214,8 +214,7 @@ def prepare(task: Task) -> Prepared:
     with TemporaryDirectory(prefix=f"prepare-{task.run.name}-", dir=parent) as name:
         folder = RunFolder(Path(name))
         save_config(task.loaded, folder.config)
-        day = day_words(day_of(task.run.prepared))
-        run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(folder.path), *day])
+        obtain_prepared(folder, day=day_of(task.run.prepared))
         return Prepared.load(folder.prepared)
 
 

@@ -48,7 +48,7 @@ from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import read_facts
-from sft_play.runs.prepared import Prepared, day_of
+from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import end_text, notify, wait_until_sent
 from sft_play.text import plural, tell
 
@@ -99,7 +99,7 @@ def start_run(
         obtain_prepared(job.home(run), day=job.day)
         if before_launch:
             before_launch(job, run)
-        outcome = end_run(job, run, run_attempts(job, run, event="started", checkpoint=None))
+        outcome = end_run(job, run, run_attempts(job, run, event="started"))
     return run, outcome
 
 
@@ -133,10 +133,8 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
-    with join_machines(
-        alone, run, choose=lambda late: newest_here(run, alone.node.rank) if late else first
-    ) as together:
-        job, checkpoint = together, together.checkpoint
+    with join_machines(alone, run, choose=lambda late: newest_here(run, alone.node.rank) if late else first) as met:
+        job, checkpoint = met, met.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
             options = without_batch_numbers(job.options) if note else job.options
@@ -155,11 +153,11 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         home = job.home(run)
         with restore_on_error(home.config), restore_on_error(home.prepared):
             save_config(loaded, home.config)  # the preparation reads it
-            obtain_prepared(home, day=job.day or day_of(home.prepared))
+            obtain_prepared(home, day=job.day)
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
-        return end_run(job, run, run_attempts(job, run, event="resumed", checkpoint=checkpoint))
+        return end_run(job, run, run_attempts(job, run, event="resumed"))
 
 
 def end_run(job: Job, run: RunFolder, outcome: Outcome) -> Outcome:
