@@ -12,7 +12,7 @@ from dataclasses import replace
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import typed_here
-from sft_play.files import is_gone, remove_half_written
+from sft_play.files import is_gone
 from sft_play.launch import recovery
 from sft_play.launch.agreement import join_machines, remove_own_part
 from sft_play.launch.attempt import newest_here, obtain_prepared, run_attempts
@@ -115,9 +115,6 @@ def resume(call: Call) -> int:
 def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     before = last_plan(run)
     first_node = not call.integer("NODE_RANK", minimum=0)
-    if first_node:  # left by killed launchers; later the other nodes write these files too
-        for path in (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report):
-            remove_half_written(path)
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)

@@ -70,8 +70,8 @@ class Machines:
         self._here: dict[int, Facts] = {node.rank: self._mine}
         """Machines that have joined this attempt -> session, host and addresses of their launchers."""
         self._store: Store | None = None
-        self._end: tuple[int, Facts] | None = None
-        """The last attempt that ended, and why."""
+        self._ends: dict[int, Facts] = {}
+        """Attempt that ended -> why."""
         self._takes_part = node.rank == 0
         self._beats = 0
         self._standing: Standings | None = None
@@ -105,7 +105,7 @@ class Machines:
         Raise `HardwareError` for a port that is taken, `RetryableError` if node 0 cannot be reached, `UserError` for a
         node rank that node 0 does not expect.
         """
-        self.attempt, self._end, node = 0, None, self.node
+        self.attempt, self._ends, node = 0, {}, self.node
         if node.rank == 0:
             self._store = serve(node, self._mine["host"], self.run, self.silent_seconds)
             self._store.set("attempt", 0)
@@ -128,8 +128,8 @@ class Machines:
     def _beat(self, raw: Any) -> None:
         self._write_beat(raw)
         attempt = self.attempt
-        if self._why is None and (end := self._connection.read(raw, f"{attempt}/end")):
-            self._end = attempt, end
+        if attempt not in self._ends and (end := self._connection.read(raw, f"{attempt}/end")):
+            self._ends[attempt] = end
         if self.node.rank == 0:
             self._check_beats(raw, attempt)
 
@@ -284,7 +284,7 @@ class Machines:
     @property
     def _why(self) -> Facts | None:
         """Why this attempt ended; `None` if it has not."""
-        return self._end[1] if self._end is not None and self._end[0] == self.attempt else None
+        return self._ends.get(self.attempt)
 
     def share_standings(self, mine: Standings | None) -> Standings | None:
         """Set the standings of this machine's ranks, which are all quiet for too long, or `None` if they are not.
@@ -378,7 +378,7 @@ class Machines:
         end = {"node": self.node.rank, **end}
         with contextlib.suppress(StoreGone):
             end = self._connection.ask(lambda raw: self._connection.first(raw, f"{self.attempt}/end", end))
-            self._end = self.attempt, end
+            self._ends[self.attempt] = end
         return end
 
     def _refuse(self, errors: Sequence[UserError]) -> UserError:
