@@ -123,24 +123,19 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
         "node": machines.name,
         "prepared": _content(prepared),
         "apart": apart,
-        "alone": apart and FETCH not in os.environ,
     }
     common = machines.share(
         "prepared",
         mine,
         lambda of_all: compare_prepared(of_all, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        lambda of_all: {
+        lambda _: {
             "plan": planned[0].to_json(),
             "port": machines.workers_port(),
-            "alone": [facts["node"] for facts in of_all if facts["alone"]],
         },
     )
     _remove_marks(job, run)
-    if common["alone"] and config.launch.max_restarts:
-        print_line(
-            f"note: {', '.join(common['alone'])}: no restart can continue there without the run folder of node 0; share"
-            " RUNS_DIR"
-        )
+    if apart and config.launch.max_restarts and FETCH not in os.environ:
+        print_line(f"note: {machines.name} has no run folder of node 0, so no restart can continue; share RUNS_DIR")
     plan = Plan.from_json(common["plan"])
     require_disk_space(plan, config, run)
     machines.ranks_by_node = plan.ranks_by_node

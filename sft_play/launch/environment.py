@@ -211,15 +211,9 @@ def remove_stale_build_locks() -> None:
     forever. A running build holds its lock open.
     """
     for lock in extensions_folder().rglob("lock"):
-        if not any(_leads_to(opened, lock.resolve()) for opened in Path("/proc").glob("[0-9]*/fd/*")):
+        files = (file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ())
+        if not any(file.path == str(lock.resolve()) for file in files):
             lock.unlink(missing_ok=True)
-
-
-def _leads_to(link: Path, path: Path) -> bool:
-    try:
-        return link.readlink() == path
-    except OSError:  # of a process that ended, or of another user
-        return False
 
 
 def worker_environment(
