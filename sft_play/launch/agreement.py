@@ -281,7 +281,9 @@ LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
 """Largest number of letters of a value, and of differences, in a message."""
 
 
-SAME_DATA = "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared folder"
+SAME_DATA = (
+    "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read a shared folder"
+)
 SAME_FOLDER = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
 COMPARED: tuple[tuple[str, str, type[UserError], str], ...] = (
     ("nodes", "the number of nodes differs", UserError, "give every node the same NUM_NODES"),

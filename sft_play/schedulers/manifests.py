@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.schedulers import KubernetesConfig
-from sft_play.config.yaml_files import read_plain_yaml
+from sft_play.config.yaml_files import fill, read_plain_yaml
 
 Document = dict[str, Any]
 TEMPLATES = Path(__file__).with_name("kubernetes_templates")
@@ -22,7 +21,6 @@ OBJECTS = {"pytorchjob": ("pytorchjob",), "trainjob": ("runtime", "trainjob"), "
 """Kind of job -> the templates of its objects."""
 CONTAINERS = {"pytorchjob": "pytorch", "trainjob": "node", "job": "train"}
 """Kind of job -> the name that it expects of a container."""
-NAME = re.compile(r"\$([a-z_]+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,26 +102,6 @@ def claim_documents(spec: Spec) -> list[Document]:
 
 
 # ---- The templates
-
-
-def fill(part: Any, facts: Mapping[str, Any]) -> Any:
-    """Return a template's part with facts in place of `$name`, without what becomes empty or has a false `$if`.
-
-    A list that replaces an entry of a list takes its place.
-    """
-    if isinstance(part, str):
-        whole = NAME.fullmatch(part)
-        return facts[whole[1]] if whole else NAME.sub(lambda name: str(facts[name[1]]), part)
-    if isinstance(part, list):
-        entries = [(entry, fill(entry, facts)) for entry in part]
-        spliced = [value if isinstance(entry, str) and isinstance(value, list) else [value] for entry, value in entries]
-        return [value for values in spliced for value in values if value is not None]
-    if not isinstance(part, dict):
-        return part
-    if not fill(part.get("$if", True), facts):
-        return None
-    filled = {fill(key, facts): (value, fill(value, facts)) for key, value in part.items() if key != "$if"}
-    return {key: new for key, (old, new) in filled.items() if new not in (None, [], {}) or new == old}
 
 
 def _read(template: str) -> Any:
