@@ -34,13 +34,13 @@ from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import WORKER_MODULE, supervise
+from sft_play.launch.panel import is_terminal, show_live
 from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import launch_facts, newest_checkpoint
 from sft_play.launch.run_folder import explain_disk_errors, record_event
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
-from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.plan import Plan, describe_batches
