@@ -85,21 +85,17 @@ def read_options(
     deepspeed = _deepspeed(call, choices, loaded, asked_strategy)
     if deepspeed:
         loaded = _with_batch(loaded, deepspeed)
-    strategy = asked_strategy
     if choices.strategy and asked_strategy not in ("auto", choices.strategy):
         raise UserError(
             f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for"
             f" `{asked_strategy}`",
             hint=f"use `make {COMMANDS[choices.strategy]}`",
         )
-    if asked_strategy == "auto" and deepspeed:
-        strategy = "zero"
-    elif asked_strategy == "auto" and choices.strategy:
-        strategy = choices.strategy
+    by_files = "zero" if deepspeed else choices.strategy
     node_rank = _typed_or_from_file(call.integer("NODE_RANK", minimum=0), "NODE_RANK", choices)
     options = LaunchOptions(
         request=LaunchRequest(
-            command_strategy=strategy,
+            command_strategy=by_files or "auto" if asked_strategy == "auto" else asked_strategy,
             num_gpus=_typed_or_from_file(call.integer("NUM_GPUS", minimum=1), "NUM_GPUS", choices),
             num_nodes=_typed_or_from_file(call.integer("NUM_NODES", minimum=1), "NUM_NODES", choices) or 1,
             node_rank=node_rank or 0,
