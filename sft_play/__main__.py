@@ -172,7 +172,7 @@ COMMANDS: dict[str, Command] = {
         overrides=False,
     ),
     "watch": Command(
-        "sft_play.launch.watch:main",
+        "sft_play.launch.panel:main",
         "the live panel of a RUN until it ends; lines without a terminal",
         "RUN JSON",
         overrides=False,

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError, by_make
+from sft_play.isolation import LAUNCHER_VARIABLES
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import GIB, cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, hub_cache, hub_folder, is_offline, runs_folder
@@ -60,10 +61,6 @@ LIBRARIES = (
     "tensorboard",
 )
 
-LAUNCHER_VARIABLES = re.compile(
-    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
-    r"|TORCHELASTIC_\w+|ACCELERATE_\w+"
-)
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = GIB
 MIN_RAM_BYTES = 8 * GIB
@@ -391,7 +388,7 @@ def variables() -> Iterator[Finding]:
         yield Finding(
             "stray-variables",
             "warning",
-            text=f"set in this shell: {', '.join(stray)}; torchrun and accelerate would obey them",
+            text=f"set in this shell: {', '.join(stray)}; torchrun, accelerate or DeepSpeed would obey them",
             remedy=f"unset {' '.join(stray)} (our own launches take them out)",
         )
     if default := accelerate_default():

@@ -68,6 +68,16 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
     return open(_checked(path, os.O_RDONLY | UNFOLLOWED & ~(os.O_NOFOLLOW if follow else 0)), "rb")
 
 
+def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
+    """Return at most the last `limit` bytes of a file, from `since` on; empty without a file."""
+    if not path.is_file():
+        return ""
+    with open_plain(path) as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(since, stream.tell() - limit))
+        return stream.read().decode("utf-8", errors="replace")
+
+
 def open_own(path: Path, *, empty: bool = False) -> FileIO:
     """Open or create a file of ours for appending, or with `empty` truncated.
 

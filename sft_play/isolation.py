@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
+
+LAUNCHER_VARIABLES = re.compile(
+    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
+    r"|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR"
+)
+"""Variables that torchrun, accelerate or DeepSpeed silently obey. Launches set the right ones; a stray one would change
+a run.
+"""
 
 
 def _is_found_elsewhere(path: list[str]) -> bool:

@@ -52,11 +52,12 @@ from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, own_words, save_config, saved_form
 from sft_play.errors import HardwareError, UserError, printable, raise_all
 from sft_play.files import typed_path
-from sft_play.launch.attempt import DELIVERED, day_words, run_preparation
+from sft_play.launch.attempt import DELIVERED, obtain_prepared
 from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
+from sft_play.launch.panel import is_terminal, live_panel
 from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
 from sft_play.launch.recovery import CONTROLLED, RESTARTED
 from sft_play.launch.recovery import EVENT as RECOVERED
@@ -65,7 +66,6 @@ from sft_play.launch.run_folder import choose_name, find_run, has_started, last_
 from sft_play.launch.runs import holders
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.launch.verdict import LOST
-from sft_play.launch.watch import is_terminal, live_panel
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import read_facts
@@ -214,8 +214,7 @@ def prepare(task: Task) -> Prepared:
     with TemporaryDirectory(prefix=f"prepare-{task.run.name}-", dir=parent) as name:
         folder = RunFolder(Path(name))
         save_config(task.loaded, folder.config)
-        day = day_words(day_of(task.run.prepared))
-        run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(folder.path), *day])
+        obtain_prepared(folder, day=day_of(task.run.prepared))
         return Prepared.load(folder.prepared)
 
 

@@ -196,6 +196,32 @@ class _Builder:
             raise UserError(f"the tag `{node.tag.replace('tag:yaml.org,2002:', '!!')}` is not allowed", place=place)
 
 
+# Templates.
+
+
+FACT = re.compile(r"\$([a-z_][a-z_0-9]*)")
+
+
+def fill(part: Any, facts: Mapping[str, Any]) -> Any:
+    """Return a template's part with facts in place of `$name`, without what becomes empty or has a false `$if`.
+
+    A list that replaces an entry of a list takes its place.
+    """
+    if isinstance(part, str):
+        whole = FACT.fullmatch(part)
+        return facts[whole[1]] if whole else FACT.sub(lambda name: str(facts[name[1]]), part)
+    if isinstance(part, list):
+        entries = [(entry, fill(entry, facts)) for entry in part]
+        spliced = [value if isinstance(entry, str) and isinstance(value, list) else [value] for entry, value in entries]
+        return [value for values in spliced for value in values if value is not None]
+    if not isinstance(part, dict):
+        return part
+    if not fill(part.get("$if", True), facts):
+        return None
+    filled = {fill(key, facts): (value, fill(value, facts)) for key, value in part.items() if key != "$if"}
+    return {key: new for key, (old, new) in filled.items() if new not in (None, [], {}) or new == old}
+
+
 # Writing YAML: block style throughout and multi-line texts as literals, so that readers of YAML 1.1 and 1.2 agree.
 
 

@@ -46,7 +46,7 @@ def join_machines(job: Job, run: RunFolder, *, choose: Choose | None = None) -> 
     machines that do not agree, and `RetryableError` for those that do not join within `launch.join_seconds`.
     """
     if job.node.count == 1:
-        yield replace(job, checkpoint=choose(False) if choose else None)
+        yield replace(job, checkpoint=choose(False), day=day_of(run.prepared)) if choose else job
         return
     if job.call.options.get("SOURCE") == "probe":
         text = "`SOURCE=probe` measures on one machine, and `NUM_NODES` is more"
@@ -78,7 +78,7 @@ def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
     """Return the job of an attempt, with the devices of all machines. Raise like `join_machines`."""
     machines = job.machines
     assert machines is not None, "a single machine does not meet others"
-    mark, checkpoint, nodes = _leave_mark(run) if job.node.rank == 0 else None, None, list[tuple[Device, ...]]()
+    mark, checkpoint = _leave_mark(run) if job.node.rank == 0 else None, None
 
     def facts(late: bool) -> Facts:
         nonlocal checkpoint
@@ -86,18 +86,17 @@ def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
         return _facts(job, machines.name, resumed=choose is not None, checkpoint=checkpoint)
 
     def answer(of_all: Sequence[Facts]) -> Facts:
-        nodes[:] = [tuple(map(_device, facts["devices"])) for facts in of_all]
         what = "GPU" if job.hardware.kind == "cuda" else "process"
         here = [f"{facts['node']} with {plural(len(facts['devices']), what)}" for facts in of_all]
         day = day_of(run.prepared) if choose else date.today().isoformat()
-        return {"mark": mark, "processes": sum(map(len, nodes)), "here": here, "day": day}
+        return {"mark": mark, "devices": [facts["devices"] for facts in of_all], "here": here, "day": day}
 
     common = machines.meet(facts, compare_facts, answer)
     print_line(f"all {len(common['here'])} nodes are here: {', '.join(common['here'])}")
-    request = replace(job.options.request, node_devices=tuple(nodes))
+    devices = tuple(tuple(map(_device, of_node)) for of_node in common["devices"])
+    request = replace(job.options.request, node_devices=devices)
     return replace(
         job,
-        processes=common["processes"],
         node=replace(job.node, interface=_interface(machines.addresses(), job.node.interface)),
         options=replace(job.options, request=request),
         shared=job.node.rank > 0 and common["mark"] is not None and (run.path / common["mark"]).exists(),
@@ -124,24 +123,19 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
         "node": machines.name,
         "prepared": _content(prepared),
         "apart": apart,
-        "alone": apart and FETCH not in os.environ,
     }
     common = machines.share(
         "prepared",
         mine,
         lambda of_all: compare_prepared(of_all, strategy=planned[0].strategy, save_strategy=config.train.save_strategy),
-        lambda of_all: {
+        lambda _: {
             "plan": planned[0].to_json(),
             "port": machines.workers_port(),
-            "alone": [facts["node"] for facts in of_all if facts["alone"]],
         },
     )
     _remove_marks(job, run)
-    if common["alone"] and config.launch.max_restarts:
-        print_line(
-            f"note: {', '.join(common['alone'])}: no restart can continue there without the run folder of node 0; share"
-            " RUNS_DIR"
-        )
+    if apart and config.launch.max_restarts and FETCH not in os.environ:
+        print_line(f"note: {machines.name} has no run folder of node 0, so no restart can continue; share RUNS_DIR")
     plan = Plan.from_json(common["plan"])
     require_disk_space(plan, config, run)
     machines.ranks_by_node = plan.ranks_by_node
@@ -189,22 +183,25 @@ def _interface(addresses: Sequence[str], default: str | None) -> str | None:
 
 
 def _facts(job: Job, name: str, *, resumed: bool, checkpoint: Path | None) -> Facts:
-    """Return the facts that must be the same on all machines, and the devices of this machine's ranks, in order."""
+    """Return the tables of `COMPARED` on this machine, and the devices of its ranks, in order."""
     request, options, kind = job.options.request, job.options, job.hardware.kind
     command: dict[str, Any] = {
         "command": request.command_strategy,
         "DEEPSPEED_CONFIG": dict(options.deepspeed.settings) if options.deepspeed else None,
         "FSDP settings": dict(options.fsdp),
     }
+    start = "its start"
+    if checkpoint:
+        start = f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})"
     return {
         "node": name,
-        "num_nodes": job.node.count,
-        "resumed": resumed,
-        "checkpoint": f"{checkpoint.name} ({checksum(checkpoint / MANIFEST)[:12]})" if checkpoint else None,
-        "command": {name: json.dumps(value, sort_keys=True) for name, value in command.items()},
-        "config": config_here(job.loaded),
+        "nodes": {"NUM_NODES": job.node.count},
+        "run": {"run": f"continued from {start}" if resumed else "started"},
+        "gpus": {"GPUs": "there" if kind == "cuda" else "none"},
         "versions": versions_here(kind),
-        "kind": kind,
+        # A resumed run has its own.
+        "command": {} if resumed else {name: json.dumps(value, sort_keys=True) for name, value in command.items()},
+        "config": config_here(job.loaded),
         "devices": [asdict(device) for device in devices_for(job.hardware, request, False)[1]],
     }
 
@@ -284,40 +281,36 @@ LONGEST_VALUE, MOST_DIFFERENCES = 120, 20
 """Largest number of letters of a value, and of differences, in a message."""
 
 
+SAME_DATA = (
+    "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read a shared folder"
+)
+SAME_FOLDER = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
+COMPARED: tuple[tuple[str, str, type[UserError], str], ...] = (
+    ("nodes", "the number of nodes differs", UserError, "give every node the same NUM_NODES"),
+    ("run", "the nodes begin at different points", CheckpointError, SAME_FOLDER),
+    ("gpus", "some nodes have GPUs and some have none", HardwareError,
+     "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"),
+    ("versions", "versions differ", HardwareError, "install the same on every node"),
+    ("command", "the command differs", UserError, "type the same command on every node"),
+    ("config", "the configuration differs", UserError, "give every node the same file and variables"),
+)  # fmt: skip
+"""Table of a machine's facts, and the error where it differs."""
+
+
 def compare_facts(of_all: Sequence[Facts]) -> list[UserError]:
-    """Return all errors about facts of machines that differ."""
-    shared = "let RUNS_DIR be a folder that all machines share, or copy the run's folder from node 0 to the others"
-    gpus = "`make gpu-info` on each node; CUDA_VISIBLE_DEVICES= on all of them trains on CPUs"
-    same_command, same_file = "type the same command on every node", "give every node the same file and variables"
-    resumed = [facts["resumed"] for facts in of_all]
-
-    def all_of(key: str, words: Mapping[Any, str] | None = None) -> dict[str, Any]:
-        return {facts["node"]: words.get(facts[key], facts[key]) if words else facts[key] for facts in of_all}
-
-    kinds = all_of("kind", {"cuda": "GPUs", "cpu": "no GPU"})
-    ways = all_of("resumed", {True: "continues the run", False: "starts it"})
-    starts = all_of("checkpoint", {None: "its start"}) if all(resumed) else {}
-    command = {} if any(resumed) else all_of("command")
-    counts, versions, same_versions = all_of("num_nodes"), all_of("versions"), "install the same on every node"
+    """Return all errors about facts of machines that differ; a machine without a table is not compared by it."""
     return [
-        *_unlike(counts, "`NUM_NODES` is not the same on every node", UserError, "give every node the same NUM_NODES"),
-        *_unlike(ways, "some nodes start the run, others continue it", CheckpointError, shared),
-        *_unlike(kinds, "some nodes have GPUs and some have none", HardwareError, gpus),
-        *_differing(versions, "versions differ", HardwareError, same_versions),
-        *_differing(command, "the command differs", UserError, same_command),
-        *_differing(all_of("config"), "the configuration differs", UserError, same_file),
-        *_unlike(starts, "the nodes would continue from different checkpoints", CheckpointError, shared),
+        error
+        for name, what, kind, hint in COMPARED
+        if all(facts[name] for facts in of_all)
+        for error in _differing({facts["node"]: facts[name] for facts in of_all}, what, kind, hint)
     ]
 
 
 def compare_prepared(of_all: Sequence[Facts], *, strategy: str, save_strategy: str) -> list[UserError]:
     """Return the errors about nodes that prepared different data, or whose run folders split checkpoints."""
-    hint = (
-        "bring the same files to every node (`data.sync` does it for `make train-cluster`), or let all read one shared"
-        " folder"
-    )
     prepared = {facts["node"]: facts["prepared"] for facts in of_all}
-    errors = _differing(prepared, "nodes prepared different data", DataError, hint)
+    errors = _differing(prepared, "nodes prepared different data", DataError, SAME_DATA)
     apart = ", ".join(facts["node"] for facts in of_all if facts["apart"])
     if apart and strategy in SHARDED and save_strategy != "no":
         text = (
@@ -330,12 +323,6 @@ def compare_prepared(of_all: Sequence[Facts], *, strategy: str, save_strategy: s
         )
         errors.append(CheckpointError(text, hint=hint))
     return errors
-
-
-def _unlike(words: Mapping[str, Any], what: str, kind: type[UserError], hint: str) -> list[UserError]:
-    """Return an error with the value of each node, where these are not the same."""
-    values = ", ".join(f"{name}: {word}" for name, word in words.items())
-    return [kind(f"{what}: {values}", hint=hint)] if len(set(words.values())) > 1 else []
 
 
 def _differing(tables: Mapping[str, Mapping[str, Any]], what: str, kind: type[UserError], hint: str) -> list[UserError]:

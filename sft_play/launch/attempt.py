@@ -34,13 +34,13 @@ from sft_play.launch.job import Job
 from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import WORKER_MODULE, supervise
+from sft_play.launch.panel import is_terminal, show_live
 from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import launch_facts, newest_checkpoint
 from sft_play.launch.run_folder import explain_disk_errors, record_event
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
-from sft_play.launch.watch import is_terminal, show_live
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.plan import Plan, describe_batches
@@ -53,7 +53,7 @@ from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL, notify
 
 
-def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | None) -> Outcome:
+def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
     """Run the workers; restart them after a lost rank, or with smaller micro-batches after memory ran out.
 
     Return how the last attempt ended.
@@ -62,9 +62,10 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
     job, plan = agree(job, prepared, run, recovery.recoveries(run))
-    budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=step_of(checkpoint) if checkpoint else 0)
+    first = step_of(job.checkpoint) if job.checkpoint else 0
+    budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=first)
     with explain_disk_errors(run):
-        outcome = run_attempt(job, plan, run, event=event, checkpoint=checkpoint)
+        outcome = run_attempt(job, plan, run, event=event)
     try:
         with record_stop(run, job.node.rank), explain_disk_errors(run):
             while outcome.code == LOST:
@@ -73,14 +74,13 @@ def run_attempts(job: Job, run: RunFolder, *, event: str, checkpoint: Path | Non
                 following, alone = _follow(job, partial(_decide, job, prepared, plan, outcome, budget, newest))
                 if not following.again:
                     return following.outcome or outcome
-                job = _restart(job, run, following, alone=alone)
+                job = _restart(job, run, following, newest, alone=alone)
                 if job.machines or following.less:
                     recoveries = (*plan.recoveries, following.facts) if following.less else plan.recoveries
                     job, plan = agree(job, prepared, run, recoveries)
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
-                start = job.checkpoint if job.machines else newest()
-                outcome = run_attempt(job, plan, run, event=None, checkpoint=start)
+                outcome = run_attempt(job, plan, run, event=None)
     except UserError as error:
         outcome = Outcome(code=error.exit_code, message=error.render())
         if job.machines:
@@ -94,7 +94,7 @@ def _follow(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]
     return (Following.from_json(decided), False) if decided else (decide(), job.machines is not None)
 
 
-def _restart(job: Job, run: RunFolder, following: Following, *, alone: bool) -> Job:
+def _restart(job: Job, run: RunFolder, following: Following, newest: Callable[[], Path | None], *, alone: bool) -> Job:
     """Report and record what follows, and return the job of the next attempt, for which machines meet again.
 
     A machine that is `alone` connects to node 0 again, which may come back.
@@ -109,7 +109,7 @@ def _restart(job: Job, run: RunFolder, following: Following, *, alone: bool) -> 
         notify(job.loaded.config.launch.notify, run, following.event, f"{run.name}: {following.message}")
     time.sleep(following.pause)
     if (machines := job.machines) is None:
-        return job.with_fresh_port()
+        return replace(job.with_fresh_port(), checkpoint=newest())
     if alone:
         machines.close()
         machines.open()
@@ -186,7 +186,7 @@ def show_launch(arguments: Sequence[str], environment: WorkerEnvironment) -> str
     return "\n".join(lines)
 
 
-def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, checkpoint: Path | None) -> Outcome:
+def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None) -> Outcome:
     """Write the run's files and run the workers to their end; with an `event`, record it and print the plan.
 
     Several machines all return how the first of them failed.
@@ -195,7 +195,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
     environment = job.environment(plan, own)
     remove_stale_build_locks()
-    arguments = worker_arguments(run, job.node, checkpoint=checkpoint, plan=plan)
+    arguments = worker_arguments(run, job.node, checkpoint=job.checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
     launched = show_launch(arguments, environment)
     if event:
@@ -221,7 +221,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None, chec
             strategy=plan.strategy,
             steps=plan.steps,
             batches=describe_batches(plan.ranks),
-            checkpoint=checkpoint.name if checkpoint else None,
+            checkpoint=job.checkpoint.name if job.checkpoint else None,
             launch=launch_facts(job.options),
         )
     ranks, variables = ranks_of(plan, job.node), environment.variables
@@ -263,18 +263,28 @@ def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
 
 PREPARATION_END_SECONDS = 6.0
 """Three times this is within the 25 s that a stop on request may take."""
+DELIVERED = "SFT_PLAY_PREPARED"
+"""Variable that names a file with the facts of model and data that another machine prepared and sent (`cluster`)."""
 
 
-def run_preparation(words: Sequence[str]) -> None:
-    """Run a command to its end. Raise `SystemExit` with its code if not 0, `RetryableError` if a signal killed it.
+def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
+    """Resolve the model and prepare the data in a separate process, since that needs torch.
 
-    An exception in this process stops the command too, which gets time to end its own processes and to remove
-    half-written files. If this process is killed, the kernel stops the command.
+    `day` is the date that the chat template writes into rows (`data.prepare.prepare_data`). Where another machine has
+    already prepared model and data for this one, use its result. Raise `SystemExit` with the code of the process if it
+    is not 0, `RetryableError` if a signal killed it.
+
+    An exception here stops the process too, which gets time to end its own children and to remove half-written files.
+    If this process is killed, the kernel stops it.
     """
+    if not words and (brought := os.environ.get(DELIVERED)):
+        record_of(read_json(Path(brought)), Prepared).save(run.prepared)
+        return
+    argv = [sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words, *(["--day", day] if day else [])]
     environment = {k: v for k, v in os.environ.items() if k not in DROPPED}
     bound = bind_to_parent(signal.SIGTERM)
     # `preexec_fn` is safe here: the only other thread writes to sockets.
-    with subprocess.Popen(words, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509
+    with subprocess.Popen(argv, env=environment, stdout=sys.stderr, preexec_fn=bound) as process:  # noqa: PLW1509
         try:
             code = process.wait()
         except BaseException as error:
@@ -298,9 +308,6 @@ def _stop(process: subprocess.Popen[bytes], *, interrupted: bool) -> None:
             return
 
 
-DELIVERED = "SFT_PLAY_PREPARED"
-"""Variable that names a file with the facts of model and data that another machine prepared and sent (`cluster`)."""
-
 FETCH_POLL_SECONDS = 0.2
 
 
@@ -312,23 +319,6 @@ def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
         while wish.exists():
             time.sleep(FETCH_POLL_SECONDS)
             raise_what_was_heard()
-
-
-def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
-    """Resolve the model and prepare the data in a separate process, since that needs torch. Raise its error.
-
-    `day` is the date that the chat template writes into rows (`data.prepare.prepare_data`). Where another machine has
-    already prepared model and data for this one, use its result.
-    """
-    if not words and (brought := os.environ.get(DELIVERED)):
-        record_of(read_json(Path(brought)), Prepared).save(run.prepared)
-        return
-    run_preparation([sys.executable, "-m", "sft_play.prepare", "--run", str(run.path), *words, *day_words(day)])
-
-
-def day_words(day: str | None) -> list[str]:
-    """Return the arguments of `sft_play.prepare` for the date of the rows."""
-    return ["--day", day] if day else []
 
 
 MOST_PROBES = 4

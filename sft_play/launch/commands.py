@@ -12,7 +12,7 @@ from dataclasses import replace
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import typed_here
-from sft_play.files import is_gone, remove_half_written
+from sft_play.files import is_gone
 from sft_play.launch import recovery
 from sft_play.launch.agreement import join_machines, remove_own_part
 from sft_play.launch.attempt import newest_here, obtain_prepared, run_attempts
@@ -48,7 +48,7 @@ from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import read_facts
-from sft_play.runs.prepared import Prepared, day_of
+from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import end_text, notify, wait_until_sent
 from sft_play.text import plural, tell
 
@@ -99,7 +99,7 @@ def start_run(
         obtain_prepared(job.home(run), day=job.day)
         if before_launch:
             before_launch(job, run)
-        outcome = end_run(job, run, run_attempts(job, run, event="started", checkpoint=None))
+        outcome = end_run(job, run, run_attempts(job, run, event="started"))
     return run, outcome
 
 
@@ -115,9 +115,6 @@ def resume(call: Call) -> int:
 def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     before = last_plan(run)
     first_node = not call.integer("NODE_RANK", minimum=0)
-    if first_node:  # left by killed launchers; later the other nodes write these files too
-        for path in (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report):
-            remove_half_written(path)
     if is_finished(run) and not is_longer(loaded.config, before):
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
@@ -133,10 +130,8 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
     if first:
         compare_early(first, loaded.config)
     alone = job_of(call, loaded, options)
-    with join_machines(
-        alone, run, choose=lambda late: newest_here(run, alone.node.rank) if late else first
-    ) as together:
-        job, checkpoint = together, together.checkpoint
+    with join_machines(alone, run, choose=lambda late: newest_here(run, alone.node.rank) if late else first) as met:
+        job, checkpoint = met, met.checkpoint
         if checkpoint:
             loaded, note = with_its_batch(loaded, call, before, job.world_size(before))
             options = without_batch_numbers(job.options) if note else job.options
@@ -155,11 +150,11 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         home = job.home(run)
         with restore_on_error(home.config), restore_on_error(home.prepared):
             save_config(loaded, home.config)  # the preparation reads it
-            obtain_prepared(home, day=job.day or day_of(home.prepared))
+            obtain_prepared(home, day=job.day)
             prepared = Prepared.load(home.prepared)
             if checkpoint and job.node.rank == 0:
                 compare_fully(checkpoint, loaded.config, job.plan(prepared), prepared)
-        return end_run(job, run, run_attempts(job, run, event="resumed", checkpoint=checkpoint))
+        return end_run(job, run, run_attempts(job, run, event="resumed"))
 
 
 def end_run(job: Job, run: RunFolder, outcome: Outcome) -> Outcome:

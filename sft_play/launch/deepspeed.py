@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.config.yaml_files import YamlNode, parse_yaml, read_text
+from sft_play.config.yaml_files import YamlNode, fill, parse_yaml, read_plain_yaml, read_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import text_sha256, write_text
 from sft_play.plan.plan import Plan, Precision
@@ -61,6 +61,7 @@ REMOVED = frozenset({
 })  # fmt: skip
 """Keys that DeepSpeed 0.19 itself refuses, but only after workers have started."""
 
+TEMPLATES = Path(__file__).with_name("templates")
 GATHERED = "stage3_gather_16bit_weights_on_model_save"
 OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
     "bfloat16": ("bf16", None),
@@ -176,42 +177,27 @@ def deepspeed_settings(
     offload: bool = False,
     hidden_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON for a ZeRO stage; `None` becomes `auto`, as in the files in `deepspeed/`.
-
-    Bucket sizes are in elements; the formulas with `hidden_size` are those of transformers for `auto`.
-    """
-    zero: dict[str, Any] = {
+    """Return the JSON for a ZeRO stage; `None` becomes `auto`, as in the files in `deepspeed/`."""
+    on_gpus, size, exact = device == "cuda", hidden_size or 0, precision == "bf16"
+    facts: dict[str, Any] = {
+        **dict.fromkeys(BATCH_KEYS.values(), "auto"),
+        **(batch or {}),
+        "bucket": size * size or "auto",
+        "prefetch": (int(0.9 * size * size) or "auto") if stage == 3 else None,
+        "persistence": (10 * size or "auto") if stage == 3 else None,
+        "sums": "fp32" if exact else None,
+        "at_once": True if exact and stage == 1 else None,
+        "clipping": "auto" if clipping is None else clipping,
+        "bf16": exact if precision else "auto",
+        "fp16": precision == "fp16" if precision else "auto",
         "stage": stage,
-        "contiguous_gradients": True,
-        "overlap_comm": device == "cuda",
-        "reduce_bucket_size": hidden_size * hidden_size if hidden_size else "auto",
-        "allgather_bucket_size": 200_000_000,
+        "on_gpus": on_gpus,
+        "gathered": True if stage == 3 else None,
+        "offload": offload,
+        "offload_weights": offload and stage == 3,
+        "cpu_adam": offload and on_gpus,
     }
-    if stage == 3:
-        zero |= {
-            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size) if hidden_size else "auto",
-            "stage3_param_persistence_threshold": 10 * hidden_size if hidden_size else "auto",
-            GATHERED: True,
-        }
-    for what in ("optimizer", "param")[: 0 if not offload else 2 if stage == 3 else 1]:
-        zero[f"offload_{what}"] = {"device": "cpu", "pin_memory": device == "cuda"}
-    # By default DeepSpeed accumulates and reduces gradients in the type of the weights, with 8 bits of mantissa.
-    exact = (
-        {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision == "bf16" else {}
-    )
-    # Stage 1 would otherwise also keep every weight's gradient in bf16 until the backward pass ends.
-    at_once = {"immediate_grad_update": True} if exact and stage == 1 else {}
-    return {
-        **(batch or dict.fromkeys(BATCH_KEYS.values(), "auto")),
-        **exact,
-        "gradient_clipping": "auto" if clipping is None else clipping,
-        "bf16": {"enabled": precision == "bf16" if precision else "auto", **at_once},
-        "fp16": {"enabled": precision == "fp16" if precision else "auto"},
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        # DeepSpeed's CPU Adam is only worth its compile time when a GPU's optimizer states are in host memory.
-        "zero_force_ds_cpu_optimizer": offload and device == "cuda",
-    }
+    return dict(fill(read_plain_yaml(TEMPLATES / "deepspeed.yaml"), facts))
 
 
 def read_user_json(path: Path) -> UserDeepSpeed:

@@ -25,10 +25,12 @@ import psutil
 
 from sft_play.errors import HardwareError, UserError, mask
 from sft_play.files import text_sha256
+from sft_play.isolation import LAUNCHER_VARIABLES
 from sft_play.launch.process import signals_to_hear
 from sft_play.plan.hardware import NO_PEER_TO_PEER, Device
 from sft_play.plan.plan import Plan
 from sft_play.plan.ranks import visible_names
+from sft_play.runs.folder import OWN
 
 VARIABLE = "MASTER_KEY"
 PORT = 29500
@@ -143,14 +145,9 @@ def is_of_this_machine(host: str) -> bool:
     return any(address in own or address.startswith("127.") for address in addresses)
 
 
-SCRUBBED = re.compile(
-    r"PET_\w+|(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|NODE_RANK"
-    r"|TORCHELASTIC_\w+|ACCELERATE_\w+|FSDP_\w+|(OMPI_COMM_WORLD|MV2_COMM_WORLD|PMI)_\w+|MPI_LOCAL\w+|DS_ACCELERATOR"
-    r"|SFT_PLAY_OWN_FOLDER"
-)
-"""Variables that torchrun, accelerate or DeepSpeed silently obey. We set the right ones; a stray one changes a run."""
-DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR"})
-"""Make's variables, which would affect builds that workers start (DeepSpeed's extensions)."""
+DROPPED = frozenset({"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MAKE_TERMOUT", "MAKE_TERMERR", OWN})
+"""Variables of another launch: make's, which would affect builds that workers start (DeepSpeed's extensions), and ours.
+"""
 SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES|NCCL_\w+|HF_\w+|AIM_REPO|GLOO_\w+|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF")
 INTERFACES = Path("/sys/class/net")
 INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -214,15 +211,9 @@ def remove_stale_build_locks() -> None:
     forever. A running build holds its lock open.
     """
     for lock in extensions_folder().rglob("lock"):
-        if not any(_leads_to(opened, lock.resolve()) for opened in Path("/proc").glob("[0-9]*/fd/*")):
+        files = (file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ())
+        if not any(file.path == str(lock.resolve()) for file in files):
             lock.unlink(missing_ok=True)
-
-
-def _leads_to(link: Path, path: Path) -> bool:
-    try:
-        return link.readlink() == path
-    except OSError:  # of a process that ended, or of another user
-        return False
 
 
 def worker_environment(
@@ -235,7 +226,9 @@ def worker_environment(
     additions: Mapping[str, str] = {},
 ) -> WorkerEnvironment:
     """Return the workers' environment for `plan` on this node, with all `cpu_threads` and `devices` of the machine."""
-    inherited = {name: value for name, value in ambient.items() if not SCRUBBED.fullmatch(name) and name not in DROPPED}
+    inherited = {
+        name: value for name, value in ambient.items() if not LAUNCHER_VARIABLES.fullmatch(name) and name not in DROPPED
+    }
     # Slurm warns with SIGUSR1, perhaps every process of a job, which would kill torchrun but not its workers. Under
     # `nohup` torchrun must not handle SIGHUP, and its workers inherit that.
     heard = ",".join(number.name for number in (*signals_to_hear(), signal.SIGQUIT))

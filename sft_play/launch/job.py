@@ -85,29 +85,24 @@ def read_options(
     deepspeed = _deepspeed(call, choices, loaded, asked_strategy)
     if deepspeed:
         loaded = _with_batch(loaded, deepspeed)
-    strategy = asked_strategy
     if choices.strategy and asked_strategy not in ("auto", choices.strategy):
         raise UserError(
             f"`ACCELERATE_CONFIG` `{choices.path}` asks for `{choices.strategy}`, but `make {call.command}` is for"
             f" `{asked_strategy}`",
             hint=f"use `make {COMMANDS[choices.strategy]}`",
         )
-    if asked_strategy == "auto" and deepspeed:
-        strategy = "zero"
-    elif asked_strategy == "auto" and choices.strategy:
-        strategy = choices.strategy
-    num_nodes = _typed_or_from_file("NUM_NODES", call.integer("NUM_NODES", minimum=1), choices.num_nodes, choices) or 1
-    node_rank = _typed_or_from_file("NODE_RANK", call.integer("NODE_RANK", minimum=0), choices.node_rank, choices)
+    by_files = "zero" if deepspeed else choices.strategy
+    node_rank = _typed_or_from_file(call.integer("NODE_RANK", minimum=0), "NODE_RANK", choices)
     options = LaunchOptions(
         request=LaunchRequest(
-            command_strategy=strategy,
-            num_gpus=_typed_or_from_file("NUM_GPUS", call.integer("NUM_GPUS", minimum=1), choices.num_gpus, choices),
-            num_nodes=num_nodes,
+            command_strategy=by_files or "auto" if asked_strategy == "auto" else asked_strategy,
+            num_gpus=_typed_or_from_file(call.integer("NUM_GPUS", minimum=1), "NUM_GPUS", choices),
+            num_nodes=_typed_or_from_file(call.integer("NUM_NODES", minimum=1), "NUM_NODES", choices) or 1,
             node_rank=node_rank or 0,
             **(deepspeed.request if deepspeed else {}),
         ),
         master_address=call.options.get("MASTER_ADDR") or choices.master_address,
-        master_port=_typed_or_from_file("MASTER_PORT", call.port("MASTER_PORT"), choices.master_port, choices),
+        master_port=_typed_or_from_file(call.port("MASTER_PORT"), "MASTER_PORT", choices),
         run_name=call.options.get("RUN_NAME"),
         deepspeed=deepspeed,
         fsdp=choices.fsdp,
@@ -121,7 +116,7 @@ def read_options(
     if choices.cpu:
         leave_gpus(path)
     if not rehearsal:
-        _check(options, asked_strategy, node_rank_given=node_rank is not None)
+        check_place(options, node_rank_given=node_rank is not None)
     return options, loaded
 
 
@@ -167,7 +162,8 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: Command
     return path
 
 
-def _typed_or_from_file(name: str, typed: int | None, from_file: int | None, choices: AccelerateChoices) -> int | None:
+def _typed_or_from_file(typed: int | None, name: str, choices: AccelerateChoices) -> int | None:
+    from_file: int | None = getattr(choices, name.lower())
     if typed is not None and from_file is not None and typed != from_file:
         raise UserError(f"`{name}` is {typed}, but `{choices.path}` says {from_file}", hint="give it in one place only")
     return from_file if typed is None else typed
@@ -220,7 +216,8 @@ def set_train(loaded: LoadedConfig, values: Mapping[str, Any], places: Mapping[s
     )
 
 
-def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank_given: bool) -> None:
+def check_place(options: LaunchOptions, *, node_rank_given: bool) -> None:
+    """Raise `UserError` for a place among several machines that is incomplete, or not valid."""
     request = options.request
     if request.num_nodes == 1:
         if request.node_rank or options.master_address:
@@ -229,7 +226,7 @@ def _check(options: LaunchOptions, asked_strategy: CommandStrategy, *, node_rank
                 f"`{option}` is given, but `NUM_NODES` is 1", hint="set NUM_NODES to the number of machines"
             )
         return
-    if asked_strategy == "single":
+    if request.command_strategy == "single":
         raise UserError("`make train` runs one process; `NUM_NODES` needs several", hint="use `make train-distributed`")
     missing = [] if node_rank_given else ["NODE_RANK"]
     missing += [] if options.master_address else ["MASTER_ADDR"]
@@ -275,17 +272,15 @@ class Job:
     """This machine's part among several."""
     checkpoint: Path | None = None
     """Checkpoint from which this attempt continues."""
-    processes: int | None = None
-    """Processes of all nodes, after several have met."""
     shared: bool = False
     """Whether this is a node other than 0 that shares node 0's run folder."""
     day: str | None = None
-    """Date that the chat template writes into rows, from node 0 after machines have met."""
+    """Date that the chat template writes into rows: node 0's, or in a resumed run that of its rows."""
 
     @property
     def has_met(self) -> bool:
         """Whether this is node 0 and the other machines have joined."""
-        return self.node.rank == 0 and self.processes is not None
+        return self.node.rank == 0 and bool(self.options.request.node_devices)
 
     def environment(self, plan: Plan, additions: Mapping[str, str] = {}) -> WorkerEnvironment:
         """Return the environment of this node's workers, with `additions`."""
@@ -304,9 +299,9 @@ class Job:
 
     def world_size(self, before: Plan) -> int:
         """Return the number of processes of all nodes; `before` is the last plan of a resumed run."""
-        if self.processes is not None:
-            return self.processes
-        return (self.options.request.num_gpus or before.world_size // before.num_nodes) * self.options.request.num_nodes
+        request = self.options.request
+        met = sum(map(len, request.node_devices))
+        return met or (request.num_gpus or before.world_size // before.num_nodes) * request.num_nodes
 
     def home(self, run: RunFolder) -> RunFolder:
         """Return the folder for this node's configuration and preparation: the run's, or its part of a shared one."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from sft_play.files import tail
 from sft_play.runs.folder import RunFolder
 
 MARK = "SFT_PLAY_LAUNCH"
@@ -197,7 +198,7 @@ def keep_stacks(run: RunFolder, workers: Mapping[int, psutil.Process]) -> dict[i
     while time.monotonic() < until and any(_size(run, rank) == size for rank, size in before.items()):
         time.sleep(0.1)
     time.sleep(0.2)  # the last one may still be writing
-    return {rank: _from(run, rank, size) for rank, size in before.items()}
+    return {rank: tail(run.rank_stack(rank), since=size) for rank, size in before.items()}
 
 
 def remove_empty(run: RunFolder, ranks: range) -> None:
@@ -210,11 +211,6 @@ def remove_empty(run: RunFolder, ranks: range) -> None:
 def _size(run: RunFolder, rank: int) -> int:
     path = run.rank_stack(rank)
     return path.stat().st_size if path.is_file() else 0
-
-
-def _from(run: RunFolder, rank: int, start: int) -> str:
-    path = run.rank_stack(rank)
-    return path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
 
 
 # ---- Memory kills

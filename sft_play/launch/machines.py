@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError, raise_all
-from sft_play.launch.environment import Node, port_is_free
+from sft_play.launch.environment import Node, next_free_port
 from sft_play.launch.process import stop_code
 from sft_play.launch.store import (
     PERIOD_SECONDS,
@@ -70,8 +70,8 @@ class Machines:
         self._here: dict[int, Facts] = {node.rank: self._mine}
         """Machines that have joined this attempt -> session, host and addresses of their launchers."""
         self._store: Store | None = None
-        self._end: tuple[int, Facts] | None = None
-        """The last attempt that ended, and why."""
+        self._ends: dict[int, Facts] = {}
+        """Attempt that ended -> why."""
         self._takes_part = node.rank == 0
         self._beats = 0
         self._standing: Standings | None = None
@@ -105,7 +105,7 @@ class Machines:
         Raise `HardwareError` for a port that is taken, `RetryableError` if node 0 cannot be reached, `UserError` for a
         node rank that node 0 does not expect.
         """
-        self.attempt, self._end, node = 0, None, self.node
+        self.attempt, self._ends, node = 0, {}, self.node
         if node.rank == 0:
             self._store = serve(node, self._mine["host"], self.run, self.silent_seconds)
             self._store.set("attempt", 0)
@@ -128,8 +128,8 @@ class Machines:
     def _beat(self, raw: Any) -> None:
         self._write_beat(raw)
         attempt = self.attempt
-        if self._why is None and (end := self._connection.read(raw, f"{attempt}/end")):
-            self._end = attempt, end
+        if attempt not in self._ends and (end := self._connection.read(raw, f"{attempt}/end")):
+            self._ends[attempt] = end
         if self.node.rank == 0:
             self._check_beats(raw, attempt)
 
@@ -194,8 +194,7 @@ class Machines:
 
     def workers_port(self) -> int:
         """Return node 0's port for the workers' store of this attempt: MASTER_PORT + 1 + attempt, or the next free."""
-        first = self.node.master_port + 1 + self.attempt
-        return next((port for port in range(first, min(first + 100, 65536)) if port_is_free(port)), first)
+        return next_free_port(self.node.master_port + 1 + self.attempt, "0.0.0.0", "MASTER_PORT")
 
     def _gather(self, name: str, mine: Facts, compare: Compare) -> dict[int, Facts]:
         """Return, on node 0, the facts of all machines in a step, comparing each with node 0's when it arrives."""
@@ -214,7 +213,7 @@ class Machines:
                 raise self._refuse(errors)
             if not came:
                 self._report(waiting, missing, meets=meets)
-                self._pause()
+                pause(POLL_SECONDS)
 
     def _read_all(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
         return {k: facts for k in missing if (facts := self._connection.read(raw, f"{name}/{k}"))}
@@ -256,7 +255,7 @@ class Machines:
                     hint="where it should be one of the run's machines, compare NUM_NODES and NODE_RANK with node 0's",
                 )
             waiting.report("the run trains without this machine, and takes it in when it starts again")
-            self._pause()
+            pause(POLL_SECONDS)
 
     def _wait(self, name: str) -> Facts:
         """Return node 0's answer in a step."""
@@ -265,11 +264,8 @@ class Machines:
         while (result := self._connection.get(name)) is None:
             self._raise_end()
             waiting.report("waiting for the other nodes")
-            self._pause()
+            pause(POLL_SECONDS)
         return dict(result)
-
-    def _pause(self) -> None:
-        pause(max(POLL_SECONDS, self.node.count / 1000))  # at most a thousand requests per second from all machines
 
     def _raise_end(self) -> None:
         """Raise why the attempt ended, if it did, before its workers started."""
@@ -288,7 +284,7 @@ class Machines:
     @property
     def _why(self) -> Facts | None:
         """Why this attempt ended; `None` if it has not."""
-        return self._end[1] if self._end is not None and self._end[0] == self.attempt else None
+        return self._ends.get(self.attempt)
 
     def share_standings(self, mine: Standings | None) -> Standings | None:
         """Set the standings of this machine's ranks, which are all quiet for too long, or `None` if they are not.
@@ -342,7 +338,7 @@ class Machines:
             if self.node.rank == 0:
                 self._connection.set(f"{self.attempt}/next", decide())
             while (following := self._connection.get(f"{self.attempt}/next")) is None:
-                self._pause()
+                pause(POLL_SECONDS)
             self._here = {k: facts for k, facts in self._here.items() if k in (0, self.node.rank)}
             self._standing = self._standings = None  # before the beat belongs to the next attempt
             self.attempt += 1
@@ -382,7 +378,7 @@ class Machines:
         end = {"node": self.node.rank, **end}
         with contextlib.suppress(StoreGone):
             end = self._connection.ask(lambda raw: self._connection.first(raw, f"{self.attempt}/end", end))
-            self._end = self.attempt, end
+            self._ends[self.attempt] = end
         return end
 
     def _refuse(self, errors: Sequence[UserError]) -> UserError:

@@ -22,12 +22,12 @@ from types import FrameType
 
 import psutil
 
-from sft_play.files import is_gone, open_own, remove_half_written
+from sft_play.files import is_gone, open_own, remove_half_written, tail
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
 from sft_play.launch.machines import Machines
 from sft_play.launch.process import STOPS, announce, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
-from sft_play.launch.verdict import Loss, Outcome, Standings, hang, launcher_log, outcome_of, standing, tail
+from sft_play.launch.verdict import Loss, Outcome, Standings, hang, launcher_log, outcome_of, standing
 from sft_play.runs.folder import RunFolder, folder_gone
 
 LONGEST_LOOK = 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's early warning, a closed terminal."""
@@ -108,12 +107,11 @@ STOPPED = 128
 """Exit codes from here on mean a stop by a signal, which make receives too."""
 
 
-class Console(io.TextIOBase):
+class Console:
     """A text stream that drops what is written after its reader has closed it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.has_gone = False
 
     def write(self, text: str) -> int:
         with self._may_go():
@@ -124,34 +122,23 @@ class Console(io.TextIOBase):
         with self._may_go():
             self._stream.flush()
 
-    def isatty(self) -> bool:
-        return not self.has_gone and self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
     def _may_go(self) -> Iterator[None]:
-        if self.has_gone:
-            with contextlib.suppress(OSError):
-                yield
-            return
         try:
             yield
-        except OSError:  # EPIPE of a pipe, EIO of a terminal
-            self.has_gone = True
+        except OSError:  # EPIPE of a pipe, EIO of a terminal; from here on, what is left and children write to nowhere
             with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())  # for the rest of the buffer and for children
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextlib.contextmanager
 def console_may_go() -> Iterator[None]:
     """Keep a closed stdout or stderr from ending this process during the body."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = out, err = Console(streams[0]), Console(streams[1])
+    sys.stdout, sys.stderr = out, err = cast(TextIO, Console(streams[0])), cast(TextIO, Console(streams[1]))
     try:
         yield
     finally:

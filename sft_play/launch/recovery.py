@@ -145,10 +145,9 @@ def announcement(
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
     changes = []
     if before.slots != after.slots:
-        new = _divided(after).replace("accumulation ", "")
         typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
         although = f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
-        changes.append(f"micro-batch {_divided(before)} -> {new} on every rank{although}")
+        changes.append(f"micro-batch x accumulation {_divided(before)} -> {_divided(after)} on every rank{although}")
     elif has_grown(before, outcome):
         failed = _failed(before, outcome)
         planned = failed.micro_batch if failed else 0
@@ -170,11 +169,8 @@ def _start(checkpoint: Path | None) -> str:
 
 
 def _divided(plan: Plan) -> str:
-    """Return how a plan divides the work: `8, 4 x accumulation 2`, or `8 x 2, 4 x 3` if micro-steps differ."""
-    slots = list(dict.fromkeys(plan.slots))
-    if len({steps for _, steps in slots}) == 1:
-        return ", ".join(str(micro) for micro, _ in slots) + f" x accumulation {slots[0][1]}"
-    return ", ".join(f"{micro} x {steps}" for micro, steps in slots)
+    """Return how a plan divides the work: `4 x 2`, or `8 x 2, 4 x 3` on unlike ranks."""
+    return ", ".join(f"{micro} x {steps}" for micro, steps in dict.fromkeys(plan.slots))
 
 
 def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:

@@ -20,7 +20,7 @@ from sft_play.config.schema import Config, needs_own_word
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import settings_from_run
-from sft_play.launch.job import LaunchOptions, leave_gpus, set_train, without_batch_numbers
+from sft_play.launch.job import LaunchOptions, check_place, leave_gpus, set_train, without_batch_numbers
 from sft_play.launch.recovery import LESS, remedies_so_far
 from sft_play.launch.run_folder import cannot_continue, has_started, launches, read_events
 from sft_play.plan.architecture import label
@@ -64,9 +64,6 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     facts, own = last_launch(run, node_rank or 0), before.ranks_by_node
     here = own[node_rank or 0] if (node_rank or 0) < len(own) else before.world_size // before.num_nodes
     num_nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
-    address = call.options.get("MASTER_ADDR")
-    if num_nodes > 1 and (node_rank is None or not address):
-        raise UserError(f"`{run.name}` runs on {num_nodes} nodes, so every node needs `NODE_RANK` and `MASTER_ADDR`")
     if call.options.get("RUN_NAME") not in (None, run.name):
         raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
     if call.options.get("ACCELERATE_CONFIG"):
@@ -88,12 +85,14 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
             **(deepspeed.request if deepspeed else {}),
             **less,
         ),
-        master_address=address,
+        master_address=call.options.get("MASTER_ADDR"),
         master_port=call.port("MASTER_PORT"),
+        run_name=run.name,
         deepspeed=deepspeed,
         fsdp=facts["fsdp"],
         cpu=bool(facts.get("cpu")),
     )
+    check_place(options, node_rank_given=node_rank is not None)
     return without_batch_numbers(options) if less["halvings"] or less["unpack"] else options
 
 

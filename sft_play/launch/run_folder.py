@@ -255,8 +255,9 @@ def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, An
 
 
 def remove_left(run: RunFolder, ranks: range) -> None:
-    """Remove half-written files of killed workers of the last attempt; no worker may be running."""
-    for path in (*map(run.rank_exit, ranks), run.stamp, run.training_metrics):
+    """Remove half-written files of killed launchers and workers; none may be writing."""
+    of_launchers = (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report)
+    for path in (*of_launchers, *map(run.rank_exit, ranks), run.stamp, run.training_metrics):
         remove_half_written(path)
 
 

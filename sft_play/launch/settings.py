@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
-from sft_play.config.yaml_files import YamlNode, dump_yaml, read_plain_yaml, read_yaml, wrap
+from sft_play.config.yaml_files import YamlNode, dump_yaml, fill, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all, typed_here
 from sft_play.files import write_text
-from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, load_user_json
+from sft_play.launch.deepspeed import TEMPLATES, UserDeepSpeed, check_settings, load_user_json
 from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
@@ -294,46 +294,26 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
 def accelerate_settings(
     *, strategy: Strategy, device: str, precision: Precision, processes: int, node: Node, deepspeed_file: Path | None
 ) -> dict[str, Any]:
-    """Return the content of an accelerate config file for `processes` in total on `node.count` machines.
-
-    `MULTI_GPU` on a CPU is intended: with `MULTI_CPU` or `use_cpu` accelerate would start a single process, and the
-    workers' environment determines the device.
-    """
-    settings: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
+    """Return the content of an accelerate config file for `processes` in total on `node.count` machines."""
+    several, zero = node.count > 1, strategy.startswith("zero")
+    in_that_file = deepspeed_file is not None  # precision, stage and offload, which accelerate refuses in both
+    facts = {
         "distributed_type": DISTRIBUTED_TYPE[strategy],
-        "num_machines": node.count,
-        "num_processes": processes,
-        "machine_rank": 0,
+        "machines": node.count,
+        "processes": processes,
         "use_cpu": device == "cpu" and strategy == "single",
-        "main_training_function": "main",
-        "debug": False,
+        "master": node.master_address if several else None,
+        "rendezvous": "static" if several else None,
+        "several": several or None,
+        "port": (node.workers_port or node.master_port or None) if processes > 1 else None,
+        "zero": zero,
+        "deepspeed_file": str(deepspeed_file) if in_that_file else None,
+        "stage": int(strategy[-1]) if zero and not in_that_file else None,
+        "init_flag": strategy == "zero3",
+        "mixed_precision": None if in_that_file else "no" if precision == "fp32" else precision,
+        "fsdp": strategy == "fsdp2",
     }
-    if node.count > 1:
-        settings |= {"main_process_ip": node.master_address, "rdzv_backend": "static", "same_network": True}
-    if processes > 1 and (port := node.workers_port or node.master_port):
-        settings["main_process_port"] = port
-    if strategy.startswith("zero"):  # accelerate's own default launcher is pdsh
-        own = {"deepspeed_config_file": str(deepspeed_file)} if deepspeed_file else {"zero_stage": int(strategy[-1])}
-        settings["deepspeed_config"] = {
-            **own,
-            "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": strategy == "zero3",
-        }
-    if deepspeed_file is None:  # otherwise that file has precision, stage and offload, which accelerate refuses in both
-        settings["mixed_precision"] = "no" if precision == "fp32" else precision
-    if strategy == "fsdp2":
-        settings["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": False,
-            "fsdp_offload_params": False,
-            # The trainer recomputes, by the same switch for every strategy.
-            "fsdp_activation_checkpointing": False,
-        }
-    return settings
+    return dict(fill(read_plain_yaml(TEMPLATES / "accelerate.yaml"), facts))
 
 
 def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import queue
-import resource
 import socket
 import threading
 import time
@@ -193,8 +192,6 @@ class Store:
 def serve(node: Node, host: str, run: str, seconds: float) -> Store:
     """Serve and return node 0's store. Raise `HardwareError` for a port that is taken."""
     port = node.master_port
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))  # each machine needs a descriptor
     try:
         raw = tcp_store()("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=_delta(HEARD_SECONDS))
     except RuntimeError as error:

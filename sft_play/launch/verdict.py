@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.files import is_full, is_gone, is_read_only, open_plain, write_text
+from sft_play.files import is_full, is_gone, is_read_only, tail, write_text
 from sft_play.launch.liveness import Beat
 from sft_play.launch.process import stop_code
 from sft_play.launch.run_folder import exit_records, record_event
@@ -294,16 +294,6 @@ def _never_began(run: RunFolder, ranks: range, agent_code: int, agent_log: str) 
 def launcher_log(run: RunFolder, first_rank: int) -> Path:
     """Return the log of `accelerate launch` and torchrun; each node has its own, since nodes may share a disk."""
     return run.logs / ("launcher.log" if first_rank == 0 else f"launcher-from-rank{first_rank}.log")
-
-
-def tail(path: Path, limit: int = 200_000, *, since: int = 0) -> str:
-    """Return at most the last `limit` bytes of a file, from `since` on; empty without a file."""
-    if not path.is_file():
-        return ""
-    with open_plain(path) as stream:
-        stream.seek(0, os.SEEK_END)
-        stream.seek(max(since, stream.tell() - limit))
-        return stream.read().decode("utf-8", errors="replace")
 
 
 def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict[str, Any]:

@@ -16,18 +16,17 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.files import read_object, write_json
-from sft_play.launch.process import end_by_signals
+from sft_play.launch.process import end_by_signals, hear_signals
 from sft_play.launch.run_folder import read_events
 from sft_play.launch.settings import NO_FILE
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
@@ -51,7 +50,6 @@ LAUNCHED = TRAINING | {"resume"}
 FOR_KUBERNETES = 175
 LIMIT = "SFT_PLAY_MAX_RESTARTS"
 """Variable of a pod: most restarts in a row without a newer checkpoint (`kubernetes.max_restarts`)."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 JOIN_SECONDS = 600
 """Default of `launch.join_seconds`, unless the command has `LAUNCH_JOIN_SECONDS=`."""
 
@@ -147,37 +145,19 @@ def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
 
 
 def supervise(argv: Sequence[str]) -> int:
-    """Run `argv`, forward signals to it, and return its exit code, or 128 + N if signal N ended it.
-
-    Process 1 of a container inherits all orphans, so every child that ends is reaped.
-    """
-    child = 0
+    """Run `argv`, forward signals to it, and return its exit code, or 128 + N if signal N ended it."""
     early: list[int] = []
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        if child:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
-        else:
-            early.append(number)
-
-    previous = {
-        number: signal.signal(number, pass_on) for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        # Without the operator's variables, which are now words of the command: it reads options from there only.
-        environment = {name: text for name, text in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-        child = os.posix_spawn(argv[0], list(argv), environment, setsigdef=list(previous))
+    # Without the operator's variables, which are now words of the command: it reads options from there only.
+    environment = {name: text for name, text in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    with (
+        hear_signals(lambda number, _: early.append(number)),
+        subprocess.Popen(argv, env=environment) as process,
+        hear_signals(lambda number, _: process.send_signal(number)),
+    ):
         for number in early:
-            os.kill(child, number)
-        while True:
-            ended, status = os.waitpid(-1, 0)
-            if ended == child:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            process.send_signal(number)
+        code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 def _typed(words: Sequence[str]) -> dict[str, str]:

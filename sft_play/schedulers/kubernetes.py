@@ -196,7 +196,7 @@ def _refuse_unlike(spec: Spec) -> None:
         )
         which = "all its workers (its Master may differ)" if master else "all its pods"
         raise UserError(
-            f"the pods need different GPUs, but {_with_article(spec.settings.kind)} has one template for {which}",
+            f"the pods need different GPUs, but `{spec.settings.kind}` has one template for {which}",
             place="kubernetes.kind",
             hint=first if master else other,
         )
@@ -209,11 +209,6 @@ def _refuse_unlike(spec: Spec) -> None:
                 " ...}]"
             ),
         )
-
-
-def _with_article(kind: str) -> str:
-    """Return the name of a kind of job with its article: `an indexed Job`."""
-    return f"{'an' if KINDS[kind][0] in 'aeiou' else 'a'} {KINDS[kind]}"
 
 
 def _write(call: Call, rendered: Rendered) -> list[Path]:

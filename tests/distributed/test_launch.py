@@ -141,8 +141,8 @@ def test_two_nodes_train_and_resume_by_hand(launcher: Launcher, address: str) ->
     host = socket.gethostname()
     for output in on_both(5, "resume", "RUN=nodes", "TRAIN_MAX_STEPS=9"):
         assert (
-            f"different checkpoints: node 0 ({host}): step-000002 (" in output
-            and f"), node 1 ({host}): its start" in output
+            "the nodes begin at different points: `run` is `continued from step-000002 (" in output
+            and f")` on node 0 ({host}), `continued from its start` on node 1 ({host})" in output
         )
         assert "hint: let RUNS_DIR be a folder that all" in output
     alone = launcher("resume", "RUN=nodes", "NUM_NODES=1", "TRAIN_MAX_STEPS=3", RUNS_DIR=str(runs[0]))

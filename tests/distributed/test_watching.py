@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.launch.watch import Follower, panel
+from sft_play.launch.panel import Follower, panel
 from sft_play.report.page import record_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import findings

@@ -186,7 +186,7 @@ def test_memory_that_runs_out_on_one_machine_halves_the_micro_batch_on_all(machi
     (line,) = [line for line in output.splitlines() if line.startswith("recovering: ")]
     assert (
         line.startswith("recovering: rank 1 (node2)")
-        and "micro-batch 4 x accumulation 1 -> 2 x 2 on every rank" in line
+        and "micro-batch x accumulation 4 x 1 -> 2 x 2 on every rank" in line
     )
     assert "make resume" not in output, "no launcher says what to type"
     assert [row["step"] for row in metrics(run.path)] == [1, 2, 3], "each step is made once"

@@ -19,13 +19,12 @@ from tests.documents import on_page
 def facts(rank: int, **changes: Any) -> dict[str, Any]:
     facts_of_node: dict[str, Any] = {
         "node": f"node {rank} ({'abc'[rank]})",
-        "num_nodes": 3,
-        "resumed": False,
-        "checkpoint": None,
+        "nodes": {"NUM_NODES": 3},
+        "run": {"run": "started"},
+        "gpus": {"GPUs": "there"},
         "command": {"command": "x"},
-        "config": {"train.seed": "1"},
+        "config": {"train.seed": "1", "train.epochs": "2"},
         "versions": {"torch": "2.13.0"},
-        "kind": "cuda",
         "devices": [],
     }
     return {**facts_of_node, **changes}
@@ -34,12 +33,16 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"num_nodes": 2}, UserError, "`NUM_NODES` is not the same on every node: node 0 (a): 3, node 1 (b): 2"),
+        ({"nodes": {"NUM_NODES": 2}}, UserError, "`NUM_NODES` is `3` on node 0 (a), `2` on node 1 (b)"),
         ({"versions": {"torch": "2.12.0"}}, HardwareError, "`torch` is `2.13.0` on node 0 (a), `2.12.0` on node 1 (b)"),
-        ({"config": {}}, UserError, "`train.seed` is `1` on node 0 (a), `not there` on node 1 (b)"),
+        ({"config": {"train.epochs": "2"}}, UserError, "`train.seed` is `1` on node 0 (a), `not there` on node 1 (b)"),
         ({"command": {"command": "y"}}, UserError, "the command differs"),
-        ({"kind": "cpu"}, HardwareError, "node 0 (a): GPUs, node 1 (b): no GPU"),
-        ({"resumed": True}, CheckpointError, "node 1 (b): continues the run"),
+        ({"gpus": {"GPUs": "none"}}, HardwareError, "`GPUs` is `there` on node 0 (a), `none` on node 1 (b)"),
+        (
+            {"run": {"run": "continued from its start"}, "command": {}},
+            CheckpointError,
+            "`run` is `started` on node 0 (a), `continued from its start` on node 1 (b)",
+        ),
     ],
 )
 def test_each_difference_is_one_error(change: dict[str, Any], kind: type[UserError], message: str) -> None:

@@ -4,6 +4,7 @@ image.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.layers import PRESETS
-from sft_play.schedulers.manifests import ENTRY, PLACES, USER
 from tests.documents import ROOT
+from tests.kubernetes_runs import documents, pods
 
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
@@ -53,8 +54,12 @@ def test_the_image_is_pinned_and_has_no_secret() -> None:
 def test_the_image_is_what_the_manifests_expect() -> None:
     build, runtime = TEXT.split(" AS runtime")
     last = dict(instructions(runtime))
-    assert last["ENTRYPOINT"] == "[" + ", ".join(f'"{word}"' for word in ENTRY) + "]"
-    assert last["USER"] == f"{USER}:{USER}" and all(folder in TEXT for folder in PLACES.values())
+    spec = pods(documents("KUBERNETES_TRACKING_CLAIM=aim"))[0]["spec"]
+    [container], user = spec["containers"], spec["securityContext"]["runAsUser"]
+    claims = {volume["name"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume}
+    folders = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims]
+    assert last["ENTRYPOINT"] == json.dumps(container["command"])
+    assert last["USER"] == f"{user}:{user}" and len(folders) == 3 and all(folder in TEXT for folder in folders)
     assert all(f"{name}=/" in last["ENV"] for name in ("RUNS_DIR", "SFT_PLAY_CACHE", "HF_HOME"))
     assert "--editable ." in build and "WORKDIR /app" in build and "WORKDIR /app" in runtime
     assert PRESETS.parent == ROOT and all(

@@ -18,7 +18,7 @@ from sft_play.launch.run_folder import find_named_run
 from sft_play.launch.runs import age_of, node_of, state_of
 from sft_play.runs.folder import WHOLE_BYTES, RunFolder, measured, metric_rows
 from sft_play.runs.gate import read_facts
-from sft_play.runs.progress import clock, evaluation_line, findings, line_of, seconds_left
+from sft_play.runs.progress import clock, findings, line_of, seconds_left
 from sft_play.text import figure
 
 if TYPE_CHECKING:
@@ -97,36 +97,12 @@ READINGS = (("rank_utilisation", "%"), ("rank_temperature", "°C"), ("rank_power
 
 
 def _facts(run: RunFolder, train: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    losses = [row["loss"] for row in train[-40:] if row.get("loss") is not None]
-    if losses:
-        half = len(losses) // 2
-        before, after = (sum(part) / len(part) if part else 0.0 for part in (losses[:half], losses[half:]))
-        trend = (
-            ""
-            if half < 3
-            else ", falling"
-            if after < 0.995 * before
-            else ", rising"
-            if after > 1.005 * before
-            else ", level"
-        )
-        yield "loss", f"{losses[-1]:.4f}{trend}"
-    if evaluations:
-        best = min(
-            (row for row in evaluations if row.get("eval_loss") is not None),
-            key=lambda row: float(row["eval_loss"]),
-            default=None,
-        )
-        yield "evaluation", f"{evaluation_line(evaluations[-1])} (step {evaluations[-1]['step']})"
-        if best and best is not evaluations[-1]:
-            yield "best", f"held-out loss {best['eval_loss']:.4f} (step {best['step']})"
-    if train and train[-1].get("tokens_per_second"):
+    if train:
         row = train[-1]
         pace = f", {figure(row['step_seconds'])} s a step" if row.get("step_seconds") else ""
-        yield (
-            "speed",
-            f"{row['tokens_per_second']:,.0f} tokens/s{pace}" + (f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""),
-        )
+        yield "training", f"{line_of(train, None)}{pace}" + (f", MFU {row['mfu']:.1%}" if row.get("mfu") else "")
+    if evaluations:
+        yield "evaluation", line_of(evaluations, None)
     if saved := sorted(path.parent.name for path in run.checkpoints.glob("step-*/manifest.json")):
         yield "checkpoint", saved[-1]
 
