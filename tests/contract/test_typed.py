@@ -156,6 +156,27 @@ def test_an_option_in_the_environment_is_refused_with_what_to_type(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TRAIN_MAX_STEPS", "type `plan TRAIN_MAX_STEPS=5 ...`; to ignore them: `unset TRAIN_MAX_STEPS`"),
+        ("MODEL_NAME", "`MODEL_NAME` is in the environment"),
+        ("SFT_PLAY_CASHE", "unknown variable `SFT_PLAY_CASHE`\n\nhint: did you mean `SFT_PLAY_CACHE`?"),
+        ("SFT_PLAY_RUNS_DIR", "unknown variable `SFT_PLAY_RUNS_DIR`\n\nhint: `unset SFT_PLAY_RUNS_DIR`"),
+    ],
+)
+def test_a_key_or_a_misspelt_name_in_the_environment_is_not_ignored(
+    in_process: Program, name: str, message: str
+) -> None:
+    in_process("plan", "CONFIG=smoke", env={name: "5"}).refused(2, "error: environment: ", message)
+
+
+def test_names_that_other_programs_set_are_not_refused(in_process: Program) -> None:
+    ours = {"SLURM_ACCOUNT": "x", "KUBERNETES_NAMESPACE": "x", "SFT_PLAY_TEST_COLD": "1", "SFT_TRAIN_MAX_STEPS": "5"}
+    done = in_process("config", "CONFIG=smoke", env=ours)
+    assert done.code == 0 and "environment SFT_TRAIN_MAX_STEPS=5" in done.out, done.err
+
+
 def test_each_command_names_all_its_options_in_the_environment(in_process: Program) -> None:
     for command, row in COMMANDS.items():
         if row.options:
