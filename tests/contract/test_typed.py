@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +171,25 @@ def test_a_key_or_a_misspelt_name_in_the_environment_is_not_ignored(
     in_process: Program, name: str, message: str
 ) -> None:
     in_process("plan", "CONFIG=smoke", env={name: "5"}).refused(2, "error: environment: ", message)
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("file", ["yaml/__init__.py", "psutil.py", "transformers.py"])
+def test_a_file_of_pythonpath_in_a_librarys_place_is_named(program: Program, tmp_path: Path, file: str) -> None:
+    shadow = tmp_path / "lib" / file
+    shadow.parent.mkdir(parents=True)
+    shadow.write_text("raise RuntimeError\n")
+    done = program("plan", "CONFIG=smoke", env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'lib'}"})
+    done.refused(3, f"error: PYTHONPATH: `{shadow}` is imported instead of the library")
+
+
+@pytest.mark.cold
+def test_another_version_of_a_library_on_pythonpath_is_the_users_choice(program: Program, tmp_path: Path) -> None:
+    import yaml
+
+    shutil.copytree(Path(yaml.__file__).parent, tmp_path / "yaml")
+    done = program("config", "CONFIG=smoke", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert done.code == 0, done.err
 
 
 def test_names_that_other_programs_set_are_not_refused(in_process: Program) -> None:
