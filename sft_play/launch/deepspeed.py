@@ -362,7 +362,8 @@ def _translate(settings: dict[str, Any], source: YamlNode, path: Path) -> list[s
     for dotted, (new, value) in OLD.items():
         section, _, old = dotted.rpartition(".")
         part = _at(settings, section)
-        if not isinstance(part, dict) or (old_value := part.pop(old, False)) is False:
+        old_value = part.pop(old, None) if isinstance(part, dict) else None
+        if old_value is None or (value and old_value is False):  # `cpu_offload: false` is the default
             continue
         place = source.place(path, dotted)
         if new in part:
@@ -419,11 +420,11 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
     if user.stage == 3:  # otherwise DeepSpeed refuses to gather weights, but only when it saves
-        if settings["zero_optimization"].get(GATHERED) is False:
+        if (gathered := settings["zero_optimization"].get(GATHERED)) not in (None, True, "auto"):
             why = "or DeepSpeed could not save the model"
             notices.append(
-                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `false`, but the run uses `true`,"
-                f" {why}"
+                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `{_json(gathered)}`, but the run uses"
+                f" `true`, {why}"
             )
         settings["zero_optimization"][GATHERED] = True
     for key in ON_GPUS if plan.device == "cpu" else ():

@@ -134,6 +134,10 @@ def test_zero_3_gathers_weights_at_a_save_despite_the_file(tmp_path: Path, typed
         if typed is False
         else []
     )
+    old = GATHERED.replace("16bit", "fp16")
+    before = read_user_json(write(tmp_path / "old.json", json.dumps({"zero_optimization": {"stage": 3, old: typed}})))
+    _, notices = resolve(before, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
+    assert any("but the run uses `true`" in notice for notice in notices) is (typed is False), notices
     second = read_user_json(write(tmp_path / "two.json", '{"zero_optimization": {"stage": 2}}'))
     assert GATHERED not in resolve(second, make_plan(), CONFIG, hidden_size=64)[0]["zero_optimization"]
 
