@@ -18,6 +18,7 @@ from sft_play.config.optimizers import missing_optimizer
 from sft_play.config.schema import Config
 from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.files import typed_path
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, ask_deepspeed, load_user_json, resolve
 from sft_play.launch.environment import (
     PORT,
@@ -149,7 +150,7 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: Command
     C4). Report whether it is read, before anything is refused because of it.
     """
     if named := call.options.get("ACCELERATE_CONFIG"):
-        return None if named == NO_FILE else Path(named)
+        return None if named == NO_FILE else typed_path(named)
     path = accelerate_default()
     if path is None or call.command in WITHOUT_DEFAULT or {"HARDWARE", "RUN"} & call.options.keys():
         return None
@@ -187,7 +188,7 @@ def _deepspeed(
         raise UserError(
             f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
         )
-    user = load_user_json(Path(path)) if path else choices.deepspeed
+    user = load_user_json(typed_path(path)) if path else choices.deepspeed
     if user and asked_strategy in ("zero", "auto") and loaded.typed("launch.strategy"):
         configured = loaded.config.launch.strategy
         if configured not in ("auto", f"zero{user.stage}"):

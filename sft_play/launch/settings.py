@@ -17,7 +17,7 @@ from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
 from sft_play.config.yaml_files import YamlNode, dump_yaml, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all, typed_here
-from sft_play.files import write_text
+from sft_play.files import typed_path, write_text
 from sft_play.launch.deepspeed import UserDeepSpeed, check_settings, load_user_json
 from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
@@ -384,7 +384,7 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
 
 def main(call: Call) -> int:
     """Write the config file for this machine, and print the choices; return 0. Raise `UserError` or `HardwareError`."""
-    path = Path(call.options.get("OUT") or DEFAULT_OUT)
+    path = typed_path(call.options.get("OUT") or DEFAULT_OUT)
     require_ours(path, WRITTEN, call.command)
     hardware, reasons = detect(), list[str]()
     num_gpus, num_nodes = _processes(call, hardware, reasons)

@@ -19,6 +19,7 @@ from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, INSTEAD
 from sft_play.errors import UserError
 from sft_play.plan.sources import MADE_FOR
+from sft_play.runs.folder import cache_folder, runs_folder
 from tests.conftest import ROOT, Program, environment
 from tests.unit.test_config_call import refused
 
@@ -190,6 +191,19 @@ def test_another_version_of_a_library_on_pythonpath_is_the_users_choice(program:
     shutil.copytree(Path(yaml.__file__).parent, tmp_path / "yaml")
     done = program("config", "CONFIG=smoke", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     assert done.code == 0, done.err
+
+
+def test_a_home_that_no_shell_has_replaced_is_meant(
+    in_process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container's ENV, a unit of systemd, or zsh; a folder `~` would be made here."""
+    (tmp_path / "a.yaml").write_text("extends: smoke\n")
+    for name, text in {"HOME": str(tmp_path), "RUNS_DIR": "~/r", "SFT_PLAY_CACHE": "~/c"}.items():
+        monkeypatch.setenv(name, text)
+    assert (runs_folder(), cache_folder()) == (tmp_path / "r", tmp_path / "c")
+    assert in_process("config", "CONFIG=~/a.yaml", env={"HOME": str(tmp_path)}).code == 0
+    assert in_process("setup-accelerate", "OUT=~/o.yaml", env={"HOME": str(tmp_path)}).code == 0
+    assert (tmp_path / "o.yaml").is_file()
 
 
 def test_names_that_other_programs_set_are_not_refused(in_process: Program) -> None:
