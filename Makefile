@@ -6,8 +6,8 @@ override SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 # Elsewhere paths would be that folder's; under `-B` make makes everything again, this file too.
-override here := $(abspath $(dir $(lastword $(MAKEFILE_LIST))))
-ifeq ($(wildcard scripts/install.sh),)
+override here := $(patsubst %/Makefile,%,$(realpath $(lastword $(MAKEFILE_LIST))))
+ifneq ($(here),$(strip $(realpath .)))
 $(error this Makefile works in its own folder only: type `make -C $(here) ...`, or in a Makefile of yours `$$(MAKE) -C $(here) ...`)
 endif
 ifneq ($(findstring B,$(firstword -$(MAKEFLAGS))),)

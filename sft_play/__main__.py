@@ -4,6 +4,9 @@ codes.
 
 from __future__ import annotations
 
+import sft_play.isolation  # noqa: F401 - before anything else is imported
+
+# isort: split
 import contextlib
 import errno
 import importlib
@@ -13,7 +16,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import sft_play.isolation  # noqa: F401 - before anything else is imported
 from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path

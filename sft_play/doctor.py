@@ -7,7 +7,6 @@ without the packages of the configuration. `docs/doctor.md` lists the findings.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
 import json
 import os
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError, by_make
-from sft_play.isolation import LAUNCHER_VARIABLES
+from sft_play.isolation import LAUNCHER_VARIABLES, shadowed_libraries
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
 from sft_play.plan.hardware import GIB, cpu_only, ram_bytes
 from sft_play.runs.folder import accelerate_default, cache_folder, hub_cache, hub_folder, is_offline, runs_folder
@@ -49,18 +48,6 @@ PORT = 29500
 OLDEST_PYTHON = (3, 11)
 ROOT = Path(sft_play.__file__).parent.parent
 """The repository, if the package is installed as editable (`make install`)."""
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "peft",
-    "datasets",
-    "bitsandbytes",
-    "omegaconf",
-    "tensorboard",
-)
-
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = GIB
 MIN_RAM_BYTES = 8 * GIB
@@ -78,7 +65,7 @@ def report(config: Config | None = None, *, as_json: bool) -> int:
         python_version,
         packages,
         partial(unsloth, config),
-        shadowed_libraries,
+        shadowing_files,
         compilers,
         gpus,
         hidden,
@@ -215,20 +202,11 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def shadowed_libraries() -> Iterator[Finding]:
+def shadowing_files() -> Iterator[Finding]:
     """Report files of PYTHONPATH that are imported instead of a library; the working folder is never searched."""
-    entries = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    folders = {entry for entry in entries if not any(entry.glob("*.dist-info"))}
-    for name in LIBRARIES:
-        spec = importlib.machinery.PathFinder.find_spec(name)
-        file = Path(spec.origin).resolve() if spec and spec.origin else Path()
-        if folders & {file.parent, file.parent.parent}:
-            yield Finding(
-                "shadowed-library",
-                "error",
-                text=f"`{file}` is imported instead of the library `{name}`",
-                remedy="rename it, or unset PYTHONPATH",
-            )
+    for name, file in shadowed_libraries():
+        text = f"`{file}` is imported instead of the library `{name}`"
+        yield Finding("shadowed-library", "error", text=text, remedy="rename it, or unset PYTHONPATH")
 
 
 def compilers() -> Iterator[Finding]:

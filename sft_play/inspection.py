@@ -22,7 +22,7 @@ from sft_play.config.call import Call
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.store import Rows, counted_as, left_out_of, rows_cut, summary
 from sft_play.errors import UserError, printable
-from sft_play.files import write_text
+from sft_play.files import typed_path, write_text
 from sft_play.launch.runs import short_path
 from sft_play.plan.epoch import mixture_of
 from sft_play.prepare import prepare
@@ -77,7 +77,7 @@ def main(call: Call) -> int:
                 if facts
             ],
         }
-        path = Path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
+        path = typed_path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
         write_text(path, page_html(record))
         print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
         return 0

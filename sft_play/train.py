@@ -6,6 +6,9 @@ trains two steps of the worst batch, without evaluation and checkpoint, and writ
 
 from __future__ import annotations
 
+import sft_play.isolation  # noqa: F401 - before anything else is imported
+
+# isort: split
 import argparse
 import os
 import resource

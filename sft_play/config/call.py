@@ -23,7 +23,7 @@ from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, config_path, explain_mismatch, preset_path
 from sft_play.config.load import LoadedConfig, load_config, modes_with, override_config, read_config
-from sft_play.config.names import VARIABLES
+from sft_play.config.names import OWN_VARIABLES, VARIABLES
 from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
 from sft_play.runs.adapters import settle_parents
@@ -436,7 +436,10 @@ class _Parser:
         return False
 
     def refuse_untyped(self, environ: Mapping[str, str]) -> None:
-        """Refuse an option that was set in the environment instead of typed: `NUM_NODES=2 make train-distributed`."""
+        """Refuse what was set in the environment instead of typed: `NUM_NODES=2 TRAIN_EPOCHS=1 make train-distributed`.
+
+        Other programs set variables that begin as those of `slurm.` and `kubernetes.` do.
+        """
         taken = [*(name for name in VARIABLES if self.takes(name)), *sorted(filter(self.takes, environ))]
         untyped = {
             name: option
@@ -445,10 +448,20 @@ class _Parser:
             for name in (option, f"SFT_{option}")
             if environ.get(name, "").strip()
         }
+        for name in sorted(environ.keys() & variables().keys()) if self.row.overrides else ():
+            key = variables()[name]
+            if environ[name].strip() and key not in self.overrides and not key.startswith(("slurm.", "kubernetes.")):
+                untyped[name] = name
+        for name in sorted(environ):
+            word = name.removeprefix("SFT_PLAY_")
+            if word != name and word not in OWN_VARIABLES and not word.startswith("TEST_"):
+                close = get_close_matches(word, OWN_VARIABLES, n=1)
+                hint = f"did you mean `SFT_PLAY_{close[0]}`?" if close else f"`unset {name}`"
+                self.problems.append(UserError(f"unknown variable `{name}`", place="environment", hint=hint))
         if untyped:
             words = [f"{option}={mask(option, shlex.quote(environ[name]))}" for name, option in untyped.items()]
             are = "is" if len(untyped) == 1 else "are"
-            text = f"{_listed(untyped)} {are} in the environment, and options are read after the command only"
+            text = f"{_listed(untyped)} {are} in the environment, and read after the command only"
             hint = (
                 f"type `{self.make}{self.command} {' '.join(words)} ...`; to ignore them: `unset {' '.join(untyped)}`"
             )

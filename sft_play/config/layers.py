@@ -18,6 +18,7 @@ from sft_play.config.reader import INVALID, convert, describe, options, quoted, 
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import YamlNode, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import IN_WHEEL, UserError, without_secret
+from sft_play.files import typed_path
 from sft_play.runs.folder import is_strangers
 
 DEFAULT = "default"
@@ -81,7 +82,7 @@ DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feat
 
 def config_path(name: str) -> Path:
     """Return the file that `CONFIG=` names; a bare preset name is its file. Raise `UserError`."""
-    path, preset = Path(name), preset_path(name)
+    path, preset = typed_path(name), preset_path(name)
     if not path.suffix and path.name == name and not path.exists() and preset.is_file():
         return preset
     if path.is_dir():

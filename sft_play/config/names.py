@@ -162,6 +162,11 @@ INSTEAD: dict[str, str] = REMOVED | {
 VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO}
 OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
 """Variables that other programs read from the environment."""
+OWN_VARIABLES = frozenset({
+    "CACHE", "SERVE_TOKEN", "MAX_RESTARTS", "TIME_SCALE",
+    "CAUSE_FILE", "CLUSTER", "CONSENT", "FETCH", "LAUNCH", "OWN_FOLDER", "PANEL", "PREPARED",
+})  # fmt: skip
+"""Variables of this program in the environment, without `SFT_PLAY_`: users set the first ones, processes the others."""
 
 
 VARIABLES: Mapping[str, str] = {

@@ -194,7 +194,7 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None) -> O
     notices = write_launch_files(job, plan, run)
     own = dump_variables(plan, run.logs, os.environ) | ({OWN: str(job.home(run).path)} if job.shared else {})
     environment = job.environment(plan, own)
-    remove_stale_build_locks()
+    remove_stale_build_locks(os.environ.get("TORCH_EXTENSIONS_DIR"))
     arguments = worker_arguments(run, job.node, checkpoint=job.checkpoint, plan=plan)
     console = sys.stderr if job.call.json else sys.stdout
     launched = show_launch(arguments, environment)

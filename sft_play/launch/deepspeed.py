@@ -81,6 +81,11 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "torch_autocast.enabled": ((False,), "`train.bf16` decides what is computed in 16 bits"),
 }
 """Key -> its only allowed values, and the reason."""
+NO_EFFECT: Mapping[str, str] = {
+    "activation_checkpointing": "`train.gradient_checkpointing` decides what is recomputed",
+    "aio": "nothing is offloaded to a disk",
+}
+"""Sections that DeepSpeed reads for what is not done here, and the reason."""
 ON_GPUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Keys of `zero_optimization` for which DeepSpeed has no code on a CPU."""
 OFFLOAD = ("offload_optimizer", "offload_param")
@@ -305,6 +310,9 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
             close = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.7)
             hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; remove the key"
             yield key, f"unknown DeepSpeed key `{key}`", hint
+    types = settings.get("data_types")
+    for key in sorted(types.keys() - {"grad_accum_dtype"}) if isinstance(types, Mapping) else ():
+        yield f"data_types.{key}", f"unknown DeepSpeed key `data_types.{key}`", "it has `grad_accum_dtype` only"
     for part in OFFLOAD:
         if _at(settings, f"zero_optimization.{part}.device") == "nvme":
             key = f"zero_optimization.{part}.device"
@@ -340,7 +348,8 @@ def _translate(settings: dict[str, Any], source: YamlNode, path: Path) -> list[s
     for dotted, (new, value) in OLD.items():
         section, _, old = dotted.rpartition(".")
         part = _at(settings, section)
-        if not isinstance(part, dict) or (old_value := part.pop(old, False)) is False:
+        old_value = part.pop(old, None) if isinstance(part, dict) else None
+        if old_value is None or (value and old_value is False):  # `cpu_offload: false` is the default
             continue
         place = source.place(path, dotted)
         if new in part:
@@ -392,14 +401,16 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
         if (section_of := settings.pop(name, None)) is not None:
             agrees = _compare(name, section_of, plan, config, refuse)
             notices.append(f"{user.place(name)}: `{name}` agrees with `train.{agrees}`, which runs")
+    for name in sorted(settings.keys() & NO_EFFECT.keys()):
+        notices.append(f"{user.place(name)}: `{name}` has no effect here: {NO_EFFECT[name]}")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
     if user.stage == 3:  # otherwise DeepSpeed refuses to gather weights, but only when it saves
-        if settings["zero_optimization"].get(GATHERED) is False:
+        if (gathered := settings["zero_optimization"].get(GATHERED)) not in (None, True, "auto"):
             why = "or DeepSpeed could not save the model"
             notices.append(
-                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `false`, but the run uses `true`,"
-                f" {why}"
+                f"{user.place(f'zero_optimization.{GATHERED}')}: `{GATHERED}` is `{_json(gathered)}`, but the run uses"
+                f" `true`, {why}"
             )
         settings["zero_optimization"][GATHERED] = True
     for key in ON_GPUS if plan.device == "cpu" else ():

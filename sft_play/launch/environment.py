@@ -17,6 +17,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,6 +199,9 @@ def ranks_of(plan: Plan, node: Node) -> range:
     return range(first, first + plan.ranks_by_node[node.rank])
 
 
+LONGEST_BUILD_SECONDS = 900.0
+
+
 def extensions_folder() -> Path:
     """Return where torch keeps the extensions that it compiles: each environment on each machine has its own, or a
     build elsewhere would replace what the ranks here are about to load.
@@ -206,14 +210,21 @@ def extensions_folder() -> Path:
     return cache / "torch_extensions" / f"sft_play-{text_sha256(f'{sys.prefix} on {socket.gethostname()}')[:12]}"
 
 
-def remove_stale_build_locks() -> None:
-    """Remove the locks that killed builds left in `extensions_folder`: loading an extension would wait for them
-    forever. A running build holds its lock open.
+def remove_stale_build_locks(typed: str | None) -> None:
+    """Remove the locks that killed builds left in `extensions_folder`, or in a `typed` folder: loading an extension
+    would wait for them forever.
+
+    A running build here holds its lock open; one on another machine may share a typed folder, where only old locks are
+    removed.
     """
-    for lock in extensions_folder().rglob("lock"):
-        files = (file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ())
-        if not any(file.path == str(lock.resolve()) for file in files):
-            lock.unlink(missing_ok=True)
+    for lock in (Path(typed) if typed else extensions_folder()).rglob("lock"):
+        with contextlib.suppress(OSError):
+            files = (
+                file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ()
+            )
+            may_run = typed and time.time() - lock.stat().st_mtime < LONGEST_BUILD_SECONDS
+            if not may_run and not any(file.path == str(lock.resolve()) for file in files):
+                lock.unlink()
 
 
 def worker_environment(

@@ -18,6 +18,7 @@ from sft_play.config.optimizers import missing_optimizer
 from sft_play.config.schema import Config
 from sft_play.config.trackers import missing_trackers
 from sft_play.errors import HardwareError, UserError, raise_all
+from sft_play.files import typed_path
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, ask_deepspeed, load_user_json, resolve
 from sft_play.launch.environment import (
     PORT,
@@ -34,11 +35,13 @@ from sft_play.launch.environment import (
 )
 from sft_play.launch.machines import Machines
 from sft_play.launch.settings import (
+    LAYERS,
     NO_DEFAULT_FILE,
     NO_FILE,
     AccelerateChoices,
     machines_and_strategy,
     read_accelerate_config,
+    refuse_layers,
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import all_hidden, detect, require_usable
@@ -91,6 +94,10 @@ def read_options(
             f" `{asked_strategy}`",
             hint=f"use `make {COMMANDS[choices.strategy]}`",
         )
+    if choices.strategy == "single" and (choices.num_gpus or 1) > 1:
+        text = f"`num_processes` is {choices.num_gpus}, but `distributed_type: 'NO'` is one process"
+        hint = "write `distributed_type: MULTI_GPU`, or `num_processes: 1`"
+        raise UserError(text, place=str(choices.path), hint=hint)
     by_files = "zero" if deepspeed else choices.strategy
     node_rank = _typed_or_from_file(call.integer("NODE_RANK", minimum=0), "NODE_RANK", choices)
     options = LaunchOptions(
@@ -138,7 +145,7 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: Command
     C4). Report whether it is read, before anything is refused because of it.
     """
     if named := call.options.get("ACCELERATE_CONFIG"):
-        return None if named == NO_FILE else Path(named)
+        return None if named == NO_FILE else typed_path(named)
     path = accelerate_default()
     if path is None or call.command in WITHOUT_DEFAULT or {"HARDWARE", "RUN"} & call.options.keys():
         return None
@@ -177,7 +184,7 @@ def _deepspeed(
         raise UserError(
             f"`DEEPSPEED_CONFIG` and the DeepSpeed settings of `{choices.path}` are both given", hint="give one of them"
         )
-    user = load_user_json(Path(path)) if path else choices.deepspeed
+    user = load_user_json(typed_path(path)) if path else choices.deepspeed
     if user and asked_strategy in ("zero", "auto") and loaded.typed("launch.strategy"):
         configured = loaded.config.launch.strategy
         if configured not in ("auto", f"zero{user.stage}"):
@@ -348,9 +355,13 @@ def refuse_early(job: Job) -> None:
 
 
 def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: ModelShape) -> None:
-    """Raise `UserError` for a user's DeepSpeed JSON that does not suit a plan, before anything is prepared."""
+    """Raise `UserError` for a user's DeepSpeed JSON or FSDP layers that do not suit the plan or the model, before
+    anything is prepared.
+    """
     if options.deepspeed:
         ask_deepspeed(options.deepspeed, resolve(options.deepspeed, plan, config, hidden_size=shape.hidden_size)[0])
+    if options.accelerate_config and (names := options.fsdp.get(LAYERS)) and not config.model.trust_remote_code:
+        refuse_layers(options.accelerate_config, names, shape.model_type)
 
 
 def _node(options: LaunchOptions) -> Node:

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's early warning, a closed terminal."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
+"""Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's early warning, a closed terminal, and the
+limit of processor time (`ulimit -S -t`).
+"""
 REPEATED_SECONDS = 2.0
 """A repeated signal within this time is the same request, sent to this process and to all of its group."""
 _heard: list[int] = []

@@ -4,9 +4,12 @@ for this machine.
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +17,7 @@ from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
 from sft_play.config.yaml_files import YamlNode, dump_yaml, fill, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all, typed_here
-from sft_play.files import write_text
+from sft_play.files import typed_path, write_text
 from sft_play.launch.deepspeed import TEMPLATES, UserDeepSpeed, check_settings, load_user_json
 from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
@@ -189,6 +192,8 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         )
         refuse("num_processes", text)
     mixed = settings.get("mixed_precision")
+    if mixed is True:
+        refuse("mixed_precision", "`mixed_precision` is `true`; expected `no`, `bf16` or `fp16`")
     train: dict[str, Any] = {} if mixed is None else {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
     notices: list[str] = []
     deepspeed, fsdp = None, {}
@@ -199,6 +204,8 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         problems += getattr(error, "problems", [error])
     if kind == "FSDP":
         fsdp = _fsdp(settings.get("fsdp_config") or {}, train, notices, refuse)
+    elif settings.get("fsdp_config"):
+        _refuse_section("fsdp_config", "FSDP", kind, refuse)
     raise_all(problems)
     several = machines > 1
     return AccelerateChoices(
@@ -243,15 +250,19 @@ def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], 
         refuse(unknown[0], f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
 
 
+def _refuse_section(section: str, of: str, kind: str, refuse: Refuse) -> None:
+    text = f"`{section}` is given, but `distributed_type` is `{kind}`"
+    refuse(section, text, f"make it `{of}` or take the section out")
+
+
 def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDeepSpeed | None:
     section: dict[str, Any] = node.plain() or {}
     if kind != "DEEPSPEED":
         if section:
-            text = f"`deepspeed_config` is given, but `distributed_type` is `{kind}`"
-            refuse("deepspeed_config", text, "make it `DEEPSPEED` or take the section out")
+            _refuse_section("deepspeed_config", "DEEPSPEED", kind, refuse)
         return None
     _check(section, "deepspeed_config.", DEEPSPEED_ONLY, {"deepspeed_config_file", *DEEPSPEED_KEYS}, refuse)
-    if file := section.get("deepspeed_config_file"):
+    if (file := section.get("deepspeed_config_file")) is not None:
         for key in sorted(section.keys() & DEEPSPEED_KEYS.keys()):
             dotted = f"deepspeed_config.{key}"
             refuse(dotted, f"`{dotted}` is next to `deepspeed_config_file`, of which accelerate uses only the file")
@@ -289,6 +300,26 @@ def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str],
     if "fsdp_activation_checkpointing" in passed:
         train["gradient_checkpointing"] = passed.pop("fsdp_activation_checkpointing")
     return passed
+
+
+LAYERS = "fsdp_transformer_layer_cls_to_wrap"
+
+
+def refuse_layers(path: Path, names: str, model_type: str) -> None:
+    """Raise `UserError` for layers in an accelerate config that no model of this kind in transformers has."""
+    spec = find_spec("transformers")
+    folders = [Path(folder, "models") for folder in (spec and spec.submodule_search_locations) or ()]
+    files = [file for folder in folders for file in folder.glob(f"{model_type.partition('_')[0]}*/modeling_*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    classes = re.findall(r"^class (\w+)\(", text, re.MULTILINE)
+    for name in names.split(",") if classes else ():
+        if name not in classes:
+            close = difflib.get_close_matches(name, classes, n=1)
+            raise UserError(
+                f"`fsdp_config.{LAYERS}` names `{name}`, which models of the kind `{model_type}` do not have",
+                place=read_yaml(path).place(path, f"fsdp_config.{LAYERS}"),
+                hint=f"did you mean `{close[0]}`?" if close else "omit it: the model itself names its layers",
+            )
 
 
 def accelerate_settings(
@@ -333,7 +364,7 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
 
 def main(call: Call) -> int:
     """Write the config file for this machine, and print the choices; return 0. Raise `UserError` or `HardwareError`."""
-    path = Path(call.options.get("OUT") or DEFAULT_OUT)
+    path = typed_path(call.options.get("OUT") or DEFAULT_OUT)
     require_ours(path, WRITTEN, call.command)
     hardware, reasons = detect(), list[str]()
     num_gpus, num_nodes = _processes(call, hardware, reasons)

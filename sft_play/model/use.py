@@ -27,6 +27,7 @@ from sft_play.files import (
     read_json,
     read_object,
     sync_path,
+    typed_path,
     write_json,
 )
 from sft_play.launch.environment import visible_cards
@@ -543,7 +544,7 @@ def main(call: Call) -> int:
         )
     run = find_run(call.options["RUN"], writes="OUT" not in call.options)
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
-    out = Path(call.options.get("OUT") or run.path / "merged")
+    out = typed_path(call.options.get("OUT") or str(run.path / "merged"))
     if out.exists():  # checked before torch is imported, which takes seconds
         raise UserError(
             f"`{out}` exists already, and a merged model overwrites nothing", hint="choose another OUT=, or remove it"

@@ -12,7 +12,7 @@ from sft_play.config.call import Call
 from sft_play.config.load import read_config
 from sft_play.config.metrics import label_of_metric
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, typed_here
-from sft_play.files import file_sha256, read_object, write_text
+from sft_play.files import file_sha256, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.adapters import MERGED
@@ -44,7 +44,7 @@ COPY = (
 def main(call: Call) -> int:
     """Write the card into the model's folder, or to `OUT`."""
     run, weights = _weights(call)
-    path = Path(call.options["OUT"]) if call.options.get("OUT") else weights / CARD
+    path = typed_path(call.options["OUT"]) if call.options.get("OUT") else weights / CARD
     write_text(path, card_of(run, weights))
     if note := _base_note(run, weights):
         tell(note)

@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
 from sft_play.errors import typed_here
-from sft_play.files import finite, open_plain, read_json_lines, read_object, write_text
+from sft_play.files import finite, open_plain, read_json_lines, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
@@ -52,7 +52,7 @@ PAGE_POLICY = (
 def main(call: Call) -> int:
     """Write `report.html` into the run's folder, or `OUT`."""
     run = find_named_run(call, writes="OUT" not in call.options)
-    path = write_report(run, Path(call.options["OUT"]) if call.options.get("OUT") else None)
+    path = write_report(run, typed_path(call.options["OUT"]) if call.options.get("OUT") else None)
     print(json.dumps({"run": str(run.path), "report": str(path)}) if call.json else f"report: {path}")
     return 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from sft_play.errors import DataError, HardwareError
-from sft_play.files import json_rows, open_plain, read_json_lines, read_object
+from sft_play.files import json_rows, open_plain, read_json_lines, read_object, typed_path
 from sft_play.text import as_typed
 
 OWN = "SFT_PLAY_OWN_FOLDER"
@@ -27,7 +27,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 
 def runs_folder() -> Path:
     """Return the folder of all runs: `$RUNS_DIR`, or `runs` in the working folder."""
-    return Path(os.environ.get("RUNS_DIR") or "runs")
+    return typed_path(os.environ.get("RUNS_DIR") or "runs")
 
 
 def run_path(name: str) -> Path | None:
@@ -60,7 +60,7 @@ def hub_cache() -> Path:
 
 def cache_folder() -> Path:
     """Return the cache folder: `$SFT_PLAY_CACHE`, or `~/.cache/sft_play`."""
-    return Path(os.environ.get("SFT_PLAY_CACHE") or Path.home() / ".cache" / "sft_play")
+    return typed_path(os.environ.get("SFT_PLAY_CACHE") or str(Path.home() / ".cache" / "sft_play"))
 
 
 def require_home() -> None:

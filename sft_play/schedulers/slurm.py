@@ -56,7 +56,7 @@ PASSED = re.compile(
 """Variables of this shell that the job inherits: paths and network settings."""
 TOKEN_FILE = "HF_TOKEN_PATH"
 """The only name with `TOKEN` in it whose value is not a secret."""
-OPTIONS, OF_JOBS = ("SBATCH_", "SQUEUE_"), re.compile(r"SLURM_(?!CONF$)\w+")
+OPTIONS, OF_JOBS = ("SBATCH_", "SQUEUE_"), re.compile(r"SLURM_(?!(CONF|JWT)$)\w+")
 """Prefixes of variables that sbatch and squeue read options from, and the variables of the job that the command was
 typed in.
 """

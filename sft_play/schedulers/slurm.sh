@@ -32,7 +32,9 @@ trap - ERR
 set +e -u
 
 @JOB@
+# SLURM_RESTART_COUNT may be that of the job in which 'sbatch' was typed.
 turn=${SLURM_RESTART_COUNT:-0}
+if [[ $(scontrol show job "$job_id" --oneliner) =~ Restarts=([0-9]+) ]]; then turn=${BASH_REMATCH[1]}; fi
 
 say() { printf '[%s] slurm job %s: %s\n' "$(date '+%F %T')" "$job_id" "$1"; }
 

@@ -7,11 +7,13 @@ no device is used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 
@@ -26,34 +28,38 @@ def problems_of(settings: Mapping[str, Any]) -> list[dict[str, str]]:
         **settings,
         "train_batch_size": settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"],
     }
-    checks = (
-        ("", lambda: DeepSpeedConfig(alone)),
-        ("log_level", lambda: get_log_level_from_string(settings.get("log_level") or "info")),
-        ("data_types", lambda: [DtypeEnum(name) for name in (settings.get("data_types") or {}).values() if name]),
+    checks: tuple[Callable[[dict[str, Any]], object], ...] = (
+        DeepSpeedConfig,
+        lambda part: get_log_level_from_string(part.get("log_level") or "info"),
+        lambda part: [DtypeEnum(name) for name in (part.get("data_types") or {}).values() if name],
     )
     problems = []
-    for dotted, build in checks:
+    for build in checks:
         try:
-            build()
-        except ValidationError as error:
-            problems += [
-                {"key": _key(settings, error.title, detail["loc"]), "words": detail["msg"]} for detail in error.errors()
-            ]
+            build(deepcopy(alone))
         except Exception as error:  # noqa: BLE001 - whatever it raises would end a worker
             words = str(error)
-            named = max((key for key in _keys(settings) if _names(words, key)), key=len, default="")
-            problems.append({"key": dotted or named, "words": words})
+            details: list[Any] = error.errors() if isinstance(error, ValidationError) else [{"loc": (), "msg": words}]
+            # Many of its errors do not name the key, or not the section: it is what they are no longer about without.
+            without = {key: _words_without(alone, key, build) for key in _keys(settings)}
+            blamed = sorted((key for key in without if without[key] != words), key=lambda key: without[key] != "")
+            for detail in details:
+                end = ".".join(map(str, detail["loc"]))
+                named = [key for key in blamed if f".{key}".endswith(f".{end}")] or blamed or [end]
+                problems.append({"key": named[0], "words": detail["msg"]})
     return problems
 
 
-def _key(settings: Mapping[str, Any], model: str, location: tuple[int | str, ...]) -> str:
-    """Return the dotted key of an error in a section, which pydantic names only by model (`DeepSpeedZeroConfig`)."""
-    names, stem = [str(part) for part in location], model.lower().removeprefix("deepspeed").removesuffix("config")
-    holders = [
-        section for section, part in settings.items() if isinstance(part, Mapping) and names and names[0] in part
-    ]
-    own = [section for section in holders if stem in section.replace("_", "")] or holders
-    return ".".join([*own[:1], *names])
+def _words_without(settings: Mapping[str, Any], dotted: str, build: Callable[[dict[str, Any]], object]) -> str:
+    """Return what DeepSpeed says of settings without a key."""
+    rest = deepcopy(dict(settings))
+    *sections, name = dotted.split(".")
+    del functools.reduce(dict.__getitem__, sections, rest)[name]
+    try:
+        build(rest)
+    except Exception as error:  # noqa: BLE001
+        return str(error)
+    return ""
 
 
 def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -62,10 +68,6 @@ def _keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{name}.")
     yield from (f"{prefix}{name}" for name in settings)
-
-
-def _names(words: str, dotted: str) -> bool:
-    return dotted.rpartition(".")[2].lower() in words.lower().replace(" ", "_")
 
 
 if __name__ == "__main__":

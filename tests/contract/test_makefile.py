@@ -109,9 +109,14 @@ def test_a_variable_of_an_outer_make_is_reported_as_such(tmp_path: Path) -> None
 
 def test_make_elsewhere_or_with_b_is_refused_with_the_right_way(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\n")
+    clone = tmp_path / "clone"
+    (clone / "scripts").mkdir(parents=True)
+    (clone / "scripts" / "install.sh").touch()
+    (clone / "Makefile").symlink_to(ROOT / "Makefile")
     errors = []
     for words, folder in (
         (["plan"], tmp_path),
+        (["plan"], clone),
         (["-f", f"{ROOT}/Makefile", "plan"], tmp_path),
         (["-B", "plan"], ROOT),
         (["plan", "-nB"], ROOT),
@@ -121,7 +126,7 @@ def test_make_elsewhere_or_with_b_is_refused_with_the_right_way(tmp_path: Path) 
         )
         assert done.returncode == 2 and f"type `make -C {ROOT} ...`" in done.stderr and not done.stdout, done.stderr
         errors.append(done.stderr)
-    assert all("its own folder" in error for error in errors[:2]) and all("`-B` would" in error for error in errors[2:])
+    assert all("its own folder" in error for error in errors[:3]) and all("`-B` would" in error for error in errors[3:])
     assert make("-n", "config", "BUILD=B").returncode == 0, "a variable is no option"
 
 

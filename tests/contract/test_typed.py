@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from sft_play.config.load import load_config
 from sft_play.config.names import ALIASES, INSTEAD
 from sft_play.errors import UserError
 from sft_play.plan.sources import MADE_FOR
+from sft_play.runs.folder import cache_folder, runs_folder
 from tests.conftest import ROOT, Program, environment
 from tests.unit.test_config_call import refused
 
@@ -154,6 +157,59 @@ def test_an_option_in_the_environment_is_refused_with_what_to_type(
         f"`unset {name}`",
     )
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TRAIN_MAX_STEPS", "type `plan TRAIN_MAX_STEPS=5 ...`; to ignore them: `unset TRAIN_MAX_STEPS`"),
+        ("MODEL_NAME", "`MODEL_NAME` is in the environment"),
+        ("SFT_PLAY_CASHE", "unknown variable `SFT_PLAY_CASHE`\n\nhint: did you mean `SFT_PLAY_CACHE`?"),
+        ("SFT_PLAY_RUNS_DIR", "unknown variable `SFT_PLAY_RUNS_DIR`\n\nhint: `unset SFT_PLAY_RUNS_DIR`"),
+    ],
+)
+def test_a_key_or_a_misspelt_name_in_the_environment_is_not_ignored(
+    in_process: Program, name: str, message: str
+) -> None:
+    in_process("plan", "CONFIG=smoke", env={name: "5"}).refused(2, "error: environment: ", message)
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("file", ["yaml/__init__.py", "psutil.py", "transformers.py"])
+def test_a_file_of_pythonpath_in_a_librarys_place_is_named(program: Program, tmp_path: Path, file: str) -> None:
+    shadow = tmp_path / "lib" / file
+    shadow.parent.mkdir(parents=True)
+    shadow.write_text("raise RuntimeError\n")
+    done = program("plan", "CONFIG=smoke", env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'lib'}"})
+    done.refused(3, f"error: PYTHONPATH: `{shadow}` is imported instead of the library")
+
+
+@pytest.mark.cold
+def test_another_version_of_a_library_on_pythonpath_is_the_users_choice(program: Program, tmp_path: Path) -> None:
+    import yaml
+
+    shutil.copytree(Path(yaml.__file__).parent, tmp_path / "yaml")
+    done = program("config", "CONFIG=smoke", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert done.code == 0, done.err
+
+
+def test_a_home_that_no_shell_has_replaced_is_meant(
+    in_process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container's ENV, a unit of systemd, or zsh; a folder `~` would be made here."""
+    (tmp_path / "a.yaml").write_text("extends: smoke\n")
+    for name, text in {"HOME": str(tmp_path), "RUNS_DIR": "~/r", "SFT_PLAY_CACHE": "~/c"}.items():
+        monkeypatch.setenv(name, text)
+    assert (runs_folder(), cache_folder()) == (tmp_path / "r", tmp_path / "c")
+    assert in_process("config", "CONFIG=~/a.yaml", env={"HOME": str(tmp_path)}).code == 0
+    assert in_process("setup-accelerate", "OUT=~/o.yaml", env={"HOME": str(tmp_path)}).code == 0
+    assert (tmp_path / "o.yaml").is_file()
+
+
+def test_names_that_other_programs_set_are_not_refused(in_process: Program) -> None:
+    ours = {"SLURM_ACCOUNT": "x", "KUBERNETES_NAMESPACE": "x", "SFT_PLAY_TEST_COLD": "1", "SFT_TRAIN_MAX_STEPS": "5"}
+    done = in_process("config", "CONFIG=smoke", env=ours)
+    assert done.code == 0 and "environment SFT_TRAIN_MAX_STEPS=5" in done.out, done.err
 
 
 def test_each_command_names_all_its_options_in_the_environment(in_process: Program) -> None:

@@ -162,11 +162,12 @@ def test_the_documented_environment_for_unsloth_sees_the_wheel_and_its_libraries
 def test_files_of_the_working_folder_shadow_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
     run("sft-play", "init")
     config = tiny_config(tmp_path, tiny, rows=8, steps=2)
-    for name in ("tokenizers", "datasets", "evaluate", "yaml", "psutil", "accelerate", "transformers"):
+    for name in ("csv", "random", "tokenizers", "datasets", "evaluate", "yaml", "psutil", "accelerate", "transformers"):
         (tmp_path / f"{name}.py").write_text(
             "import pathlib\npathlib.Path('imported').touch()\nraise RuntimeError(__name__)\n"
         )
-    run("sft-play", "train-distributed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=one", timeout=500)
+    for name, command in (("one", "train-distributed"), ("two", "train-deepspeed")):
+        run("sft-play", command, "NUM_GPUS=2", f"CONFIG={config}", f"RUN_NAME={name}", timeout=500)
     assert "one" in run("make", "runs") and "finished" in run("python", "-m", "sft_play", "runs")
     assert not (tmp_path / "imported").exists()
 

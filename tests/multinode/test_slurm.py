@@ -138,6 +138,7 @@ OF_A_JOB = {
     "SLURM_GPUS": "2",
     "SLURM_MEM_PER_NODE": "2",
     "SLURM_NTASKS": "7",
+    "SLURM_RESTART_COUNT": "9",
     "SLURM_JOB_NUM_NODES": "2",
 }
 
@@ -168,7 +169,7 @@ def test_variables_of_the_shell_and_of_a_submitting_job_do_not_change_a_job(site
                 "Requeue": "1",
             }.items()
         ), f"{facts}\n{site.said(name)}"
-        assert site.steps(name) == [1, 2], site.said(name)
+        assert site.steps(name) == [1, 2] and "turn 0 on" in site.said(name), site.said(name)
 
 
 def test_jobs_submitted_at_once_are_different_runs(site: Site) -> None:

@@ -134,6 +134,10 @@ def test_zero_3_gathers_weights_at_a_save_despite_the_file(tmp_path: Path, typed
         if typed is False
         else []
     )
+    old = GATHERED.replace("16bit", "fp16")
+    before = read_user_json(write(tmp_path / "old.json", json.dumps({"zero_optimization": {"stage": 3, old: typed}})))
+    _, notices = resolve(before, make_plan(strategy="zero3"), CONFIG, hidden_size=64)
+    assert any("but the run uses `true`" in notice for notice in notices) is (typed is False), notices
     second = read_user_json(write(tmp_path / "two.json", '{"zero_optimization": {"stage": 2}}'))
     assert GATHERED not in resolve(second, make_plan(), CONFIG, hidden_size=64)[0]["zero_optimization"]
 
@@ -169,6 +173,9 @@ REFUSED = """{
     "loss_scale": -1},
   "data_types": {"grad_accum_dtype": "int7"},
   "log_level": "loud",
+  "communication_data_type": 16,
+  "vocabulary_size": "x",
+  "timers": {"throughput": {"enabled": "x"}},
   "compile": {
     "enabled": true}
 }"""
@@ -183,9 +190,12 @@ BY_MODELS = {
         " equal to 0"
     ),
     8: "`fp16.loss_scale` is `-1`; DeepSpeed says: Value error, fp16.loss_scale must be >= 0",
-    9: '`data_types` is `{"grad_accum_dtype": "int7"}`; DeepSpeed says: \'int7\' is not a valid DtypeEnum',
+    9: "`data_types.grad_accum_dtype` is `\"int7\"`; DeepSpeed says: 'int7' is not a valid DtypeEnum",
     10: '`log_level` is `"loud"`; DeepSpeed says: loud is not one of the valid logging levels',
-    12: "`compile.enabled` is `true`; DeepSpeed says: Extra inputs are not permitted",
+    11: "`communication_data_type` is `16`; DeepSpeed says: ",
+    12: '`vocabulary_size` is `"x"`; DeepSpeed says: ',
+    13: '`timers.throughput.enabled` is `"x"`; DeepSpeed says: Input should be a valid boolean',
+    15: "`compile.enabled` is `true`; DeepSpeed says: Extra inputs are not permitted",
 }
 RIGHT = {
     3: '    "reduce_bucket_size": 500,',
@@ -194,7 +204,10 @@ RIGHT = {
     8: '    "loss_scale": 0},',
     9: '  "data_types": {"grad_accum_dtype": "fp32"},',
     10: '  "log_level": "info",',
-    12: '    "deepcompile": false}',
+    11: '  "communication_data_type": "fp32",',
+    12: '  "vocabulary_size": 1024,',
+    13: '  "timers": {},',
+    15: '    "deepcompile": false}',
 }
 """Line -> what DeepSpeed's models say, and what a user then writes: sections are built one after the other, so not all
 are found at once.
@@ -230,6 +243,7 @@ def test_settings_that_deepspeeds_models_refuse_are_named_with_key_and_line(
     ("text", "message"),
     [
         ('"wandb": {"enabled": true}', "`wandb.enabled` is `true`: `train.report_to: wandb` records the run"),
+        ('"data_types": {"grad_acum_dtype": "fp32"}', "unknown DeepSpeed key `data_types.grad_acum_dtype`"),
         ('"prescale_gradients": true', "`prescale_gradients` is `true`: the loss is already scaled"),
         ('"gradient_predivide_factor": 2.0', "`gradient_predivide_factor` is `2.0`"),
         ('"zero_optimization": {"stage": 1, "legacy_stage1": true}', "`zero_optimization.legacy_stage1` is `true`"),
@@ -260,6 +274,12 @@ def test_settings_that_fail_in_deepspeeds_engine_are_refused_with_their_line(
         ' "gradient_predivide_factor": 1.0, "steps_per_print": 1e5, "optimizer": null, "fp16": null}'
     )
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
+
+
+def test_a_section_without_effect_is_named(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 2},\n"activation_checkpointing": {"partition_activations": true}}'
+    _, notices = resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
+    assert any("ds.json:2: `activation_checkpointing` has no effect here" in notice for notice in notices), notices
 
 
 def test_contradictory_batch_sizes_of_a_deepspeed_json_are_refused_by_key(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.launch.settings import AccelerateChoices, read_accelerate_config
+from sft_play.launch.settings import LAYERS, AccelerateChoices, read_accelerate_config, refuse_layers
 
 BASE = """\
 compute_environment: LOCAL_MACHINE
@@ -148,6 +148,13 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
             "FSDP",
             "is `FULL_SHARD`; expected `true`, `false` or null",
         ),
+        (
+            "fsdp_config: {fsdp_version: 2}",
+            "MULTI_GPU",
+            "`fsdp_config` is given, but `distributed_type` is `MULTI_GPU`",
+        ),
+        ("mixed_precision: true", "MULTI_GPU", "`mixed_precision` is `true`; expected `no`"),
+        ("deepspeed_config: {deepspeed_config_file: ''}", "DEEPSPEED", "and there is no such file"),
         ("1: 2\ncolour: blue", "MULTI_GPU", "keys that are not understood: `1`, `colour`"),
     ],
 )
@@ -189,3 +196,18 @@ def test_a_file_may_ask_for_the_cpu(tmp_path: Path, line: str, kind: str, cpu: b
     path = tmp_path / "acc.yaml"
     path.write_text(BASE.format(kind=kind).replace("use_cpu: false\n", f"{line}\n"))
     assert read_accelerate_config(path).cpu is cpu
+
+
+@pytest.mark.parametrize(("model_type", "names"), [("llama", "LlamaDecoderLayer"), ("own_kind", "Block")])
+def test_layers_to_wrap_are_those_of_the_model(tmp_path: Path, model_type: str, names: str) -> None:
+    path = tmp_path / "acc.yaml"
+    path.write_text(
+        BASE.format(kind="FSDP") + f"fsdp_config:\n  fsdp_version: 2\n  {LAYERS}: LlamaDecoderLayer,Layer\n"
+    )
+    refuse_layers(path, names, model_type)
+    with pytest.raises(UserError) as caught:
+        refuse_layers(path, "LlamaDecoderLayer,LlamaLayer", "llama")
+    message = (
+        f"error: {path}:19: `fsdp_config.{LAYERS}` names `LlamaLayer`, which models of the kind `llama` do not have"
+    )
+    assert caught.value.render() == f"{message}\n\nhint: did you mean `LlamaDecoderLayer`?"

@@ -105,14 +105,20 @@ def test_each_environment_builds_the_extensions_of_deepspeed_for_itself(monkeypa
     assert folder({"TORCH_EXTENSIONS_DIR": "/mine"}) == "/mine"
 
 
-def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_typed: bool) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    lock = extensions_folder() / "deepspeed_shm_comm" / "lock"
+    typed = str(tmp_path / "mine") if is_typed else None
+    lock = Path(typed or extensions_folder()) / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w"):  # as torch's builder holds it
-        remove_stale_build_locks()
+        remove_stale_build_locks(typed)
         assert lock.exists()
-    remove_stale_build_locks()
+    if is_typed:  # another machine may build there
+        remove_stale_build_locks(typed)
+        assert lock.exists()
+        os.utime(lock, (0, 0))
+    remove_stale_build_locks(typed)
     assert not lock.exists()
 
 

@@ -478,17 +478,22 @@ def test_variables_of_the_shell_do_not_change_options_of_the_job(in_process: Pro
         "SBATCH_TIMELIMIT": "1",
         "SBATCH_EXPORT": "ALL",
         "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_JWT": "secret",  # who the user is, where there is no munge
     }
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **typed, "SLURM_CLUSTERS": "west"}
+
+    def seen() -> list[str]:
+        return sorted((tmp_path / "seen").read_text().splitlines())
+
     done = command(in_process, tmp_path, env=env)
     without = "-u SBATCH_EXPORT -u SBATCH_PARTITION -u SBATCH_TIMELIMIT -u SLURM_CLUSTERS"
     assert f"submit   env {without} sbatch {tmp_path}/runs/demo/slurm/job.sbatch" in done.out
     done = command(in_process, tmp_path, "SUBMIT=1", env=env)
-    assert done.code == 0 and (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n" * 2
+    assert done.code == 0 and seen() == ["SLURM_CONF=/etc/slurm.conf"] * 2 + ["SLURM_JWT=secret"] * 2
     assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT, SLURM_CLUSTERS of this shell would win" in done.err
     inside = {**env, "SLURM_JOB_ID": "5", "SLURM_MEM_PER_CPU": "100", "SLURM_TIMELIMIT": "1"}
     done = command(in_process, tmp_path, "SUBMIT=1", env=inside)
-    assert done.code == 0 and (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n" * 4
+    assert done.code == 0 and seen() == ["SLURM_CONF=/etc/slurm.conf"] * 4 + ["SLURM_JWT=secret"] * 4
     assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
 
 
