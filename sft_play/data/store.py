@@ -30,6 +30,7 @@ from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
+from sft_play.runs.prepared import KEYS
 from sft_play.text import plural
 
 MANIFEST = "manifest.json"
@@ -290,7 +291,7 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
 
 
 ARROW = "data-00000-of-00001.arrow"
-LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"
+LENGTHS, SOURCES, LABELS = "lengths.i32", "sources.i32", "labels.i32"
 BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
 """An Arrow record batch ends with either; it is what is held in memory."""
 TOKENS = pa.list_(pa.int32())

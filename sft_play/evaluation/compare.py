@@ -19,7 +19,15 @@ from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
+from sft_play.runs.folder import (
+    RunFolder,
+    metrics_of,
+    of_memory,
+    read_benchmarks,
+    read_predictions,
+    read_scores,
+    run_path,
+)
 from sft_play.runs.prepared import Prepared
 from sft_play.text import tell
 
@@ -405,6 +413,8 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             )
         if side.scores.get("complete") is False:
             notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
+        if warning := of_memory(side.scores.get("settings", {})):
+            notes.append(f"`{side.name}`: {warning}")
     if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append(
             "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"

@@ -25,7 +25,15 @@ from sft_play.files import finite, open_plain, read_json_lines, read_object, wri
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import short_path, summary_of
 from sft_play.plan.plan import command_of
-from sft_play.runs.folder import RunFolder, cache_folder, metric_rows, metrics_of, read_predictions, read_scores
+from sft_play.runs.folder import (
+    RunFolder,
+    cache_folder,
+    metric_rows,
+    metrics_of,
+    of_memory,
+    read_predictions,
+    read_scores,
+)
 from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import findings, seconds_left
 from sft_play.text import as_typed
@@ -108,10 +116,11 @@ def record_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _evaluation(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
-    settings = scores.get("settings")
+    settings = scores["settings"] if isinstance(scores.get("settings"), dict) else {}
     return {
         "step": step,
-        "data": short_path(str(settings.get("data", ""))) if isinstance(settings, dict) else "",
+        "data": short_path(str(settings.get("data", ""))),
+        "warning": of_memory(settings),
         "loss": scores.get("loss"),
         "labels": scores.get("classification"),
         "scores": {label_of_metric(name): value for name, value in metrics_of(scores).items()},

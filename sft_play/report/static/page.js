@@ -200,7 +200,7 @@ function labelsTable(evaluation) {
     answered.length <= 30 ? [el("h3", {}, "Confusion: rows are the references, columns the answers"), matrix] : null];
 }
 function otherRows(record) {
-  return record.other_rows.map((one) => [el("h3", {}, `Other rows, at step ${number(one.step)}: ${one.data}`), evaluationsTable([one])]);
+  return record.other_rows.map((one) => [el("h3", {}, `Other rows, at step ${number(one.step)}: ${one.data}`), one.warning && el("p", { class: "note" }, one.warning), evaluationsTable([one])]);
 }
 function scoresTable(record) {
   if (!record.evaluations.length) return el("p", { class: "note" }, record.use.eval ? ["No answers have been scored: ", el("code", {}, record.use.eval)] : "No rows are held out for scores.");
