@@ -18,7 +18,7 @@ from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.gate import read_facts
-from sft_play.text import duration, figure, gib, plural
+from sft_play.text import duration, energy, figure, gib, plural
 
 ORDER = (
     "frozen",
@@ -224,9 +224,7 @@ def show_speed(plan: Plan) -> list[str]:
     times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
     price = (
-        [f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits"]
-        if plan.energy_kwh is not None
-        else []
+        [f"at most {energy(plan.energy_kwh)} by the GPUs at their power limits"] if plan.energy_kwh is not None else []
     )
     price += [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
     return [*lines, *communication, *(["; ".join(price)] if price else [])]
@@ -269,7 +267,7 @@ def beside_forecast(run: RunFolder) -> str:
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
         ("time", "training_seconds", duration),
-        ("energy", "energy_kwh", lambda value: f"{figure(value)} kWh"),
+        ("energy", "energy_kwh", energy),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
     lines = [
