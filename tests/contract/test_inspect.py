@@ -128,8 +128,8 @@ def test_the_page_shows_whole_rows_weights_and_counts_that_add_up(
         words = shown.value("document.body.innerText")
         assert "[0.3] weight of what follows" in words and "[0.3] a" in words
         cells = shown.value("[...document.querySelectorAll('.rows tbody tr')[0].cells].map((one) => one.textContent)")
-        read, skipped, kept, _, made = map(int, cells[1:6])
-        assert read == skipped + kept == 3 and made == shown.value("document.querySelectorAll('.row').length") > kept
+        read, skipped, whole, _, parts = map(int, cells[1:6])
+        assert read == skipped + whole == 3 and parts == shown.value("document.querySelectorAll('.row').length") > whole
 
 
 @pytest.mark.parametrize("values", [[1], [98, 97, 3, 3], [8192, 1], [0, 0]])
