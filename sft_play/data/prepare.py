@@ -32,7 +32,7 @@ from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
-from sft_play.data.sources import Faults, LeftOut, identify, read_source
+from sft_play.data.sources import Faults, LeftOut, as_in_file, identify, read_source
 from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError, raise_all
@@ -328,7 +328,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
             ]
             problems.good += len(chunk.examples) - len(unencoded)
             for error in (*chunk.unread, *unencoded):
-                problems.add(error)
+                problems.add(as_in_file(error, sources[chunk.source].columns))
             for error in chunk.unread if drop else ():  # others are counted as examples
                 skipped[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
@@ -353,6 +353,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 fingerprint=writer.fingerprint(),
                 weighted=writer.weighted,
                 uses=writer.uses,
+                spellings=writer.spellings(),
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
