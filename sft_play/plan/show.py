@@ -50,9 +50,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
     if plan.device == "cpu" and plan.world_size > 1:
         where = f"{plan.world_size} processes of {first.device_name}"
-    layers = ", ".join(map(str, plan.stages))
-    how = f"pipeline of {len(plan.stages)} stages ({layers} layers)" if plan.stages else plan.strategy
-    lines = [f"plan: {how} on {where}, {plan.precision}, by {plan.source}"]
+    lines = [f"plan: {_layout(plan)} on {where}, {plan.precision}, by {plan.source}"]
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines += [f"  note     {notice}" for notice in plan.notices]
     lines.append(f"  steps    {_steps(plan)}")
@@ -78,6 +76,20 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     if plan.remedies:
         lines += ["", "  to make it fit", *(f"    {remedy}" for remedy in plan.remedies)]
     return typed_here("\n".join(lines))
+
+
+def _layout(plan: Plan) -> str:
+    """Return how ranks share a model, and the strategy between groups: `tensor parallel 4, ddp of 2 groups`."""
+    layers, groups = ", ".join(map(str, plan.stages)), plan.world_size // plan.group_size
+    within = [f"pipeline of {len(plan.stages)} stages ({layers} layers)"] if plan.stages else []
+    within += [
+        f"{name} parallel {ranks}"
+        for name, ranks in (("tensor", plan.tensor_parallel), ("sequence", plan.sequence_parallel))
+        if ranks > 1
+    ]
+    whole = not within or (plan.sequence_parallel > 1 and plan.strategy != "ddp")  # shards lie over all ranks
+    between = [plan.strategy] if whole else [f"{plan.strategy} of {groups} groups"] if groups > 1 else []
+    return ", ".join([*within, *between])
 
 
 def _batch(plan: Plan, micro: str) -> str:

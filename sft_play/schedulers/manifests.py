@@ -135,8 +135,8 @@ def variables(spec: Spec) -> dict[str, str]:
         values["AIM_REPO"] = PLACES["tracking"]
     if spec.device == "cuda" and sum(spec.processes) > 1:
         values["NCCL_DEBUG"] = "WARN"
-        if spec.pods > 1 or settings.infiniband:
-            values["NCCL_IB_DISABLE"] = "0" if settings.infiniband else "1"
+        if settings.infiniband:
+            values["NCCL_IB_DISABLE"] = "0"
         if settings.hca:
             values["NCCL_IB_HCA"] = settings.hca
     return values
