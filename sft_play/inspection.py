@@ -98,11 +98,12 @@ def _split_record(
         "name": label,
         "counted": counted_as(name),
         **{key: manifest["split"][key] for key in ("rows", "tokens", "label_tokens", "median", "longest")},
+        "weighted_rows": manifest["weighted_rows"],
         "at_most_95": manifest["length_quantiles"]["95%"],
         "lengths": histogram(row_integers(facts, "lengths.i32") or ()),
         "labels": histogram(row_integers(facts, "labels.i32") or ()),
         "sources": [
-            {key: source[key] for key in ("rows_read", "kept", "cut", "tokens", "trained_tokens")}
+            {key: source[key] for key in ("rows_read", "kept", "cut", "rows", "tokens", "trained_tokens")}
             | {"name": printable(short_path(source["name"])), "skipped": sum(left_out_of(source).values())}
             for source in manifest["sources"]
         ],

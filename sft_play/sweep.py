@@ -267,7 +267,8 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
             )
             plan = plan_for(loaded, hardware, options.request)
         targets.add(command_of(plan.strategy))
-        seconds.append(plan.total_seconds)
+        if result_of(trial).summary.state != "finished":
+            seconds.append(plan.total_seconds)
     if call.flag("SLURM") and len(targets) > 1:
         hint = "type LAUNCH_STRATEGY=, or make a sweep for each"
         raise UserError(
@@ -276,10 +277,13 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
     lines = [f"sweep of {plural(len(trials), 'run')}"]
     lines += table([("run", *trials[0].values), *((trial.name, *trial.values.values()) for trial in trials)])
     forecasts = [forecast for forecast in seconds if forecast is not None]
-    if len(forecasts) == len(seconds):
+    of = "in all" if len(seconds) == len(trials) else f"for {len(seconds)} that are not finished"
+    if not seconds:
+        lines.append("all are finished")
+    elif len(forecasts) == len(seconds):
         total = sum(forecasts)
         cost = f", cost about {figure(price * total / 3600)}" if price is not None else ""
-        lines.append(f"about {duration(total)} in all, without preparation and start{cost}")
+        lines.append(f"about {duration(total)} {of}, without preparation and start{cost}")
     else:
         lines.append(typed_here("the time is known once the data are prepared (`make data`)"))
     print(*lines, sep="\n", file=sys.stderr if call.json else sys.stdout, flush=True)
@@ -305,17 +309,19 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
         ]
         print(json.dumps(facts, indent=2))
         return
+    scores = [metric, *(["eval_loss"] if any("eval_loss" in result.summary.scores for result in results) else [])]
+    scores = list(dict.fromkeys(scores))
     rows = [
         (
             result.trial.name,
             *result.trial.values.values(),
-            "-" if (score := result.score(metric)) is None else figure(score, 4),
+            *("-" if (score := result.score(name)) is None else figure(score, 4) for name in scores),
             result.summary.state,
             duration(result.summary.seconds or 0.0),
         )
         for result in results
     ]
-    print("", *table([("run", *results[0].trial.values, metric, "state", "time"), *rows]), sep="\n")
+    print("", *table([("run", *results[0].trial.values, *scores, "state", "time"), *rows]), sep="\n")
     best = [result.trial.name for result in results if result.score(metric) is not None][:2]
     if len(best) > 1:
         hint = typed_here(f'make compare RUNS="{" ".join(best)}"')

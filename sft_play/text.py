@@ -79,6 +79,12 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size < 100 * 2**30 else f"{size / 2**30:.0f} GiB"
 
 
+def energy(kwh: float) -> str:
+    """Return an energy in the unit that leaves a readable number: `2 kWh`, `35 Wh` or `0.28 J`."""
+    unit, size = next(((unit, size) for unit, size in (("kWh", 1.0), ("Wh", 1e3)) if kwh * size >= 0.1), ("J", 3.6e6))
+    return f"{figure(kwh * size)} {unit}"
+
+
 def duration(seconds: float) -> str:
     """Return a time in the largest unit that leaves a readable number."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):

@@ -330,7 +330,10 @@ class Condition:
         try:
             parsed = ast.parse(self.expression, mode="eval")
             self.names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
-            tree = _Columns().visit(parsed)
+            columns = _Columns()
+            tree = columns.visit(parsed)
+            self.columns = columns.names
+            """Names of columns, dotted ones whole, that must be there."""
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deeply") from None
@@ -368,14 +371,19 @@ class Condition:
 class _Columns(ast.NodeTransformer):
     """Replaces column names with calls of `column`. Raises `ValueError` for syntax outside the language."""
 
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
     def visit(self, node: ast.AST) -> Any:
         if name := _dotted(node):
+            self.names.add(name)
             return ast.Call(ast.Name("column", ast.Load()), [ast.Constant(name)], [])
         shown = f"`{ast.unparse(node)[:40]}`"
         if isinstance(node, ast.Call):
             function = _dotted(node.func)
             argument = node.args[0] if len(node.args) == 1 and not node.keywords else None
             if argument and function in NAMING and (column := _quoted(argument) or _dotted(argument)):
+                self.names |= {column} if function == "column" else set()
                 return ast.Call(node.func, [ast.Constant(column)], [])
             if argument and function in FUNCTIONS and function not in NAMING:
                 return ast.Call(node.func, [self.visit(argument)], [])

@@ -31,8 +31,15 @@ LABELS: Mapping[str, str] = {
 OF_ANSWERS = tuple(LABELS)
 OF_LABELS = ("accuracy", "macro_f1")
 """For answers from a small set of labels: a table of each label goes with them."""
+MOST_LABELS = 100
+"""Answers with more distinct values than this are texts, not labels."""
 OF_LOSS = ("loss", "perplexity")
 """Lower is better for each; also per source, as `loss/NAME`."""
+
+
+def label_of(text: str) -> str:
+    """Return an answer that is a label as it is compared: in lower case, with single spaces."""
+    return " ".join(text.casefold().split())
 
 
 def label_of_metric(name: str) -> str:

@@ -220,8 +220,8 @@ VARIABLES: Mapping[str, str] = {
     "RUNS": "runs to compare",
     "METRIC": "the score to compare by",
     "ROWS": "number of answers or rows shown",
-    "SORT": "a column of `runs`; `-` before it: largest first",
-    "WHERE": "a condition over columns of `runs`, see docs/watching.md",
+    "SORT": "a column of `runs` or a key; `-` before it: largest first",
+    "WHERE": "a condition over columns of `runs` and keys, see docs/watching.md",
     "CSV": "`1`: CSV on stdout",
     "JSON": "`1` prints JSON instead of text",
 }
@@ -325,9 +325,9 @@ def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
     better = suggest(leaf, section)
     if isinstance(node.value, dict):
         named = {name.rpartition(".")[2]: name for name in sections() if name.rpartition(".")[0] == section}
-        close = get_close_matches(
-            leaf.lower().removesuffix("_config"), named | {"lora": "tuning.lora"}, n=1, cutoff=0.7
-        )
+        word = leaf.lower().removesuffix("_config")
+        close = [name for name in named if name and word.startswith(name)]  # `evaluation`, `training`, `datasets`
+        close = close or get_close_matches(word, named | {"lora": "tuning.lora"}, n=1, cutoff=0.7)
         better = (named | {"lora": "tuning.lora"})[close[0]] if close else better
     elif better == "data.train_path" and isinstance(node.value, list):
         better = "data.sources"

@@ -32,8 +32,8 @@ from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
-from sft_play.data.sources import Faults, LeftOut, identify, read_source
-from sft_play.data.store import KEYS, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
+from sft_play.data.sources import Faults, LeftOut, as_in_file, identify, read_source
+from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
@@ -41,7 +41,16 @@ from sft_play.launch.process import raise_what_was_heard
 from sft_play.model.tokenizer import DAY, base_stops, fix_day, write_chat, writes_day
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import cache_folder
-from sft_play.runs.prepared import HUB, Prepared, PreparedSplit, ResolvedModel, preparation_code, settings_that_matter
+from sft_play.runs.prepared import (
+    HUB,
+    KEY_BYTES,
+    Prepared,
+    PreparedSplit,
+    ResolvedModel,
+    count_trained,
+    preparation_code,
+    settings_that_matter,
+)
 from sft_play.text import bar
 
 BAD = "bad row"
@@ -319,7 +328,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
             ]
             problems.good += len(chunk.examples) - len(unencoded)
             for error in (*chunk.unread, *unencoded):
-                problems.add(error)
+                problems.add(as_in_file(error, sources[chunk.source].columns))
             for error in chunk.unread if drop else ():  # others are counted as examples
                 skipped[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
@@ -344,15 +353,12 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 fingerprint=writer.fingerprint(),
                 weighted=writer.weighted,
                 uses=writer.uses,
+                spellings=writer.spellings(),
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             if part.name == "validation":
-                trained = set(_keys((train.folder / KEYS).read_bytes()))
-                manifest["overlap"] = {
-                    "with": "train",
-                    "rows": sum(key in trained for key in _keys(bytes(writer.keys))),
-                }
+                manifest["overlap"] = {"with": "train", "rows": count_trained(bytes(writer.keys), train.folder)}
             writer.publish(manifest)
 
 
@@ -367,11 +373,6 @@ def ids_of_new_tokens(tokens: Sequence[str], tokenizer: Any) -> dict[str, int]:
                 hint="use one without spaces at its ends, with which no other token begins or ends",
             )
     return ids
-
-
-def _keys(content: bytes) -> Iterator[bytes]:
-    """Yield the keys in a prepared split's `keys.bin`."""
-    yield from (content[start : start + KEY_BYTES] for start in range(0, len(content), KEY_BYTES))
 
 
 def refuse_nothing(sources: Sequence[DataSource], skipped: Sequence[LeftOut]) -> None:
@@ -453,10 +454,6 @@ FEW_CHUNKS = 8
 """With `data.num_proc: auto`, as many chunks or fewer are made in this process: starting others would take longer."""
 WAITING = 3
 """Chunks on their way for each process: one in work, and enough that it never waits."""
-KEY_BYTES = 16
-"""Of a row's content hash, what is kept to find copies: a chance meeting among 10 million rows has a probability of
-1e-25.
-"""
 POSITION_DIGITS = 12
 """Hexadecimal digits of a hash that tell a row's place between 0 and 1."""
 

@@ -40,8 +40,9 @@ ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx o
 
 
 def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) -> Iterator[Placed]:
-    """Yield the rows of one file. Raise `DataError`; tell `skip` the reason and the place of a document without
-    text.
+    """Yield the rows of one file. Raise `DataError` for a table; a document that cannot be read is one bad row.
+
+    Tell `skip` the reason and the place of a document without text.
     """
     ending = kind(path)
     if ending not in TABLES and ending not in DOCUMENTS:
@@ -51,6 +52,15 @@ def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) ->
             hint=f"plain text is `.txt`; all that is read: {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed "
             f"({', '.join(COMPRESSED)})",
         )
+    try:
+        yield from _rows_of(path, ending, skip)
+    except DataError as error:
+        if ending in TABLES:
+            raise
+        yield error.place or str(path), error
+
+
+def _rows_of(path: Path, ending: str, skip: Callable[[str, str], None]) -> Iterator[Placed]:
     with report_damage(path):
         with open_bytes(path) as stream:
             start = stream.read(MARK_BYTES)

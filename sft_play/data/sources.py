@@ -521,6 +521,14 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return renamed
 
 
+def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
+    """Return an error about a renamed row with the file's names of its columns."""
+    if error.message.startswith("`columns`"):  # it could not be renamed
+        return error
+    message = re.sub(r"(?<=`)\w+(?=[`\[.])", lambda name: columns.get(name[0], name[0]), error.message)
+    return DataError(message, place=error.place, hint=error.hint)
+
+
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between
     several.

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from sft_play.config.metrics import MOST_LABELS, label_of
 from sft_play.config.schema import DataSource
 from sft_play.data import WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
@@ -30,10 +31,12 @@ from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
+from sft_play.runs.prepared import KEYS
 from sft_play.text import plural
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+SHOWN_SPELLINGS = 5
 NAMED_FILES = 3
 """In the terminal, of the documents that were left out for one reason."""
 
@@ -125,9 +128,11 @@ def split_manifest(
     fingerprint: str,
     weighted: int = 0,
     uses: Mapping[str, int] = MappingProxyType({}),
+    spellings: Sequence[Mapping[str, int]] = (),
 ) -> dict[str, Any]:
     """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
-    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`.
+    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`; `spellings`: see
+    `SplitWriter.spellings`.
     """
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
@@ -163,6 +168,7 @@ def split_manifest(
         "sources": described,
         "weighted_rows": weighted,
         "new_tokens": dict(uses),
+        "spellings": list(spellings),
     }
 
 
@@ -239,6 +245,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     for token, uses in manifest["new_tokens"].items() if name == "training" else ():
         never = f"  warning: the new token `{token}` is in no training row"
         lines.append(f"  new token `{token}`: {uses:,} uses" if uses else never)
+    for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
+        alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
+        lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
@@ -290,7 +299,7 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
 
 
 ARROW = "data-00000-of-00001.arrow"
-LENGTHS, SOURCES, LABELS, KEYS = "lengths.i32", "sources.i32", "labels.i32", "keys.bin"
+LENGTHS, SOURCES, LABELS = "lengths.i32", "sources.i32", "labels.i32"
 BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
 """An Arrow record batch ends with either; it is what is held in memory."""
 TOKENS = pa.list_(pa.int32())
@@ -354,6 +363,8 @@ class SplitWriter:
         """Rows with weights."""
         self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
         """By row: tokens, index of the source, tokens that a loss is computed for."""
+        self.answers: Counter[str] = Counter()
+        """Spelling of an answer -> rows; counted until they are too many for labels."""
         self.keys = bytearray()
         """`KEY_BYTES` for each example that gave a row."""
 
@@ -379,6 +390,8 @@ class SplitWriter:
             self.lengths.append(int(length))
             self.sources.append(source)
             self.trained.append(row.trained)
+            if row.reference and len(self.answers) <= MOST_LABELS:
+                self.answers[row.reference] += 1
             values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, row.weights)
             self._waiting.append(values)
             self._tokens_waiting += int(length)
@@ -393,6 +406,13 @@ class SplitWriter:
             arrays = [pa.array(values, field.type) for field, values in columns]
             self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
         self._waiting, self._tokens_waiting = [], 0
+
+    def spellings(self) -> list[dict[str, int]]:
+        """Return the labels that differ only by case or blanks, each with its rows; none of answers that are texts."""
+        alike: dict[str, dict[str, int]] = {}
+        for text, rows in self.answers.items() if len(self.answers) <= MOST_LABELS else ():
+            alike.setdefault(label_of(text), {})[text] = rows
+        return [spelt for spelt in alike.values() if len(spelt) > 1]
 
     def fingerprint(self) -> str:
         """Return a sha256 over lengths, tokens, labels and weights of all rows, in order."""

@@ -19,9 +19,18 @@ from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
-from sft_play.runs.folder import RunFolder, metrics_of, read_benchmarks, read_predictions, read_scores, run_path
+from sft_play.runs.folder import (
+    RunFolder,
+    metric_rows,
+    metrics_of,
+    of_memory,
+    read_benchmarks,
+    read_predictions,
+    read_scores,
+    run_path,
+)
 from sft_play.runs.prepared import Prepared
-from sft_play.text import tell
+from sft_play.text import energy, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -73,7 +82,7 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         "folders": [str(side.folder) for side in sides],
         "settings": changed_settings(sides),
         "facts": _side_by_side([side.facts() for side in sides]),
-        "losses": _side_by_side([{key: side.scores[key] for key in LOSSES if side.scores} for side in sides]),
+        "losses": _side_by_side([side.losses() for side in sides]),
         "scores": {name: [side.metrics[name] for side in sides] for name in metrics},
         "labels": _labels(sides),
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
@@ -246,6 +255,14 @@ class Side:
         """Return the score of one answer, `None` for a metric without per-answer scores."""
         return self.answers[row]["scores"].get(metric)
 
+    def losses(self) -> dict[str, float]:
+        """Return its losses on held-out rows: as scored, else as measured when it was trained."""
+        if self.scores:
+            return {key: self.scores[key] for key in LOSSES}
+        at_step = [row for row in metric_rows(self.run.metrics) if row.get("kind") == "eval"]
+        measured: dict[str, Any] = next((row for row in reversed(at_step) if row["step"] == self.weights.step), {})
+        return {key: measured[f"eval_{key}"] for key in LOSSES if f"eval_{key}" in measured}
+
     def facts(self) -> dict[str, Any]:
         """Return the known facts of its training and size."""
         plan, prepared, summary = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
@@ -265,7 +282,7 @@ class Side:
                 "training seconds": summary.seconds if summary.step else None,
                 "tokens/s": summary.tokens_per_second,
                 "peak memory (bytes)": summary.peak_memory_bytes,
-                "energy (kWh)": summary.energy_kwh,
+                "energy": None if summary.energy_kwh is None else energy(summary.energy_kwh),
                 "training loss, last step": summary.loss,
             }
         return {name: value for name, value in facts.items() if value is not None}
@@ -405,6 +422,8 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             )
         if side.scores.get("complete") is False:
             notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
+        if warning := of_memory(side.scores.get("settings", {})):
+            notes.append(f"`{side.name}`: {warning}")
     if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template:
         notes.append(
             "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"

@@ -24,12 +24,13 @@ from sft_play.runs.folder import (
     cache_folder,
     data_name,
     metrics_of,
+    of_memory,
     read_benchmarks,
     read_scores,
     runs_folder,
 )
 from sft_play.runs.manifest import is_state_file
-from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
+from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, count_trained
 from sft_play.runs.stamp import Stamp, compare, refuse
 from sft_play.text import tell
 
@@ -110,6 +111,7 @@ def main(call: Call) -> int:
     # Scores that a time budget cut short are never reused.
     if scores and scores.get("complete") is not False and scores.get("settings", {}).get("key") == settings["key"]:
         tell("already scored: weights, data and settings are the same")
+        scores["settings"]["rows_trained"] = settings["rows_trained"]
     else:
         from sft_play.evaluation.held_out import score_run
 
@@ -151,6 +153,8 @@ def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
     lines = []
     if data := scores["settings"].get("data"):
         lines.append(f"data         {data}")
+    if warning := of_memory(scores["settings"]):
+        lines.append(f"warning      {warning}")
     lines.append(f"loss         {scores['loss']:.4f}   over {scores['label_tokens']} label tokens")
     lines.append(f"perplexity   {scores['perplexity']:.3f}")
     for source, part in scores.get("sources", {}).items():
@@ -446,7 +450,16 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRo
         "num_beams": config.train.generation_num_beams,
         "max_new_tokens": config.train.generation_max_new_tokens,
     }
-    return {**settings, "key": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()}
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return {**settings, "key": key, "rows_trained": _rows_trained(rows.split, prepared.train) if weights.folder else 0}
+
+
+def _rows_trained(split: PreparedSplit, train: PreparedSplit | None) -> int | None:
+    """Return how many of the rows were trained; `None` if the cache has lost what tells them."""
+    try:
+        return count_trained((Path(split.path) / KEYS).read_bytes(), train.path) if train else 0
+    except OSError:
+        return None
 
 
 def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:

@@ -80,7 +80,7 @@ def prompt_ids(
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise DataError(f"the chat template does not accept this conversation: {error}") from error
     # The template writes its own special tokens; the tokenizer must not add a second BOS.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def context_length(model: Any) -> int:

@@ -8,18 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sft_play.config.metrics import OF_LABELS
+from sft_play.config.metrics import MOST_LABELS, OF_LABELS, label_of
 from sft_play.errors import DataError
 
-MOST_LABELS = 100
-"""References with more distinct values than this are texts, not labels."""
 OTHER = "(no label)"
 """Stands for an answer that matches no reference."""
-
-
-def label_of(text: str) -> str:
-    """Return `text` as it is compared: in lower case, with single spaces."""
-    return " ".join(text.casefold().split())
 
 
 def accuracy(reference: str, answer: str) -> float:

@@ -13,8 +13,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ import psutil
 
 from sft_play.config.call import Call
 from sft_play.config.data_rules import FUNCTIONS, Condition
+from sft_play.config.keys import find_key
 from sft_play.config.metrics import LABELS, OF_LOSS
+from sft_play.config.names import suggest
 from sft_play.errors import DataError, HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
@@ -32,7 +34,8 @@ from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import all_runs, check_run, read_facts
 from sft_play.runs.progress import energy_kwh
-from sft_play.text import duration, figure, gib, table
+from sft_play.runs.stamp import MADE
+from sft_play.text import duration, energy, figure, gib, table
 
 LOCK = re.compile(r"\.launcher-node(\d+)\.lock")
 STOP_SECONDS = 3600.0
@@ -212,6 +215,8 @@ def logs(call: Call) -> int:
             time.sleep(0.5)
 
 
+BEGINS = ("started", "resumed")
+"""Events with which a launch begins."""
 SYNTAX = (
     "WHERE=\"eval_loss < 2 and method = lora\", WHERE='state = failed', SORT=-tokens_per_second; `make runs CSV=1`"
     " shows all columns"
@@ -249,7 +254,7 @@ class Summary:
     """Mean speed of the training; before it ends, speed of the last step."""
     peak_memory_bytes: int | None
     seconds: float | None
-    """Time spent on optimizer steps; before the end, time since the run started."""
+    """Time spent on optimizer steps; before the end, time of its launches, without what lay between them."""
     energy_kwh: float | None
     """Energy of the GPUs as measured by the driver, or else an upper bound from their power limits."""
     cost: float | None
@@ -258,12 +263,18 @@ class Summary:
     """Time since its last change."""
     problem: str | None = None
     """Why it cannot be read; then no other fact is known."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key of its configuration -> value."""
 
     def cells(self) -> dict[str, Any]:
-        """Return column -> value, with a column for each score."""
-        cells = asdict(self)
-        scores = cells.pop("scores")
-        return {**cells, **scores}
+        """Return column -> value, with a column for each score; settings are no columns."""
+        cells = {item.name: getattr(self, item.name) for item in fields(self)}
+        del cells["settings"]
+        return {**cells, **cells.pop("scores")}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of columns and settings by name."""
+        return {name: value for name, value in {**self.cells(), **self.settings}.items() if value is not None}
 
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -300,14 +311,15 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     events, state = _first_nodes_events(run), state_of(run)
     plan, final = read_facts(run.plan), read_facts(run.training_metrics)
     config = read_facts(run.config).get("config", {})
-    model = read_facts(run.prepared).get("model", {}).get("name") or config.get("model", {}).get("name") or ""
+    model, typed = read_facts(run.prepared).get("model", {}), config.get("model", {}).get("name")
+    # A base that preparation made is in the cache, under a name that says nothing.
+    model = (typed if model.get("source") == MADE else None) or model.get("name") or typed or ""
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     scores = _best_scores([row for row in rows if row.get("kind") == "eval"])
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     age = age_of(run)
-    begun = next((event["time"] for event in events if isinstance(event.get("time"), (int, float))), None)
-    seconds = final.get("training_seconds") or (max(0.0, time.time() - age - begun) if begun else None)
+    seconds = final.get("training_seconds") or _seconds_of_launches(events, time.time() - age)
     hours = seconds / 3600 if seconds is not None else None
     # The peak so far, for a run that has not ended.
     peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
@@ -335,7 +347,20 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         energy_kwh=energy_kwh(train, seconds) or expected,
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
+        settings=dict(flat_keys(config)),
     )
+
+
+def flat_keys(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key with its value; a list of sections gives keys such as `data.sources[0].path`."""
+    if isinstance(value, dict) and (value or not name):
+        for key, inner in value.items():
+            yield from flat_keys(inner, name if (name, key) == ("train", "extra") else f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for number, inner in enumerate(value):
+            yield from flat_keys(inner, f"{name}[{number}]")
+    else:
+        yield name, value
 
 
 def state_of(run: RunFolder) -> str:
@@ -379,6 +404,14 @@ def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
     return scores
 
 
+def _seconds_of_launches(events: Sequence[Mapping[str, Any]], changed: float) -> float | None:
+    """Return the time from the beginning of each launch to its last event, or to the run's last change."""
+    marks = [(event["time"], event["event"]) for event in events if isinstance(event.get("time"), (int, float))]
+    later = [*marks[1:], (changed, "")]
+    spans = [after - before for (before, _), (after, event) in zip(marks, later, strict=False) if event not in BEGINS]
+    return sum(max(0.0, span) for span in spans) if marks else None
+
+
 def _data(section: Mapping[str, Any]) -> str | None:
     sources = section.get("sources") or ([{"path": section["train_path"]}] if section.get("train_path") else [])
     names = [
@@ -402,12 +435,9 @@ def main(call: Call) -> int:
     chosen = [summary for summary in runs if _holds(call.options.get("WHERE"), summary, columns)]
     if (sort := call.options.get("SORT")) and runs:
         name = sort.removeprefix("-")
-        if name not in columns:
-            raise UserError(
-                f"`SORT` names the column `{name}`, which is missing", hint=f"the columns are {', '.join(columns)}"
-            )
-        with_value = [summary for summary in chosen if summary.cells().get(name) is not None]
-        with_value.sort(key=lambda summary: summary.cells()[name], reverse=sort.startswith("-"))
+        _check_name("SORT", name, columns)
+        with_value = [summary for summary in chosen if name in summary.facts()]
+        with_value.sort(key=lambda summary: _order(summary.facts()[name]), reverse=sort.startswith("-"))
         chosen = with_value + [summary for summary in chosen if summary not in with_value]
     if call.json:
         print(json.dumps([summary.cells() for summary in chosen]))
@@ -439,12 +469,29 @@ def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
         expression = ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(f"`WHERE` is `{condition[:80]}`, which is not a condition", hint=SYNTAX) from None
-    # NaN can be compared with every number, and no comparison holds: a run without a value does not match.
-    row = dict.fromkeys(columns, math.nan) | {name: value for name, value in run.cells().items() if value is not None}
     try:
-        return Condition(expression, "WHERE", SYNTAX)(row)
+        holds = Condition(expression, "WHERE", SYNTAX)
+        for name in holds.columns:
+            _check_name("WHERE", name, columns)
+        # NaN can be compared with every number, and no comparison holds: a run without a value does not match.
+        return holds(dict.fromkeys(holds.columns, math.nan) | run.facts())
     except DataError as error:
         raise UserError(error.message, hint=SYNTAX) from None
+
+
+def _check_name(option: str, name: str, columns: Sequence[str]) -> None:
+    """Raise `UserError` for a name that is neither a column nor a key of the configuration."""
+    if name not in columns and find_key(name) is None:
+        meant = f"did you mean `{key}`? " if (key := suggest(name, options=columns)) else ""
+        raise UserError(
+            f"`{option}` names the column `{name}`, which is missing",
+            hint=f"{meant}there are {', '.join(columns)}, and every key of the configuration",
+        )
+
+
+def _order(value: Any) -> tuple[bool, Any]:
+    """Return what sorts numbers by size before everything else by its text (`auto`)."""
+    return (False, value) if isinstance(value, (int, float)) else (True, str(value))
 
 
 def _word(node: ast.expr, columns: list[str]) -> ast.expr:
@@ -453,9 +500,15 @@ def _word(node: ast.expr, columns: list[str]) -> ast.expr:
     return ast.Constant(node.id) if isinstance(node, ast.Name) and node.id not in (*columns, *FUNCTIONS) else node
 
 
+def _short_model(name: str) -> str:
+    """Return the last part of a model's name, with the run's for a model that a run made: `tickets/merged`."""
+    *before, last = name.rstrip("/").split("/")
+    return "/".join([*before[-1:], last]) if last in ("merged", "model") else last
+
+
 def _format_row(run: Summary) -> dict[str, str]:
-    def cell(value: float | None, unit: str = "") -> str:
-        return f"{figure(value)}{unit}" if value is not None else "-"
+    def cell(value: float | None) -> str:
+        return figure(value) if value is not None else "-"
 
     return {
         "run": run.name,
@@ -469,13 +522,13 @@ def _format_row(run: Summary) -> dict[str, str]:
         ),
         "loss": f"{run.loss:.4f}" if run.loss is not None else "-",
         "best": f"{run.best:.4f} {run.metric}" if run.best is not None else "-",
-        "model": (run.model or "-").rstrip("/").rpartition("/")[2],
+        "model": _short_model(run.model or "-"),
         "method": run.method or "-",
         "data": (run.data or "-")[:30],
         "tokens/s": cell(run.tokens_per_second),
         "memory": gib(run.peak_memory_bytes) if run.peak_memory_bytes else "-",
         "time": duration(run.seconds) if run.seconds is not None else "-",
-        "energy": cell(run.energy_kwh, " kWh"),
+        "energy": energy(run.energy_kwh) if run.energy_kwh is not None else "-",
         "cost": cell(run.cost),
         "age": duration(run.age_seconds) if run.age_seconds is not None else "-",
     }

@@ -349,7 +349,8 @@ def _fetch_config(model: ModelConfig) -> Path:
     unreachable = DataError(
         "no such folder, and the hub cannot be reached",
         place=model.name,
-        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model",
+        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model. A plan"
+        f" needs no more than a folder with its `config.json`, or for these nothing: {', '.join(known_models())}",
     )
     if not hub_reachable():
         raise unreachable

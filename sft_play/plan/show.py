@@ -18,7 +18,7 @@ from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.gate import read_facts
-from sft_play.text import duration, figure, gib, plural
+from sft_play.text import duration, energy, figure, gib, plural
 
 ORDER = (
     "frozen",
@@ -50,9 +50,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     where = " + ".join(f"{number} x {name}" if number > 1 else name for name, number in names.items())
     if plan.device == "cpu" and plan.world_size > 1:
         where = f"{plan.world_size} processes of {first.device_name}"
-    layers = ", ".join(map(str, plan.stages))
-    how = f"pipeline of {len(plan.stages)} stages ({layers} layers)" if plan.stages else plan.strategy
-    lines = [f"plan: {how} on {where}, {plan.precision}, by {plan.source}"]
+    lines = [f"plan: {_layout(plan)} on {where}, {plan.precision}, by {plan.source}"]
     lines.append(f"  batch    {_batch(plan, _span(rank.micro_batch for rank in plan.ranks))}")
     lines += [f"  note     {notice}" for notice in plan.notices]
     lines.append(f"  steps    {_steps(plan)}")
@@ -76,6 +74,20 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     return typed_here("\n".join(lines))
+
+
+def _layout(plan: Plan) -> str:
+    """Return how ranks share a model, and the strategy between groups: `tensor parallel 4, ddp of 2 groups`."""
+    layers, groups = ", ".join(map(str, plan.stages)), plan.world_size // plan.group_size
+    within = [f"pipeline of {len(plan.stages)} stages ({layers} layers)"] if plan.stages else []
+    within += [
+        f"{name} parallel {ranks}"
+        for name, ranks in (("tensor", plan.tensor_parallel), ("sequence", plan.sequence_parallel))
+        if ranks > 1
+    ]
+    whole = not within or (plan.sequence_parallel > 1 and plan.strategy != "ddp")  # shards lie over all ranks
+    between = [plan.strategy] if whole else [f"{plan.strategy} of {groups} groups"] if groups > 1 else []
+    return ", ".join([*within, *between])
 
 
 def _batch(plan: Plan, micro: str) -> str:
@@ -222,9 +234,7 @@ def show_speed(plan: Plan) -> list[str]:
     times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
     price = (
-        [f"at most {figure(plan.energy_kwh)} kWh by the GPUs at their power limits"]
-        if plan.energy_kwh is not None
-        else []
+        [f"at most {energy(plan.energy_kwh)} by the GPUs at their power limits"] if plan.energy_kwh is not None else []
     )
     price += [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
     return [*lines, *communication, *(["; ".join(price)] if price else [])]
@@ -267,7 +277,7 @@ def beside_forecast(run: RunFolder) -> str:
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
         ("time", "training_seconds", duration),
-        ("energy", "energy_kwh", lambda value: f"{figure(value)} kWh"),
+        ("energy", "energy_kwh", energy),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]
     lines = [

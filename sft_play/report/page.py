@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -23,9 +23,17 @@ from sft_play.config.metrics import LABELS, label_of_metric
 from sft_play.errors import typed_here
 from sft_play.files import finite, open_plain, read_json_lines, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
-from sft_play.launch.runs import short_path, summary_of
+from sft_play.launch.runs import flat_keys, short_path, summary_of
 from sft_play.plan.plan import command_of
-from sft_play.runs.folder import RunFolder, cache_folder, metric_rows, metrics_of, read_predictions, read_scores
+from sft_play.runs.folder import (
+    RunFolder,
+    cache_folder,
+    metric_rows,
+    metrics_of,
+    of_memory,
+    read_predictions,
+    read_scores,
+)
 from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import findings, seconds_left
 from sft_play.text import as_typed
@@ -85,7 +93,7 @@ def record_of(run: RunFolder) -> dict[str, Any]:
                 "value": value,
                 "origin": short_path(str(config.get("origins", {}).get(key.partition("[")[0], ""))),
             }
-            for key, value in _flat(config.get("config", {}))
+            for key, value in flat_keys(config.get("config", {}))
         ],
         "plan": read_facts(run.plan),
         "prepared": _prepared(run),
@@ -108,10 +116,11 @@ def record_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _evaluation(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
-    settings = scores.get("settings")
+    settings = scores["settings"] if isinstance(scores.get("settings"), dict) else {}
     return {
         "step": step,
-        "data": short_path(str(settings.get("data", ""))) if isinstance(settings, dict) else "",
+        "data": short_path(str(settings.get("data", ""))),
+        "warning": of_memory(settings),
         "loss": scores.get("loss"),
         "labels": scores.get("classification"),
         "scores": {label_of_metric(name): value for name, value in metrics_of(scores).items()},
@@ -209,18 +218,6 @@ def _prepared(run: RunFolder) -> dict[str, Any]:
                 ]
             }
     return {"model": short_path(str(prepared.get("model", {}).get("name", ""))), "splits": splits}
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key with its value; a list of sections gives keys such as `data.sources[0].path`."""
-    if isinstance(value, dict) and (value or not name):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-        for number, inner in enumerate(value):
-            yield from _flat(inner, f"{name}[{number}]")
-    else:
-        yield name, value
 
 
 def _logs(run: RunFolder) -> list[Path]:

@@ -359,6 +359,14 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
     return scores if scores and (not scores.get("answers") or (folder / PREDICTIONS).is_file()) else None
 
 
+def of_memory(settings: Mapping[str, Any]) -> str | None:
+    """Return what to know of scores on rows that were trained, or `None`."""
+    if trained := settings.get("rows_trained"):
+        return f"{trained:,} of these rows were trained, so their scores show memory and not skill"
+    gone = "rows_trained" in settings and trained is None
+    return "how many of these rows were trained is not known: the cache has lost the training rows" if gone else None
+
+
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:
     """Return the results of standard benchmarks for these weights, or `None` if none was run."""
     from sft_play.config.reader import misfit

@@ -22,7 +22,7 @@ from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import GIB, find_card
+from sft_play.plan.hardware import GIB, find_card, network_speed
 from sft_play.plan.memory import host_bytes, loading_host_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
@@ -265,6 +265,12 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
         yield (
             f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {settings.memory},"
             " /dev/shm included: raise it, or the kernel ends the pod"
+        )
+    network = config.launch.network if spec.pods > 1 and not settings.infiniband else None
+    if network and network_speed(network, "launch.network", "`launch.network` is") >= network_speed("100Gbit", ""):
+        yield (
+            f"the plan counts on {network} between pods, which take RDMA devices for it: kubernetes.infiniband: true"
+            " and kubernetes.rdma_resource"
         )
     for name in trackers(config):
         if name in PACKAGES and name != OWN:

@@ -123,7 +123,6 @@ def _facts(spec: Spec) -> dict[str, Any]:
     """Return the facts that templates name: the keys of `kubernetes:`, and others of the run; `None` omits an entry."""
     settings, several, mounted = spec.settings, spec.pods > 1, claims(spec)
     nccl = spec.device == "cuda" and sum(spec.processes) > 1
-    infiniband = "0" if settings.infiniband else "1" if several else None
     facts: dict[str, Any] = {
         "name": spec.name,
         "pods": spec.pods,
@@ -140,7 +139,7 @@ def _facts(spec: Spec) -> dict[str, Any]:
         "restarts_of_all": settings.max_restarts * spec.pods,
         "subdomain": spec.name if several and settings.kind == "job" else None,
         "nccl": nccl,
-        "infiniband_disabled": infiniband if nccl else None,
+        "infiniband_disabled": "0" if nccl and settings.infiniband else None,
         "hca": settings.hca if nccl else None,
         "capabilities": ["IPC_LOCK"] if settings.infiniband else [],
         "rdma_count": str(settings.rdma_count) if settings.infiniband else None,

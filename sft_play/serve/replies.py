@@ -123,7 +123,7 @@ def _plain_prompts(engine: Engine, asked: Mapping[str, Any]) -> list[list[int]]:
     several = [value] if isinstance(value, str) or _are_tokens(value) else value
     vocabulary = len(engine.tokenizer)
     prompts = [
-        engine.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        engine.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
         for prompt in (several if isinstance(several, list) else [])
         if isinstance(prompt, str) or (_are_tokens(prompt) and max(prompt) < vocabulary)
     ]

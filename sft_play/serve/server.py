@@ -197,9 +197,12 @@ def application(engine: Engine, name: str, place: Place) -> App:
         except Refused as refused:
             return _error(refused)
 
-    async def refuse(_: Request, error: Exception) -> Response:
+    async def refuse(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         text = str(error.detail) if isinstance(error, HTTPException) else f"{type(error).__name__}: {error}"
+        if status in (404, 405):
+            served = ", ".join(f"POST {path}" for path in ENDPOINTS)
+            text = f"{request.method} {request.url.path} is not served here; there are {served} and GET /v1/models"
         return _error(Refused(text, status=status))
 
     routes = [

@@ -355,6 +355,39 @@ def test_bad_rows_stop_or_are_skipped_and_one_file_lists_them(data: Data, tmp_pa
     )
 
 
+def test_documents_that_cannot_be_read_are_bad_rows(data: Data, tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for name in ("first", "second"):
+        (folder / f"{name}.txt").write_bytes(b"Good line\nCaf\xe9 au lait\n")
+    (folder / "damaged.docx").write_bytes(b"PK\x03\x04 and no more")
+    (folder / "whole.txt").write_text("A pump moves water.\n" * 3)
+    lines = (f"data.train_path: {folder}", "tuning.task: cpt")
+    stopped = data(*lines)
+    assert stopped.code == 4 and "bad rows: 3, each with its reason in " in stopped.err
+    assert (
+        f"{folder}/first.txt:2: is not UTF-8 text: byte 4 of the line (2 such rows; the first is here)" in stopped.err
+    )
+    assert f"{folder}/damaged.docx: " in stopped.err
+    (source,) = data(*lines, "data.bad_rows: drop").json["train"]["sources"]
+    assert (source["rows_read"], source["kept"], source["dropped"]) == (4, 1, {"bad row": 3})
+
+
+def test_labels_that_differ_by_case_or_blanks_are_named_and_columns_by_the_files_names(
+    data: Data, tmp_path: Path
+) -> None:
+    file = tmp_path / "tickets.jsonl"
+    labels = ["billing", "Billing", "billing ", "delivery"]
+    file.write_text("".join(json.dumps({"body": f"Ticket {i}", "kind": labels[i % 4]}) + "\n" for i in range(8)))
+    source = f'data.sources: [{{"path": "{file}", "columns": {{"prompt": "body", "completion": "kind"}}}}]'
+    done = data(source)
+    assert "learnt apart: `billing` (2), `Billing` (2), `billing ` (2)\n" in done.err and "`delivery`" not in done.err
+    file.write_text('{"body": "Ticket 1", "kind": ""}\n')
+    data(source).refused(4, "`kind` is empty, so there is nothing to learn")
+    write_rows(file, [{"body": f"Ticket {i}", "kind": f"{'Yes' if i % 2 else 'yes'}, {i // 2}."} for i in range(220)])
+    assert "learnt apart" not in data(source).err, "texts, not labels"
+
+
 def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path: Path) -> None:
     file = tmp_path / "tickets.csv"
     file.write_text("text,label\nMy invoice is wrong,billing\n")

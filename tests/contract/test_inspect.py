@@ -107,6 +107,31 @@ def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: 
         assert not shown.complaints
 
 
+def test_the_page_shows_whole_rows_weights_and_counts_that_add_up(
+    in_process: Program, tiny: Path, tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": "List."}, {"role": "assistant", "content": "\n".join("abcdefghijklmnopqrst")}]
+    rows = [{"messages": turns * times, "weight": 0.3} for times in (1, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    config, page = tmp_path / "c.yaml", tmp_path / "page.html"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 96}}\ndata: {{train_path: {tmp_path / 'rows.jsonl'}, overlong: split}}\n"
+    )
+    assert in_process("inspect", f"CONFIG={config}", "HTML=1", f"OUT={page}").code == 0
+    with browser(tmp_path / "profile") as shown:
+        shown.open(page.as_uri(), width=390)
+        shown.wait("document.querySelectorAll('.row').length")
+        hidden = (
+            "[...document.querySelectorAll('.row')].filter((one) => one.scrollHeight > one.clientHeight + 1).length"
+        )
+        assert shown.value(hidden) == 0, "a row is cut, and its answer cannot be seen"
+        words = shown.value("document.body.innerText")
+        assert "[0.3] weight of what follows" in words and "[0.3] a" in words
+        cells = shown.value("[...document.querySelectorAll('.rows tbody tr')[0].cells].map((one) => one.textContent)")
+        read, skipped, whole, _, parts = map(int, cells[1:6])
+        assert read == skipped + whole == 3 and parts == shown.value("document.querySelectorAll('.row').length") > whole
+
+
 @pytest.mark.parametrize("values", [[1], [98, 97, 3, 3], [8192, 1], [0, 0]])
 def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
     bins = histogram(values)

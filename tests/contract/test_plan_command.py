@@ -57,6 +57,21 @@ def test_the_quickstart_is_planned_without_a_gpu(program: Program, tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_without_network_needs_a_known_name_or_a_config_json(
+    in_process: Program, tiny_config: Path, tiny: Path, tmp_path: Path
+) -> None:
+    words = ("plan", f"CONFIG={tiny_config}", "HARDWARE=RTX4090", "WHY=0")
+    hint = "no more than a folder with its `config.json`, or for these nothing: "
+    env = {"HF_HUB_OFFLINE": "1"}
+    refused = in_process(*words, "MODEL_NAME=nobody/nothing", env=env)
+    refused.refused(4, "nobody/nothing: no such folder, and the hub cannot be reached", hint)
+    assert "Qwen/Qwen2.5-7B-Instruct" in refused.err.partition(hint)[2]
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tiny / "config.json", tmp_path / "bare")
+    done = in_process(*words, f"MODEL_NAME={tmp_path / 'bare'}", env=env)
+    assert done.code == 0 and "plan: single on RTX4090" in done.out, done.err
+
+
 def test_json_output_is_that_of_plan_json(in_process: Program, tiny_config: Path) -> None:
     value = in_process(
         "plan", f"CONFIG={tiny_config}", "HARDWARE=2xH100", "NUM_NODES=2", "JSON=1", "TRAIN_GLOBAL_BATCH_SIZE=64"

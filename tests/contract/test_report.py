@@ -199,6 +199,8 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         assert shown.value("[...document.querySelectorAll('td')].some((one) => one.textContent == 'tuning.lora.r')"), (
             "one key a line"
         )
+        paired = "difference({mean: -0.0312, low: -0.06, high: 0.01, verdict: 'no difference', n: 30})"
+        assert shown.value(paired) == "−0.0312 [−0.0600, +0.0100] no difference, n = 30"
         assert "hint: " in shown.value("document.body.innerText"), "what to type, as in a terminal"
         assert asked(f"{url}api/run/..%2F..%2Fetc")[0] == asked(f"{url}api/run/nobody")[0] == 404
         assert asked(f"{url}api/runs", Host="evil.example")[0] == 403, "another site's name for this machine"

@@ -102,6 +102,8 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     for name, method, speed, loss in (("a", "lora", 50.0, 1.0), ("b", "qlora", 90.0, 2.5), ("c", "lora", None, None)):
         run = make_run(runs, name, "started", "finished")
         config = {"model": {"name": "base"}, "tuning": {"mode": method}, "data": {"train_path": "rows/sums.jsonl"}}
+        rate, size = {"a": (1e-3, "auto"), "b": (5e-5, 8), "c": (1e-4, 16)}[name]
+        config["train"] = {"learning_rate": rate, "global_batch_size": size, "extra": {"adam_beta1": rate}}
         write_json(run.config, {"config": config, "origins": {}})
         write_json(run.plan, {"steps": 8, "num_nodes": 2, "energy_kwh": 4.0, "total_seconds": 3600.0})
         if speed:
@@ -116,6 +118,10 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     assert names("WHERE=eval_loss<2 and method=lora") == ["a"]
     assert names("WHERE=method in [qlora, full] or tokens_per_second<60", "SORT=name") == ["a", "b"]
     assert names("WHERE=name!=a and data='sums.jsonl'", "SORT=name") == ["b", "c"]
+    assert names("WHERE=train.learning_rate=0.001 and model.name=base") == ["a"], "settings are names too"
+    assert names("SORT=-train.learning_rate") == names("SORT=-train.adam_beta1") == ["a", "c", "b"]
+    assert names("SORT=train.global_batch_size") == ["b", "c", "a"], "numbers before words"
+    assert names("WHERE=train.warmup_steps > 1") == []
     [first] = in_process("runs", "JSON=1", "WHERE=name=a", "PRICE_PER_HOUR=3").json
     assert (first["cost"], first["energy_kwh"], first["seconds"], first["eval_rougeL"]) == (3.0, 2.0, 1800.0, 0.9)
     text = in_process("runs", "PRICE_PER_HOUR=3").out
@@ -125,12 +131,34 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     for words, message in (
         ("SORT=speed", "names the column `speed`"),
         ("WHERE=speed<3", "names the column `speed`, which is missing"),
+        ("WHERE=optim.lr=0.001", "did you mean `train.learning_rate`?"),
+        ("SORT=optim.lr", "did you mean `train.learning_rate`?"),
         ("WHERE=__import__('os')", "not a function"),
     ):
         in_process("runs", words).refused(2, message)
     write_json(runs / "c" / "training_metrics.json", {"training_seconds": 7e-05})
     assert "< 0.1 s" in in_process("runs", "WHERE=name=c").out
-    assert "in quotes" not in in_process("runs", "WHERE=train.learning_rate > 5e-4").err
+
+
+def test_the_list_names_origins_and_counts_the_time_of_launches(in_process: Program, tmp_path: Path) -> None:
+    runs, cache = tmp_path / "runs", tmp_path / "cache" / "models" / "made-0123"
+    for name, typed, prepared in (
+        ("on-merged", "runs/tickets/merged", {"name": "runs/tickets/merged", "source": "folder"}),
+        ("adapted", "Qwen/Qwen3-8B", {"name": str(cache), "source": "made"}),
+    ):
+        run = make_run(runs, name)
+        write_json(run.config, {"config": {"model": {"name": typed}}, "origins": {}})
+        write_json(run.prepared, {"model": prepared})
+        write_json(run.plan, {"steps": 8, "energy_kwh": 7.78e-8, "total_seconds": 50.0})
+        day = 86400.0
+        for event, at in (("started", 0.0), ("failed", 20.0), ("started", day), ("failed", day + 30)):
+            append_json_line(run.events, {"event": event, "node": 0, "time": at, "code": 3})
+        os.utime(run.config, (day + 30, day + 30))
+        os.utime(run.events, (day + 30, day + 30))
+    text = in_process("runs").out
+    assert "tickets/merged" in text and "Qwen3-8B" in text and "made-0123" not in text
+    assert [row["seconds"] for row in in_process("runs", "JSON=1").json] == pytest.approx([50.0, 50.0], abs=1e-3)
+    assert "50 s" in text and "0.28 J" in text
 
 
 @pytest.mark.parametrize("by_script", [True, False])

@@ -128,6 +128,19 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert comparison["differences"]["rougeL"][1]["n"] == 6
 
 
+def test_scores_on_rows_that_were_trained_are_called_memory(place: Place) -> None:
+    mixed = place.folder / "mixed.jsonl"
+    rows = (place.folder / "train.jsonl").read_text().splitlines(keepends=True)[:4]
+    mixed.write_text("".join(rows) + (place.folder / "other.jsonl").read_text())
+    words = ("RUN=one", f"DATA={mixed}", "TRAIN_PREDICT_WITH_GENERATE=false")
+    warning = "4 of these rows were trained, so their scores show memory and not skill"
+    assert place.scores(*words)["settings"]["rows_trained"] == 4
+    assert warning in place.call("eval", *words).out
+    assert "warning" not in place.call("eval", "RUN=one").out
+    report = place.call("report", "RUN=one", f"OUT={place.folder / 'report.html'}")
+    assert report.code == 0 and warning in (place.folder / "report.html").read_text()
+
+
 def test_bad_rows_of_other_data_are_dropped_as_the_hint_says(place: Place) -> None:
     other = place.folder / "some-bad.jsonl"
     other.write_text((place.folder / "other.jsonl").read_text() + '{"prompt": "What?"}\n')
@@ -146,7 +159,8 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     (unscored / "config.json").write_text(json.dumps(settings))
     result = place.call("compare", "RUNS=one unscored", "JSON=1").json
     assert result["settings"] == {"data.sources[1].path": [None, "further.jsonl"]}, "a source of one side only"
-    assert result["losses"]["loss"][0] > 0 and result["losses"]["loss"][1] is None
+    first, second = result["losses"]["loss"]
+    assert first > 0 and second == pytest.approx(first, rel=1e-5), "measured when it was trained"
     assert result["facts"]["steps"] == [2, 2] and not result["scores"] and not result["rows"]
     printed = place.call("compare", "RUNS=one unscored")
     assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored" in printed.err

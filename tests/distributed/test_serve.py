@@ -274,6 +274,8 @@ def test_every_error_has_openais_body(url: str, path: str, body: bytes | None, s
         ask(f"{url}{path}", body)
     error = json.load(caught.value)["error"]
     assert caught.value.code == status and error["message"] and error["type"] == "invalid_request_error"
+    if path == "/embeddings":
+        assert "POST /v1/embeddings is not served here; there are POST /v1/chat/completions" in error["message"]
 
 
 def test_a_disconnected_client_is_not_answered(url: str, chat: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
 
     listing = launcher(*words).out
+    assert "all are finished\n" in listing and "in all" not in listing
+    assert re.search(r"^run +train\.learning_rate +tuning\.lora\.r +loss +eval_loss +state", listing, re.M), listing
     assert (
         "ROUGE-L, paired difference" in listing
         and f'make compare RUNS="{results[0]["run"]} {results[1]["run"]}"' in listing

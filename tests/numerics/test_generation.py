@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.metrics import OF_ANSWERS
-from sft_play.evaluation.generation import AnswerSettings
+from sft_play.evaluation.generation import AnswerSettings, prompt_ids
 from sft_play.evaluation.held_out_answers import Budget, score_by_generation
 from sft_play.model.tokenizer import load_tokenizer
 from tests.places import WORDS
@@ -44,6 +45,18 @@ def rows(count: int = 13) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_llama(tmp_path_factory.mktemp("generation") / "tiny")
+
+
+def test_a_long_prompt_is_read_without_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.model_max_length = 8
+    log = logging.getLogger("transformers")
+    log.addHandler(caplog.handler)
+    try:
+        assert len(prompt_ids(tokenizer, [{"role": "user", "content": "word " * 50}])) > 8
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not caplog.records, "the limit of the context is checked, and said, elsewhere"
 
 
 @pytest.fixture(scope="module")

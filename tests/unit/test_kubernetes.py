@@ -103,7 +103,7 @@ def test_every_pod_gets_only_what_it_needs(kind: str) -> None:
         assert pod["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
         assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}
         assert env["MASTER_KEY"]["secretKeyRef"]["optional"]
-        expected = {"RUNS_DIR": "/runs", "AIM_REPO": "/tracking", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+        expected = {"RUNS_DIR": "/runs", "AIM_REPO": "/tracking", "NCCL_DEBUG": "INFO"}
         assert expected.items() <= env.items(), "a variable of one's own wins over ours"
         mounts = {mount["mountPath"]: mount["name"] for mount in pod["volumeMounts"]}
         assert mounts == {
@@ -191,6 +191,10 @@ def test_infiniband_is_rendered_only_on_request() -> None:
         "KUBERNETES_RDMA_RESOURCE=rdma/hca",
         "KUBERNETES_RDMA_COUNT=4",
     )
+    assert "NCCL_IB_DISABLE" not in environment(pods(documents("HARDWARE=H100@400Gbit"))[0])
+    note = "the plan counts on 400Gbit between pods, which take RDMA devices"
+    assert noted(("HARDWARE=H100@400Gbit",), note) and not noted(("HARDWARE=H100@10Gbit",), "RDMA")
+    assert not noted(("HARDWARE=H100@400Gbit", *words), note)
     template = pods(documents(*words))[0]
     assert {"NCCL_IB_HCA": "mlx5", "NCCL_IB_DISABLE": "0"}.items() <= environment(template).items()
     assert container(template)["resources"]["limits"]["rdma/hca"] == "4"

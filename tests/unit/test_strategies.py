@@ -53,6 +53,7 @@ def test_ranks_share_by_rule_without_shards_or_a_fast_network(hardware: str, cas
     assert plan.reasons["strategy"].startswith(f"strategy ddp: {way}, since a complete replica on each needs ")
     sizes = plan.sequence_parallel, plan.tensor_parallel, len(plan.stages)
     key, _, size = way.partition(" ")
+    assert show_plan(plan).startswith(f"plan: {way.replace('_', ' ')}"), "ddp is only between the groups"
     assert sizes == (
         (1, 1, plan.world_size) if key == "pipeline" else (2, 1, 0) if key == "sequence_parallel" else (1, int(size), 0)
     )

@@ -29,9 +29,16 @@ function duration(seconds) {
   const s = Math.round(seconds), d = Math.floor(s / 86400), h = Math.floor(s / 3600) % 24, m = Math.floor(s / 60) % 60;
   return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? `${m} min ${s % 60} s` : `${seconds < 10 ? +seconds.toFixed(1) : s} s`;
 }
+function energy(kwh) {
+  if (!known(kwh)) return "–";
+  const [size, unit] = kwh >= 0.1 ? [1, "kWh"] : kwh >= 1e-4 ? [1e3, "Wh"] : [3.6e6, "J"];
+  return `${number(kwh * size)} ${unit}`;
+}
 const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
 const score = (value) => value ? value.mean.toFixed(4) + (value.low < value.high ? ` [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "") : "–";
+const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(4);
+const difference = (d) => d ? `${signed(d.mean)} [${signed(d.low)}, ${signed(d.high)}] ${d.verdict}, n = ${d.n}` : "";
 const setting = (value) => !known(value) || JSON.stringify(value) === "{}" ? "–" : Array.isArray(value) ? value.map(setting).join(", ") || "none" : typeof value === "object" ? Object.entries(value).map(([key, one]) => `${key}: ${setting(one)}`).join(", ") : String(value);
 const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
 const state = (summary) => el("span", { class: "badge " + summary.state.split(" ")[0], title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
@@ -174,7 +181,7 @@ function planBesideFact(record) {
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
     ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
-    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? "at most " + number(plan.energy_kwh) + " kWh" : "–", known(final.energy_kwh) ? number(final.energy_kwh) + " kWh" : "–", ""],
+    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? "at most " + energy(plan.energy_kwh) : "–", energy(final.energy_kwh), ""],
     ["cost", known(plan.cost) ? number(plan.cost) : "–", known(final.cost) ? number(final.cost) : "–", ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
   return tableOf([{ name: "" }, { name: "plan", n: true }, { name: "fact", n: true }, { name: "difference", n: true }], rows);
 }
@@ -200,7 +207,7 @@ function labelsTable(evaluation) {
     answered.length <= 30 ? [el("h3", {}, "Confusion: rows are the references, columns the answers"), matrix] : null];
 }
 function otherRows(record) {
-  return record.other_rows.map((one) => [el("h3", {}, `Other rows, at step ${number(one.step)}: ${one.data}`), evaluationsTable([one])]);
+  return record.other_rows.map((one) => [el("h3", {}, `Other rows, at step ${number(one.step)}: ${one.data}`), one.warning && el("p", { class: "note" }, one.warning), evaluationsTable([one])]);
 }
 function scoresTable(record) {
   if (!record.evaluations.length) return el("p", { class: "note" }, record.use.eval ? ["No answers have been scored: ", el("code", {}, record.use.eval)] : "No rows are held out for scores.");
@@ -253,7 +260,7 @@ function runView(record, home) {
 // ---- All runs, and runs over each other
 let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
 const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "peak memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
-const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => known(r.energy_kwh) ? number(r.energy_kwh) + " kWh" : "–", age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds) + " ago" : "–" };
+const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds) + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play"; page.classList.add("wide");
   const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || runs.some((run) => known(run[key])));
@@ -279,7 +286,7 @@ function compareView(found) {
   const apart = table.error ? [] : table.rows.filter((one) => one.gap > 0);
   const figures = table.error ? [] : [...Object.entries(table.losses), ...Object.entries(table.benchmarks)].map(([name, values]) => [name, ...values.map((v) => number(v))]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
-    el("h2", {}, "Scores"), table.error ? table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map((d) => d ? `${score(d)} ${d.verdict}` : "")]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
+    el("h2", {}, "Scores"), table.error ? table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map(difference)]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
     apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
       one.answers.map((answer) => el("div", {}, el("small", {}, `${answer.run}: ${label(table.metric)} ${number(answer.score)}`), answer.answer || "(nothing)"))))] : null,
     el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(texts, differ.map(([key, values]) => [key, ...values])) : el("p", { class: "note" }, "All keys are the same."),

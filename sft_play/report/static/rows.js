@@ -11,8 +11,10 @@ function choice(name, options, value, change) {
 function pieces(sample, words) {
   const text = sample.pieces.map((one) => one.text).join("").toLowerCase(), spans = [];
   for (let at = words ? text.indexOf(words) : -1; at >= 0; at = text.indexOf(words, at + words.length)) spans.push([at, at + words.length]);
-  let start = 0;
+  let start = 0, before = 1;
   return sample.pieces.map((one) => {
+    const weight = one.trained && one.weight !== before ? el("small", {}, `[${+one.weight.toPrecision(3)}] `) : null;
+    before = one.trained ? one.weight : 1;
     const end = start + one.text.length, parts = []; let at = start;
     for (const [from, to] of spans) {
       if (to <= start || from >= end) continue;
@@ -20,7 +22,7 @@ function pieces(sample, words) {
       at = Math.min(to, end);
     }
     parts.push(one.text.slice(at - start)); start = end;
-    return el("span", { class: (one.trained ? "trained " : "") + (one.special ? "special" : ""), title: one.trained ? `weight ${one.weight}` : "read only" }, parts.flatMap((part) => typeof part === "string" && one.trained ? part.replaceAll("\n", "↵\n") : part));
+    return [weight, el("span", { class: (one.trained ? "trained " : "") + (one.special ? "special" : ""), title: one.trained ? `weight ${one.weight}` : "read only" }, parts.flatMap((part) => typeof part === "string" && one.trained ? part.replaceAll("\n", "↵\n") : part))];
   });
 }
 function histogram(title, bins, extra) {
@@ -40,10 +42,10 @@ function dataView(record) {
       card("median row", number(split.median) + " tokens"), card("95 % of rows", "≤ " + number(split.at_most_95) + " tokens"), card("longest row", number(split.longest) + " tokens", `limit ${number(record.limit)}`)),
     split.warnings.map((one) => el("p", { class: "warning" }, one)),
     el("div", { class: "charts" }, [histogram("Length of rows", split.lengths, { marks: [{ x: record.limit, name: "model.max_seq_len", colour: css("--warn") }] }), histogram(`${split.counted[0].toUpperCase() + split.counted.slice(1)} tokens of a row`, split.labels, {})]),
-    el("h2", {}, "Sources"), tableOf([{ name: "source" }, ...["read", "kept", "skipped", "cut", "tokens", split.counted, "share"].map((name) => ({ name, n: true }))],
-      split.sources.map((one) => [one.name, ...[one.rows_read, one.kept, one.skipped, one.cut, one.tokens, one.trained_tokens].map((value) => number(value)), of(one.trained_tokens, one.tokens)])),
+    el("h2", {}, "Sources"), tableOf([{ name: "source" }, ...["read", "skipped", "kept", "cut", "rows made", "tokens", split.counted, "share"].map((name) => ({ name, n: true }))],
+      split.sources.map((one) => [one.name, ...[one.rows_read, one.skipped, one.kept, one.cut, one.rows, one.tokens, one.trained_tokens].map((value) => number(value)), of(one.trained_tokens, one.tokens)])),
     el("ul", { class: "note" }, [...split.mixture.map((line) => "mixture: " + line), ...split.skipped].map((line) => el("li", {}, line))),
-    el("h2", {}, "Rows"), el("p", { class: "note" }, el("span", { class: "trained" }, split.counted), " · read only · ", el("span", { class: "special" }, "special token"), " · ↵ line end"),
+    el("h2", {}, "Rows"), el("p", { class: "note" }, el("span", { class: "trained" }, split.counted), " · read only · ", el("span", { class: "special" }, "special token"), " · ↵ line end", split.weighted_rows ? " · [0.3] weight of what follows" : ""),
     el("div", { class: "tools" }, search, split.sources.length > 1 ? choice("source", [["", "all"], ...split.sources.map((one) => [one.name, one.name])], rowsView.source, reset("source")) : null,
       choice("order", Object.keys(ORDERS).map((name) => [name, name]), rowsView.order, reset("order"))),
     el("p", { class: "note" }, `${number(found.length)} of ${number(split.samples.length)} rows on this page` + (split.samples.length < split.rows ? `; the split has ${number(split.rows)}: ROWS= puts more here, SEARCH= looks in all of them` : "")),
