@@ -454,7 +454,9 @@ class _Parser:
                 untyped[name] = name
         for name in sorted(environ):
             word = name.removeprefix("SFT_PLAY_")
-            if word != name and word not in OWN_VARIABLES and not word.startswith("TEST_"):
+            # Kubernetes describes a service `sft-play` to pods as SFT_PLAY_SERVICE_HOST, SFT_PLAY_PORT_80_TCP ...
+            others = word.startswith("TEST_") or re.search("_SERVICE_|_PORT(_|$)", name)
+            if word != name and word not in OWN_VARIABLES and not others:
                 close = get_close_matches(word, OWN_VARIABLES, n=1)
                 hint = f"did you mean `SFT_PLAY_{close[0]}`?" if close else f"`unset {name}`"
                 self.problems.append(UserError(f"unknown variable `{name}`", place="environment", hint=hint))

@@ -84,8 +84,9 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
 NO_EFFECT: Mapping[str, str] = {
     "activation_checkpointing": "`train.gradient_checkpointing` decides what is recomputed",
     "aio": "nothing is offloaded to a disk",
+    "checkpoint": "checkpoints have one form for every strategy",
 }
-"""Sections that DeepSpeed reads for what is not done here, and the reason."""
+"""Sections that are left out, since they are about what is not done here, and the reason."""
 ON_GPUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 """Keys of `zero_optimization` for which DeepSpeed has no code on a CPU."""
 OFFLOAD = ("offload_optimizer", "offload_param")
@@ -402,6 +403,7 @@ def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int
             agrees = _compare(name, section_of, plan, config, refuse)
             notices.append(f"{user.place(name)}: `{name}` agrees with `train.{agrees}`, which runs")
     for name in sorted(settings.keys() & NO_EFFECT.keys()):
+        del settings[name]
         notices.append(f"{user.place(name)}: `{name}` has no effect here: {NO_EFFECT[name]}")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]

@@ -191,6 +191,8 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
             " machine"
         )
         refuse("num_processes", text)
+    if settings.get("num_machines") and (rank := settings.get("machine_rank") or 0) >= machines:
+        refuse("machine_rank", f"`machine_rank` is {rank}; expected 0 to {machines - 1}, by `num_machines: {machines}`")
     mixed = settings.get("mixed_precision")
     if mixed is True:
         refuse("mixed_precision", "`mixed_precision` is `true`; expected `no`, `bf16` or `fp16`")

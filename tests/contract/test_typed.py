@@ -208,6 +208,11 @@ def test_a_home_that_no_shell_has_replaced_is_meant(
 
 def test_names_that_other_programs_set_are_not_refused(in_process: Program) -> None:
     ours = {"SLURM_ACCOUNT": "x", "KUBERNETES_NAMESPACE": "x", "SFT_PLAY_TEST_COLD": "1", "SFT_TRAIN_MAX_STEPS": "5"}
+    ours |= {
+        "SFT_PLAY_SERVICE_HOST": "10.0.0.1",
+        "SFT_PLAY_PORT": "tcp://10.0.0.1:80",
+        "SFT_PLAY_PORT_80_TCP_ADDR": "x",
+    }
     done = in_process("config", "CONFIG=smoke", env=ours)
     assert done.code == 0 and "environment SFT_TRAIN_MAX_STEPS=5" in done.out, done.err
 

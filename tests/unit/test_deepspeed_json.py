@@ -276,10 +276,12 @@ def test_settings_that_fail_in_deepspeeds_engine_are_refused_with_their_line(
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
 
 
-def test_a_section_without_effect_is_named(tmp_path: Path) -> None:
-    text = '{"zero_optimization": {"stage": 2},\n"activation_checkpointing": {"partition_activations": true}}'
-    _, notices = resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
-    assert any("ds.json:2: `activation_checkpointing` has no effect here" in notice for notice in notices), notices
+def test_a_section_without_effect_is_named_and_left_out(tmp_path: Path) -> None:
+    """DeepSpeed ends the workers for a writer that only its own checkpoints would use."""
+    text = '{"zero_optimization": {"stage": 2},\n"checkpoint": {"writer": {"type": "fast"}}}'
+    settings, notices = resolve(read_user_json(write(tmp_path / "ds.json", text)), make_plan(), CONFIG, hidden_size=64)
+    assert any("ds.json:2: `checkpoint` has no effect here" in notice for notice in notices), notices
+    assert "checkpoint" not in settings
 
 
 def test_contradictory_batch_sizes_of_a_deepspeed_json_are_refused_by_key(tmp_path: Path) -> None:
