@@ -183,8 +183,10 @@ class Sender:
         return True
 
 
-STACKS_SIGNAL = signal.SIGUSR2
-"""Handled by faulthandler in C, so that a rank whose Python code is blocked answers too."""
+STACKS_SIGNAL = signal.SIGURG
+"""Handled by faulthandler in C, so that a rank whose Python code is blocked answers too. No scheduler sends it, and a
+process that does not handle it ignores it.
+"""
 STACKS_SECONDS = 3.0
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's early warning, a closed terminal, and the
-limit of processor time (`ulimit -S -t`).
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
+"""Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's and LSF's early warnings, a closed
+terminal, and the limit of processor time (`ulimit -S -t`).
 """
 REPEATED_SECONDS = 2.0
 """A repeated signal within this time is the same request, sent to this process and to all of its group."""
@@ -43,7 +43,7 @@ class StoppedBySignal(SystemExit):
 
 @contextlib.contextmanager
 def end_by_signals() -> Iterator[None]:
-    """Turn SIGTERM, SIGUSR1 and SIGHUP into an orderly exit with code 143, which stops children and cleans up.
+    """Turn `STOPS` into an orderly exit with code 143 (SIGINT: 130), which stops children and cleans up.
 
     Python drops an exception that a handler raises inside a callback (around a fork, in a finaliser), so long loops
     call `raise_what_was_heard` to lose no signal, including Ctrl-C.

@@ -1,4 +1,4 @@
-"""Handle stop requests: SIGTERM, SIGINT, SIGUSR1, and SIGHUP except under `nohup`.
+"""Handle stop requests: the signals of `launch.process.STOPS`, SIGHUP not under `nohup`.
 
 A thread reads the signals from a pipe, because a main thread that waits in a collective, or for a library to load,
 would not receive them. What a request leads to:
@@ -163,5 +163,5 @@ def _as_child() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)

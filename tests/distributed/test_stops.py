@@ -181,9 +181,13 @@ def test_ranks_leave_an_evaluation_together_and_the_same_command_continues(
     assert "step-000003" in place.require_same(launch)
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGHUP), (signal.SIGXCPU,)])
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGHUP), (signal.SIGXCPU,), (signal.SIGUSR2,)]
+)
 def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.Signals, ...]) -> None:
-    """A closed terminal sends SIGHUP to all processes, a login manager SIGTERM first; `ulimit -S -t` is SIGXCPU."""
+    """A closed terminal sends SIGHUP to all processes, a login manager SIGTERM first; `ulimit -S -t` is SIGXCPU, LSF's
+    warning SIGUSR2.
+    """
     launch = double.start(f"session-{'-'.join(number.name for number in numbers)}")
     with launch:
         launch.wait_for(lambda: stepping(launch))
