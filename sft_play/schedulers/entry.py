@@ -211,31 +211,25 @@ class Tries:
         step, events = _look(self.run)
         since = events[self.events :]
         began = any(event["event"] in ("started", "resumed") for event in since)
+        out_of_memory = any(event.get("cause") == OUT_OF_MEMORY for event in since if event["event"] == "failed")
         if code in (130, 143) or (code == LOST and not began):
             self.save(self.used - 1)  # a requested stop, or missing peers, is not a failure
         elif step > self.step or (code < 128 and code != LOST):
             self.run.tries.unlink(missing_ok=True)
-        elif any(event.get("cause") == OUT_OF_MEMORY for event in since if event["event"] == "failed"):
-            return self._give_up(
-                HardwareError(
-                    "memory ran out, and there is no newer checkpoint: another try would end in the same way",
-                    place=f"run {self.run.name}",
-                    hint=(
-                        "docs/reliability.md lists what needs less memory; the job can be submitted again when that is"
-                        " fixed"
-                    ),
-                )
-            )
-        elif self.used > self.limit:
-            return self._give_up(self.used_up())
-        else:
-            self.save(self.used)
+        elif out_of_memory or self.used > self.limit:
+            self.run.tries.unlink(missing_ok=True)
+            problem = self.without_memory() if out_of_memory else self.used_up()
+            print(f"\n{problem.render()}", file=sys.stderr, flush=True)
+            return problem.exit_code
         return code
 
-    def _give_up(self, problem: HardwareError) -> int:
-        self.run.tries.unlink(missing_ok=True)
-        print(f"\n{problem.render()}", file=sys.stderr, flush=True)
-        return problem.exit_code
+    def without_memory(self) -> HardwareError:
+        """Return the error for memory that ran out before a newer checkpoint."""
+        return HardwareError(
+            "memory ran out, and there is no newer checkpoint: another try would end in the same way",
+            place=f"run {self.run.name}",
+            hint="docs/reliability.md lists what needs less memory; the job can be submitted again when that is fixed",
+        )
 
     def used_up(self) -> HardwareError:
         """Return the error for too many tries."""
