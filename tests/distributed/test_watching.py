@@ -156,4 +156,4 @@ def test_the_panel_shows_empty_and_torn_runs(tmp_path: Path) -> None:
     assert "7/?" in text()
     with run.metrics.open("a") as stream:
         stream.write(': "eval", "step": 7, "eval_loss": 1.5}\n')
-    assert "held-out loss 1.5000 (step 7)" in text()
+    assert "step 7: held-out loss 1.5000" in text()
