@@ -259,8 +259,8 @@ class Side:
         """Return its losses on held-out rows: as scored, else as measured when it was trained."""
         if self.scores:
             return {key: self.scores[key] for key in LOSSES}
-        at_step = [row for row in metric_rows(self.run.metrics) if row.get("kind") == "eval"]
-        measured: dict[str, Any] = next((row for row in reversed(at_step) if row["step"] == self.weights.step), {})
+        by_step = {row["step"]: row for row in metric_rows(self.run.metrics) if row.get("kind") == "eval"}
+        measured = by_step.get(self.weights.step, {})
         return {key: measured[f"eval_{key}"] for key in LOSSES if f"eval_{key}" in measured}
 
     def facts(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def make_plan(request: Request) -> Plan:
         plan = decide(request)
     except DoesNotFitError as error:
         raise with_remedies(request, error) from None
-    return replace(plan, notices=(*_faster_with_fewer(request, plan), *plan.notices))
+    return replace(plan, notices=(*_faster_ways(request, plan), *plan.notices))
 
 
 def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
@@ -175,15 +175,20 @@ GAIN = 1.02
 """Speed-ups below this factor count as none."""
 MOST_TRIED = 8
 """Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
+RECOMPUTED = {"train.gradient_checkpointing": True}
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
 
-def _faster_with_fewer(request: Request, plan: Plan) -> list[str]:
-    """Return a note where the forecast says that fewer cards or machines make the same step sooner than all."""
+def _faster_ways(request: Request, plan: Plan) -> list[str]:
+    """Return a note where the forecast says that the same step is made sooner by fewer cards or machines, or by
+    recomputation, whose larger micro-batches gather shards less often.
+    """
     speeds: list[tuple[float, str]] = []
-    tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices)) if plan.seconds_per_step else []
-    for words, fewer in tried[:MOST_TRIED]:
-        other = try_plan(request, fewer)
+    tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
+    if request.config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+        tried.append(("with TRAIN_GRADIENT_CHECKPOINTING=true", request.with_keys(RECOMPUTED)))
+    for words, changed in tried if plan.seconds_per_step else ():
+        other = try_plan(request, changed)
         if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size:
             speeds.append((other.seconds_per_step or math.inf, words))
     best, words = min(speeds, default=(math.inf, ""))

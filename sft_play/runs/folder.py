@@ -361,10 +361,12 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 def of_memory(settings: Mapping[str, Any]) -> str | None:
     """Return what to know of scores on rows that were trained, or `None`."""
-    if trained := settings.get("rows_trained"):
+    trained = settings.get("rows_trained", 0)
+    if trained is None:
+        return "how many of these rows were trained is not known: the cache has lost the training rows"
+    if type(trained) is int and trained:
         return f"{trained:,} of these rows were trained, so their scores show memory and not skill"
-    gone = "rows_trained" in settings and trained is None
-    return "how many of these rows were trained is not known: the cache has lost the training rows" if gone else None
+    return None
 
 
 def read_benchmarks(folder: Path) -> dict[str, Any] | None:

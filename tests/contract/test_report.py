@@ -53,7 +53,7 @@ def made_run(runs: Path, name: str, *, model: str = "a model", rank: int = 16) -
         {"event": "finished", "time": 3.0, "code": 0},
     ]
     figures = {"loss": 1.0, "answers": 1, "rougeL": {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 30}}
-    others = figures | {"loss": 2.5, "settings": {"data": "others.jsonl"}}
+    others = figures | {"loss": 2.5, "settings": {"data": "others.jsonl", "rows_trained": "x"}}
     answer = {"row": 0, "prompt": HOSTILE, "reference": "r", "answer": HOSTILE, "scores": {"rougeL": 0.5}}
     contents: dict[Path, list[Any]] = {
         folder / "config.json": [

@@ -45,7 +45,7 @@ def test_energy_follows_from_the_power_limits_of_cards() -> None:
     plan = plan_of("2xH200")
     assert plan.total_seconds and plan.energy_kwh == pytest.approx(2 * 700 * plan.total_seconds / 3.6e6)
     assert plan_of("2x80GB").energy_kwh is None
-    assert f"at most {plan.energy_kwh:.3g} kWh" in "\n".join(show_speed(plan))
+    assert f"at most {1000 * plan.energy_kwh:.3g} Wh" in "\n".join(show_speed(plan))
 
 
 @pytest.mark.parametrize(
