@@ -38,7 +38,7 @@ from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisatio
 from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
-from sft_play.plan.shape import WITHOUT_SDPA, fuses_adapters
+from sft_play.plan.shape import fuses_adapters
 from sft_play.plan.strategies import conflict_for
 from sft_play.runs.prepared import Prepared
 
@@ -224,7 +224,7 @@ def read_model(
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation=attention or ("eager" if config.model_type in WITHOUT_SDPA else "sdpa"),
+            attn_implementation=attention,
             output_loading_info=True,
             generation_config=GenerationConfig(),  # answers go by our settings; the folder's may not even be readable
             **trusted,

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import DEFAULT_ATTENTION, ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
 from sft_play.runs.prepared import Prepared
 
@@ -129,8 +129,6 @@ BIASES = ("attention_bias", "mlp_bias", "use_bias")
 """Keys of `config.json` for weights that the formulas do not count."""
 TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Families with tied head and embedding whose `config.json` may not mention it, as before transformers 5."""
-COUNT_VERSION = 2
-"""Increase this when the count changes, so that cached results of the older one are not used."""
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
@@ -229,23 +227,10 @@ def _count_model(config: dict[str, Any], place: str) -> ModelShape:
 
     Raise `DataError` for a model that transformers does not know, or that SFT-Play does not train.
     """
-    (row,) = _ask([{"count": config}])
+    (row,) = ask([{"count": config}])
     if "error" in row:
         raise DataError(row["error"], place=place, hint=row.get("hint"))
     return ModelShape.read(row)
-
-
-def _ask(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of `python -m sft_play.trace`, which are cached unless one is an error."""
-    key = text_sha256(json.dumps([COUNT_VERSION, versions(), questions], sort_keys=True))[:32]
-    path = cache_folder() / "shapes" / f"{key}.json"
-    if path.is_file():
-        cached: list[dict[str, Any]] = read_json(path)
-        return cached
-    answers = running_tracer().ask(questions)
-    if not any("error" in answer for answer in answers):
-        write_json(path, answers)
-    return answers
 
 
 NAMES = ("rank_pattern", "alpha_pattern", "modules_to_save")
@@ -260,7 +245,7 @@ def check_names(config: Config, architecture: Mapping[str, Any]) -> None:
     lora = config.tuning.lora
     typed = [key for key in NAMES if getattr(lora, key)] if config.tuning.mode != "full" else []
     names = [{"target_modules": lora.target_modules, key: getattr(lora, key)} for key in typed]
-    answers = _ask([{"architecture": architecture, "names": each} for each in names]) if typed else []
+    answers = ask([{"architecture": architecture, "names": each} for each in names]) if typed else []
     raise_all(
         [
             UserError(answer["error"], place=f"tuning.lora.{key}", hint=answer["hint"])
@@ -294,6 +279,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
         moving_rope=has_moving_rope(config),
         router_loss=asks_for_router_loss(config),
+        attention=("flash_attention_2",) if kind == "gemma2" else DEFAULT_ATTENTION,  # its scores are capped
     )
 
 
@@ -377,6 +363,32 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     row = known_models().get(model.name)
     config: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
     return as_trained(config)
+
+
+TRACE_VERSION = 10
+"""Increase this when a trace or a count changes, so that cached results of the older one are not used."""
+
+
+def key_of(question: Mapping[str, Any]) -> str:
+    """Return the name of a question's cached answer: a hash of everything that it depends on."""
+    return text_sha256(json.dumps([TRACE_VERSION, versions(), question], sort_keys=True))[:32]
+
+
+def ask(questions: Sequence[Mapping[str, Any]], *, starts: bool = True) -> list[dict[str, Any]]:
+    """Return the cached answer to each question of `Tracer.ask`; others are asked and cached unless they are errors.
+
+    Empty where an answer is not known and `starts` forbids to ask.
+    """
+    paths = [cache_folder() / "traces" / f"{key_of(question)}.json" for question in questions]
+    unknown = [(question, path) for question, path in zip(questions, paths, strict=True) if not path.is_file()]
+    answers = running_tracer().ask([question for question, _ in unknown]) if unknown and starts else []
+    errors: dict[Path, dict[str, Any]] = {}
+    for (_, path), answer in zip(unknown, answers, strict=bool(answers)):
+        if "error" in answer:
+            errors[path] = answer
+        else:
+            write_json(path, answer)
+    return [errors.get(path) or (read_json(path) if path.is_file() else {}) for path in paths]
 
 
 TRACE_SECONDS = 300

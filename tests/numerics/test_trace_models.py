@@ -66,16 +66,15 @@ def allocated(parts: dict[str, int]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "where", "words"), CASES)
 def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
-    name: str, where: str, words: list[str], tmp_path: Path
+    name: str, where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     call = parse_call(["plan", f"CONFIG=configs/{name}.yaml", *words], COMMANDS)
     loaded, hardware = load_config(ROOT / "configs" / f"{name}.yaml", call.overrides, {}), parse_hardware(where)
     shape = shape_of(loaded.config.model)
     request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
     plan = planned(loaded, hardware, request)
-    memory = TracedMemory(
-        config=loaded.config, architecture=architecture_of(loaded.config.model), cache_folder=tmp_path, traces=True
-    )
+    memory = TracedMemory(config=loaded.config, architecture=architecture_of(loaded.config.model), traces=True)
     setup, micros = setup_of(plan), {rank.micro_batch for rank in plan.ranks}
     assert memory.observe(shape, setup, sorted(micros)), memory.error
     for rows in micros:
@@ -123,8 +122,11 @@ SHAPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", SIZES)
-def test_parts_by_formula_are_within_1_percent_of_the_trace(kind: str, words: list[str], tmp_path: Path) -> None:
+def test_parts_by_formula_are_within_1_percent_of_the_trace(
+    kind: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts of under 0.5 % of all memory, such as scales of nf4, may differ by so much of it."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     architecture = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "model_type": kind}
     architecture |= {"max_position_embeddings": 8192, "tie_word_embeddings": False} | SIZES[kind]
     (tmp_path / "config.json").write_text(json.dumps(architecture))
@@ -135,7 +137,7 @@ def test_parts_by_formula_are_within_1_percent_of_the_trace(kind: str, words: li
     call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *defaults, *words], COMMANDS)
     loaded = load_config(ROOT / "configs" / "run_bnb.yaml", call.overrides, {})
     shape, plan = shape_of(loaded.config.model), planned(loaded, "H200")
-    memory = TracedMemory(config=loaded.config, architecture=architecture, cache_folder=tmp_path, traces=True)
+    memory = TracedMemory(config=loaded.config, architecture=architecture, traces=True)
     assert memory.observe(shape, setup_of(plan), [2]), memory.error
     exact = memory(loaded.config, shape, setup_of(plan), 2)
     formula = rank_memory(loaded.config, shape, setup_of(plan), 2)
