@@ -171,7 +171,7 @@ def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
 
 def _placement(plan: Plan) -> str | None:
     """Return the device to load to, or `None` if weights are sharded first."""
-    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.copies > 1:
+    if plan.device != "cuda" or plan.gathers or plan.copies > 1:
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 

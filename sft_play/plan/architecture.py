@@ -133,12 +133,20 @@ TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smol
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Return the shape of the configured model. Raise `DataError` if it cannot be determined."""
-    if is_scratch(model):
-        return shape_from_config(scratch_architecture(model))
-    path, row = config_file(model), known_models().get(model.name)
-    if path is None and row:
-        return ModelShape.read(row["shape"]) if "shape" in row else shape_of_config(row["config"], model.name)
-    return shape_from_file(path or _fetch_config(model), trusts_code=model.trust_remote_code)
+    row, path = known_models().get(model.name), None if is_scratch(model) else config_file(model)
+    if path is None and row and "shape" in row:
+        return ModelShape.read(row["shape"])
+    place = str(path or model.name)
+    try:
+        return shape_of_config(architecture_of(model), place, trusts_code=model.trust_remote_code)
+    except FileNotFoundError:
+        raise DataError(
+            "the folder has no `config.json`",
+            place=str(Path(place).parent),
+            hint="a model folder contains config.json, weights and a tokenizer",
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"cannot be read: {error}", place=place) from None
 
 
 def check_length(model: ModelConfig, positions: int) -> None:
@@ -166,30 +174,12 @@ def config_file(model: ModelConfig) -> Path | None:
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 
-def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
-    """Return the shape that a `config.json` describes. Raise `DataError`."""
-    try:
-        config = read_json(path)
-        if not isinstance(config, dict):
-            raise ValueError("it contains no JSON object")
-        return shape_of_config(config, str(path), trusts_code=trusts_code)
-    except FileNotFoundError:
-        raise DataError(
-            "the folder has no `config.json`",
-            place=str(path.parent),
-            hint="a model folder contains config.json, weights and a tokenizer",
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"cannot be read: {error}", place=str(path)) from None
-
-
 def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
-    """Return the shape of a parsed `config.json`, by formula or counted on the model itself. Raise `DataError`.
+    """Return the shape of an architecture, by formula or counted on the model itself. Raise `DataError`.
 
     A family that only the model's own code implements, which the plan does not run, counts as a Llama where that code
     is trusted.
     """
-    config = as_trained(config)
     try:
         if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
             return shape_from_config(config)
@@ -356,12 +346,17 @@ def _fetch_config(model: ModelConfig) -> Path:
 
 
 def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
-    """Return the parsed `config.json`. Raise `DataError` if neither a file, the table nor the hub has it."""
+    """Return the parsed `config.json` of the weights that are trained.
+
+    Raise `DataError` if neither a file, the table nor the hub has it, `OSError` or `ValueError` if it cannot be read.
+    """
     if prepared is None and is_scratch(model):
         return scratch_architecture(model)
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)
     row = known_models().get(model.name)
     config: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
+    if not isinstance(config, dict):
+        raise ValueError("it contains no JSON object")
     return as_trained(config)
 
 
