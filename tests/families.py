@@ -188,6 +188,14 @@ def long_rope(name: str) -> dict[str, Any]:
     return {"rope_parameters": rope, "max_position_embeddings": 8 * LONG_ROPE_SWITCH, **own}
 
 
+def plain_attention(name: str) -> str:
+    """Return `sdpa`, or `eager` for a family without such a kernel."""
+    from sft_play.model.published import model_class
+
+    config = tiny_config(name)
+    return "sdpa" if model_class(config)._model_mapping[type(config)]._supports_sdpa else "eager"
+
+
 def tiny_model(name: str, device: str = "cpu", *, attention: str | None = None, **own: Any) -> Any:
     """Return the causal model of `tiny_config`, for a family that has none the image-text model; weights by seed 0."""
     import torch

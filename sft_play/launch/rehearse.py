@@ -82,8 +82,8 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
 
     Raise `UserError`, after showing the parts of what does not fit.
     """
-    hardware = hardware_of(call)
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
+    hardware = hardware_of(call)  # only now: an accelerate config may ask for the CPU
     if options.cpu and hardware.described and hardware.kind != "cpu":
         hint = "HARDWARE=cpu, or another file"
         raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)

@@ -38,7 +38,7 @@ from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisatio
 from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
-from sft_play.plan.shape import SILU, WITHOUT_SDPA, fuses_adapters
+from sft_play.plan.shape import SILU, fuses_adapters
 from sft_play.plan.strategies import conflict_for
 from sft_play.runs.prepared import Prepared
 
@@ -171,7 +171,7 @@ def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
 
 def _placement(plan: Plan) -> str | None:
     """Return the device to load to, or `None` if weights are sharded first."""
-    if plan.device != "cuda" or plan.strategy in ("zero3", "fsdp2") or plan.copies > 1:
+    if plan.device != "cuda" or plan.gathers or plan.copies > 1:
         return None
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
@@ -224,7 +224,7 @@ def read_model(
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation=attention or ("eager" if config.model_type in WITHOUT_SDPA else "sdpa"),
+            attn_implementation=attention,
             output_loading_info=True,
             generation_config=GenerationConfig(),  # answers go by our settings; the folder's may not even be readable
             **trusted,

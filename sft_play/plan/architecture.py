@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.shape import DEFAULT_ATTENTION, ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
 from sft_play.runs.prepared import Prepared
 
@@ -129,18 +129,24 @@ BIASES = ("attention_bias", "mlp_bias", "use_bias")
 """Keys of `config.json` for weights that the formulas do not count."""
 TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
 """Families with tied head and embedding whose `config.json` may not mention it, as before transformers 5."""
-COUNT_VERSION = 2
-"""Increase this when the count changes, so that cached results of the older one are not used."""
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Return the shape of the configured model. Raise `DataError` if it cannot be determined."""
-    if is_scratch(model):
-        return shape_from_config(scratch_architecture(model))
-    path, row = config_file(model), known_models().get(model.name)
-    if path is None and row:
-        return ModelShape.read(row["shape"]) if "shape" in row else shape_of_config(row["config"], model.name)
-    return shape_from_file(path or _fetch_config(model), trusts_code=model.trust_remote_code)
+    row, path = known_models().get(model.name), None if is_scratch(model) else config_file(model)
+    if path is None and row and "shape" in row:
+        return ModelShape.read(row["shape"])
+    place = str(path or model.name)
+    try:
+        return shape_of_config(architecture_of(model), place, trusts_code=model.trust_remote_code)
+    except FileNotFoundError:
+        raise DataError(
+            "the folder has no `config.json`",
+            place=str(Path(place).parent),
+            hint="a model folder contains config.json, weights and a tokenizer",
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"cannot be read: {error}", place=place) from None
 
 
 def check_length(model: ModelConfig, positions: int) -> None:
@@ -168,30 +174,12 @@ def config_file(model: ModelConfig) -> Path | None:
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 
-def shape_from_file(path: Path, *, trusts_code: bool = False) -> ModelShape:
-    """Return the shape that a `config.json` describes. Raise `DataError`."""
-    try:
-        config = read_json(path)
-        if not isinstance(config, dict):
-            raise ValueError("it contains no JSON object")
-        return shape_of_config(config, str(path), trusts_code=trusts_code)
-    except FileNotFoundError:
-        raise DataError(
-            "the folder has no `config.json`",
-            place=str(path.parent),
-            hint="a model folder contains config.json, weights and a tokenizer",
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"cannot be read: {error}", place=str(path)) from None
-
-
 def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
-    """Return the shape of a parsed `config.json`, by formula or counted on the model itself. Raise `DataError`.
+    """Return the shape of an architecture, by formula or counted on the model itself. Raise `DataError`.
 
     A family that only the model's own code implements, which the plan does not run, counts as a Llama where that code
     is trusted.
     """
-    config = as_trained(config)
     try:
         if config.get("model_type") in FORMULA_MODEL_TYPES and not any(config.get(key) for key in BIASES):
             return shape_from_config(config)
@@ -229,23 +217,10 @@ def _count_model(config: dict[str, Any], place: str) -> ModelShape:
 
     Raise `DataError` for a model that transformers does not know, or that SFT-Play does not train.
     """
-    (row,) = _ask([{"count": config}])
+    (row,) = ask([{"count": config}])
     if "error" in row:
         raise DataError(row["error"], place=place, hint=row.get("hint"))
     return ModelShape.read(row)
-
-
-def _ask(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of `python -m sft_play.trace`, which are cached unless one is an error."""
-    key = text_sha256(json.dumps([COUNT_VERSION, versions(), questions], sort_keys=True))[:32]
-    path = cache_folder() / "shapes" / f"{key}.json"
-    if path.is_file():
-        cached: list[dict[str, Any]] = read_json(path)
-        return cached
-    answers = running_tracer().ask(questions)
-    if not any("error" in answer for answer in answers):
-        write_json(path, answers)
-    return answers
 
 
 NAMES = ("rank_pattern", "alpha_pattern", "modules_to_save")
@@ -260,7 +235,7 @@ def check_names(config: Config, architecture: Mapping[str, Any]) -> None:
     lora = config.tuning.lora
     typed = [key for key in NAMES if getattr(lora, key)] if config.tuning.mode != "full" else []
     names = [{"target_modules": lora.target_modules, key: getattr(lora, key)} for key in typed]
-    answers = _ask([{"architecture": architecture, "names": each} for each in names]) if typed else []
+    answers = ask([{"architecture": architecture, "names": each} for each in names]) if typed else []
     raise_all(
         [
             UserError(answer["error"], place=f"tuning.lora.{key}", hint=answer["hint"])
@@ -294,6 +269,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
         moving_rope=has_moving_rope(config),
         router_loss=asks_for_router_loss(config),
+        attention=("flash_attention_2",) if kind == "gemma2" else DEFAULT_ATTENTION,  # its scores are capped
     )
 
 
@@ -371,13 +347,44 @@ def _fetch_config(model: ModelConfig) -> Path:
 
 
 def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
-    """Return the parsed `config.json`. Raise `DataError` if neither a file, the table nor the hub has it."""
+    """Return the parsed `config.json` of the weights that are trained.
+
+    Raise `DataError` if neither a file, the table nor the hub has it, `OSError` or `ValueError` if it cannot be read.
+    """
     if prepared is None and is_scratch(model):
         return scratch_architecture(model)
     path = Path(prepared.model.path) / "config.json" if prepared else config_file(model)
     row = known_models().get(model.name)
     config: dict[str, Any] = row["config"] if row and path is None else read_json(path or _fetch_config(model))
+    if not isinstance(config, dict):
+        raise ValueError("it contains no JSON object")
     return as_trained(config)
+
+
+TRACE_VERSION = 10
+"""Increase this when a trace or a count changes, so that cached results of the older one are not used."""
+
+
+def key_of(question: Mapping[str, Any]) -> str:
+    """Return the name of a question's cached answer: a hash of everything that it depends on."""
+    return text_sha256(json.dumps([TRACE_VERSION, versions(), question], sort_keys=True))[:32]
+
+
+def ask(questions: Sequence[Mapping[str, Any]], *, starts: bool = True) -> list[dict[str, Any]]:
+    """Return the cached answer to each question of `Tracer.ask`; others are asked and cached unless they are errors.
+
+    Empty where an answer is not known and `starts` forbids to ask.
+    """
+    paths = [cache_folder() / "traces" / f"{key_of(question)}.json" for question in questions]
+    unknown = [(question, path) for question, path in zip(questions, paths, strict=True) if not path.is_file()]
+    answers = running_tracer().ask([question for question, _ in unknown]) if unknown and starts else []
+    errors: dict[Path, dict[str, Any]] = {}
+    for (_, path), answer in zip(unknown, answers, strict=bool(answers)):
+        if "error" in answer:
+            errors[path] = answer
+        else:
+            write_json(path, answer)
+    return [errors.get(path) or (read_json(path) if path.is_file() else {}) for path in paths]
 
 
 TRACE_SECONDS = 300

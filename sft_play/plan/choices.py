@@ -31,8 +31,6 @@ from sft_play.plan.shape import (
     UNMASKED_MODEL_TYPES,
     VARLEN,
     VARLEN_MODEL_TYPES,
-    WITHOUT_FLASH_ATTENTION,
-    WITHOUT_SDPA,
     ModelShape,
 )
 from sft_play.text import gib, plural
@@ -136,7 +134,6 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
             "attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`"
         )
         return attention_for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
-    lacks = {"sdpa": WITHOUT_SDPA, "flash_attention_2": WITHOUT_FLASH_ATTENTION}
     if configured != "auto":
         if configured in BY_LENGTHS and no_flash and not (configured == VARLEN and by_rows):
             raise HardwareError(
@@ -147,7 +144,7 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
                 f"`model.attn_implementation` is `{configured}`, which torch trains on GPUs only",
                 hint="leave it to `auto`",
             )
-        if family in lacks.get(configured, frozenset()):
+        if configured in ("sdpa", "flash_attention_2") and configured not in shape.attention:
             raise UserError(
                 f"`model.attn_implementation` is `{configured}`, but transformers has no such kernel for `{family}`",
                 hint="leave it to `auto`",
@@ -155,8 +152,8 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
         if configured == VARLEN and (why := _without_varlen(config, shape, by_rows)):
             raise UserError(f"`model.attn_implementation` is `varlen`, but {why}", hint="leave it to `auto`")
         return configured
-    only_varlen = VARLEN_MODEL_TYPES - FLATTENED_MODEL_TYPES
-    if not no_flash and importlib.util.find_spec("flash_attn") and family not in WITHOUT_FLASH_ATTENTION | only_varlen:
+    flash = "flash_attention_2" in shape.attention and family not in VARLEN_MODEL_TYPES - FLATTENED_MODEL_TYPES
+    if flash and not no_flash and importlib.util.find_spec("flash_attn"):
         reasons["attention"] = "attention flash_attention_2: it is installed"
         return "flash_attention_2"
     why = (not by_rows and no_flash) or _without_varlen(config, shape, by_rows)
@@ -164,7 +161,7 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
         own = "row by row" if by_rows else "torch's own flash attention takes rows of any length in one line"
         reasons["attention"] = f"attention varlen: {own}, without a mask"
         return VARLEN
-    if family in WITHOUT_SDPA:
+    if "sdpa" not in shape.attention:
         reasons["attention"] = f"attention eager: transformers has no sdpa kernel for `{family}`"
         return "eager"
     if kind == "cuda":

@@ -342,7 +342,7 @@ def _settle(
     except DoesNotFitError as error:
         raise _refusal(request, error, shards, fitting) from None
     network.check_gathering(request, setup)
-    if setup.strategy in network.GATHERING and slow:
+    if setup.gathers and slow:
         who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
         smaller = "TUNING_MODE=qlora, " if network.may_quantise(config) else ""
         reasons["slow"] = (
@@ -459,7 +459,7 @@ def _refusal(
     if whole and request.launch.num_nodes == 1 and hardware.kind == "cuda" and not hardware.described:
         notes.append(f"{visible_variable(hardware, whole)}: {len(whole)} of {setup.world_size} GPUs hold it")
     slow = network.slow_network(request)
-    if slow and setup.strategy not in network.GATHERING:
+    if slow and not setup.gathers:
         unasked = (
             "`auto` does not shard weights"
             if is_automatic(request.config, request.launch)

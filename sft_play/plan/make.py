@@ -148,7 +148,7 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
         command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
         add(keys, command, halved.with_offloading())
-    alone = setup.strategy == "ddp" and setup.copies == setup.sequence_parallel == 1 and strategy in ("auto", "ddp")
+    alone = setup.strategy == "ddp" and setup.group_size == 1 and strategy in ("auto", "ddp")
     if alone and setup.world_size > 1:
         size = setup.world_size // launch.num_nodes
         ways: list[dict[str, Any]] = [

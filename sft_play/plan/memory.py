@@ -295,7 +295,7 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
         optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
         gradients /= shards
-    if setup.strategy in ("zero3", "fsdp2"):
+    if setup.gathers:
         weights /= shards
         # FSDP2 shards neither the integers of a base that was quantised beforehand nor quantisation states, which are
         # not parameters.

@@ -52,10 +52,6 @@ NVLINK_BYTES_PER_SECOND = 150e9
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 1.5e9
 """Speed between processes of one CPU over gloo (1.2 to 1.5 GB/s on a server)."""
-GATHERING = ("zero3", "fsdp2")
-"""Strategies that send weights in every micro-step."""
-REDUCING = ("zero2", *GATHERING)
-"""Strategies that reduce gradients in every micro-step, since no rank keeps all of them."""
 KEY = "launch.sequence_parallel"
 TENSOR_KEY = "launch.tensor_parallel"
 
@@ -107,8 +103,8 @@ def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: fl
     the update.
     """
     config, shape, ranks = request.config, request.shape, setup.world_size // setup.copies
-    gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / max(1, len(setup.stages))
-    if setup.strategy not in REDUCING:
+    gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / setup.stage_count
+    if setup.strategy != "zero2" and not setup.gathers:
         seconds = communication_seconds(gradients, ranks, link)
     else:
         seconds = accumulation * gather_seconds(gradients, ranks, link)
@@ -119,7 +115,7 @@ def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: fl
 
 def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: int, link: float) -> float:
     """Return the time to gather a micro-step's weights under ZeRO-3 and FSDP2; 0 for other strategies."""
-    if setup.strategy not in GATHERING:
+    if not setup.gathers:
         return 0.0
     return gather_seconds(setup.passes * sent_weights(config, shape, setup), ranks, link)
 
@@ -234,7 +230,7 @@ def check_gathering(request: Request, setup: Setup) -> None:
     """
     config, speed = request.config, request.hardware.network_bytes_per_second
     slow = speed is not None and slow_network(request)  # computation hides the traffic of a fast network
-    if setup.strategy not in GATHERING or not speed or not slow or config.launch.slow_network == "allow":
+    if not setup.gathers or not speed or not slow or config.launch.slow_network == "allow":
         return
     if gathering_seconds(config, request.shape, setup, setup.world_size, speed) <= MOST_WAITING:
         return

@@ -108,9 +108,14 @@ class Setup:
     """Index of the stage that this setup describes; `None` for the one that needs most memory."""
 
     @property
+    def stage_count(self) -> int:
+        """Ranks per pipeline; 1 without one."""
+        return max(1, len(self.stages))
+
+    @property
     def copies(self) -> int:
         """Ranks that compute all tokens of the same rows, each with different weights."""
-        return self.tensor_parallel * max(1, len(self.stages))
+        return self.tensor_parallel * self.stage_count
 
     @property
     def group_size(self) -> int:
@@ -142,6 +147,11 @@ class Setup:
     def sharded(self) -> bool:
         """Whether ranks divide states, by an engine under which all make the same micro-steps (ZeRO, FSDP2)."""
         return self.strategy in SHARDED
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are sharded, and sent in every micro-step."""
+        return self.strategy in ("zero3", "fsdp2")
 
     @property
     def passes(self) -> int:

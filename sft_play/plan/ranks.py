@@ -102,17 +102,20 @@ def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
 
 
 def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
-    full = next(((index, device) for index, device in enumerate(devices) if device.full), None)
-    if full is not None:
-        index, device = full
-        free = f"{device.free_bytes / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB free"
-        raise HardwareError(
-            f"GPU {index} of node {node} ({device.name}) is full: {free}",
-            hint=(
-                "`make memory-check` there lists the programs that use it; exclude it with NUM_GPUS or"
-                " CUDA_VISIBLE_DEVICES on that node"
-            ),
-        )
+    for index, device in enumerate(devices):
+        if device.full:
+            hint = "`make memory-check` there lists the programs that use it; exclude it with NUM_GPUS or"
+            raise _full(f"GPU {index} of node {node}", device, f"{hint} CUDA_VISIBLE_DEVICES on that node")
+
+
+def _full(which: str, device: Device, hint: str) -> HardwareError:
+    """Return the error for a GPU that other programs fill."""
+    free, size = device.free_bytes / GIB, max(1, device.memory_bytes) / GIB
+    return HardwareError(
+        f"{which} ({device.name}) is full: {free:.1f} of {size:.1f} GiB free = {free / size:.1%}, less than the"
+        f" {FULL:.0%} that CUDA and the first layers take",
+        hint=hint,
+    )
 
 
 MOST_CPU_PROCESSES = 64
@@ -157,11 +160,9 @@ def devices_for(
 
 def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
     """Raise `HardwareError` for a GPU that other programs fill, with the way to skip it."""
-    full = [index for index, device in enumerate(chosen) if device.full]
+    full = [device for device in chosen if device.full]
     if not full:
         return
-    first = chosen[full[0]]
-    share = first.free_bytes / max(1, first.memory_bytes)
     usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
     if not usable:
         hint = "`make memory-check` lists the programs that use them; wait, or end those programs"
@@ -171,12 +172,7 @@ def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
         hint += (
             f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` lists the programs that use the rest"
         )
-    raise HardwareError(
-        f"GPU {hardware.devices.index(first)} ({first.name}) is full: {first.free_bytes / GIB:.1f} of"
-        f" {first.memory_bytes / GIB:.1f} GiB free = {share:.1%}, less than the {FULL:.0%} that CUDA and the first"
-        " layers take",
-        hint=hint,
-    )
+    raise _full(f"GPU {hardware.devices.index(full[0])}", full[0], hint)
 
 
 def visible_variable(hardware: Hardware, indices: list[int]) -> str:

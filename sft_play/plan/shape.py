@@ -87,6 +87,9 @@ class Counted:
     matrices: tuple[Matrices, ...]
 
 
+DEFAULT_ATTENTION = ("sdpa", "flash_attention_2")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a decoder-only transformer."""
@@ -121,17 +124,19 @@ class ModelShape:
     """Whether rotary angles depend on the longest position of a sequence (dynamic NTK, LongRoPE)."""
     router_loss: bool = False
     """Whether `config.json` enables the router's balancing loss."""
+    attention: tuple[str, ...] = DEFAULT_ATTENTION
+    """Attention that transformers computes it with, apart from `eager`."""
     counted: Counted | None = None
     """Sizes counted on the model itself, for families that the formulas do not know."""
 
     @staticmethod
     def read(row: Mapping[str, Any]) -> ModelShape:
         """Return the shape that a JSON object describes."""
-        counted = row.get("counted")
-        if not counted:
-            return ModelShape(**row)
-        matrices = tuple(Matrices(**matrix) for matrix in counted["matrices"])
-        return ModelShape(**{**row, "counted": Counted(**{**counted, "matrices": matrices})})
+        fields, counted = {**row, "attention": tuple(row.get("attention", DEFAULT_ATTENTION))}, row.get("counted")
+        if counted:
+            matrices = tuple(Matrices(**matrix) for matrix in counted["matrices"])
+            fields["counted"] = Counted(**{**counted, "matrices": matrices})
+        return ModelShape(**fields)
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:
@@ -440,27 +445,6 @@ FLATTENED_TOKENS = 4096
 """Tokens of the longest flattened micro-batch of several rows on a GPU where attention needs a block mask, whose size
 is quadratic in them.
 """
-
-WITHOUT_SDPA = frozenset({
-    "big_bird", "bigbird_pegasus", "blip", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba", "flint",
-    "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa",
-    "hy_v4", "inkling2", "inkling2_text", "mamba", "mamba2", "megatron-bert", "mimo_v2_flash", "mpt", "mvp",
-    "openai-gpt", "pp_chart2table", "prophetnet", "reformer", "rembert", "roformer", "rwkv", "trocr", "vaultgemma",
-    "xglm", "xlm", "xlnet", "xlstm",
-})  # fmt: skip
-"""Families that refuse `attn_implementation="sdpa"`: soft-capped or sink logits, or no attention at all."""
-
-WITHOUT_FLASH_ATTENTION = frozenset({
-    "axk2", "big_bird", "bigbird_pegasus", "blip", "blip-2", "bloom", "blt", "codegen", "cpmant", "deepseek_ocr2",
-    "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "dots3_note_text", "evolla", "falcon_mamba", "flint", "git",
-    "glm5_next", "glm_moe_dsa", "got_ocr2", "gpt_neox_japanese", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4",
-    "idefics", "inkling2", "inkling2_text", "inkling_mm_model", "inkling_text", "kosmos-2", "llama4", "llama4_text",
-    "mamba", "mamba2", "megatron-bert", "mimo_v2_flash", "minimax_m3_vl", "minimax_m3_vl_text", "mistral_large4",
-    "mllama", "mpt", "mvp", "openai-gpt", "pix2struct", "pp_chart2table", "pp_formulanet", "prophetnet", "qwen4_exp",
-    "qwen4_exp_text", "reformer", "rembert", "roformer", "rwkv", "step3p7", "t5gemma2", "trocr", "udop",
-    "unlimited_ocr", "xglm", "xlm", "xlnet", "xlstm",
-})  # fmt: skip
-"""Families that refuse `attn_implementation="flash_attention_2"`, or would fetch another kernel instead."""
 
 
 def check_targets(config: Config, shape: ModelShape, device: str = "cuda") -> None:

@@ -23,11 +23,11 @@ from sft_play.errors import DataError, Problems, UserError
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.architecture import (
     architecture_of,
+    ask,
     check_names,
     end_tracer,
-    running_tracer,
+    key_of,
     shape_of,
-    versions,
 )
 from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
@@ -45,7 +45,7 @@ Source = Literal["formula", "trace", "probe", "known", "auto"]
 where the formula comes near the limit; both trace a family that the formulas do not know. `probe` is a trace, corrected
 by what `launch.attempt.probe` measured; measurements of earlier probes correct every plan except one by `formula`.
 """
-ROUNDS = 5
+ROUNDS = 10
 UNSETTLED = (
     "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a"
     " new one"
@@ -124,7 +124,7 @@ def _unknown(shape: ModelShape) -> str:
 def memory_of(config: Config, prepared: Prepared | None) -> TracedMemory:
     """Return the memory of a model by its cached traces. Raise `DataError`, `OSError` or `ValueError`."""
     architecture = architecture_of(config.model, prepared)
-    return TracedMemory(config=config, architecture=architecture, cache_folder=cache_folder() / "traces")
+    return TracedMemory(config=config, architecture=architecture)
 
 
 def _is_near(request: Request) -> bool:
@@ -145,52 +145,30 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
             if memory.observe(shape, error.setup, [error.micro_batch]):
                 continue
             raise
-        if not memory.observe(shape, setup_of(plan), [rank.worst_rows for rank in plan.ranks]):
+        if not memory.learn(shape, plan):
             break
-    plan, probed = _by_probe(traced, memory, plan)
     setup = setup_of(plan)
-    if memory.error and not probed:
+    cases = {(setup, rank.worst_rows) for rank in plan.ranks}
+    if cases <= memory.probed:
+        margin = min(1 - rank.peak_bytes / rank.capacity_bytes for rank in plan.ranks)
+        plan = plan.with_reason(
+            "source",
+            f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used stays"
+            " free",
+        )
+        plan = replace(plan, source="probe")
+    elif memory.error:
         return _by_formula(request, f"memory by formula: the trace cannot run this architecture ({memory.error})")
-    seen = [memory.observations.get((setup, rank.worst_rows)) for rank in plan.ranks]
-    worst = max(
-        (observation for observation in seen if observation),
-        key=lambda observation: sum(observation.parts.values()),
-        default=None,
-    )
-    if worst is None or None in seen:
-        plan = with_peak(plan, config, shape)
+    if not cases <= memory.observations.keys():
         if memory.traces and memory.observations:
-            plan = plan.with_reason("source", UNSETTLED.format(rounds=ROUNDS, seen=len(memory.observations)))
-        return plan
+            plan = plan.with_reason("source", UNSETTLED.format(seen=len(memory.observations), rounds=ROUNDS))
+        return with_peak(plan, config, shape)
+    worst = max((memory.observations[case] for case in cases), key=lambda seen: sum(seen.parts.values()))
     plan = with_peak(plan, config, shape, worst.moment, worst.operation)
-    if probed:
+    if plan.source == "probe":
         return plan
     plan = plan.with_reason("family", f"{_unknown(shape)} are traced") if shape.counted else plan
     return replace(plan.with_reason("source", f"memory by trace of {_traced(setup)}"), source="trace")
-
-
-def _by_probe(request: Request, memory: TracedMemory, plan: Plan) -> tuple[Plan, bool]:
-    """Return the plan corrected by probes, and whether the final plan itself was probed."""
-
-    def decided(plan: Plan) -> tuple[Setup, list[int]]:
-        return setup_of(plan), [rank.micro_batch for rank in plan.ranks]
-
-    for _ in range(ROUNDS):
-        measurements = load_probe(memory.probe_path(plan))
-        if not measurements:
-            return plan, False
-        memory.correct(request.shape, plan, measurements)
-        before, plan = plan, make_plan(request)
-        if decided(plan) == decided(before):
-            margin = min(1 - rank.peak_bytes / rank.capacity_bytes for rank in plan.ranks)
-            reason = (
-                f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used"
-                " stays free"
-            )
-            return replace(plan.with_reason("source", reason), source="probe"), True
-        memory.observe(request.shape, setup_of(plan), [rank.worst_rows for rank in plan.ranks])
-        plan = make_plan(request)
-    return plan, False
 
 
 def _traced(setup: Setup) -> str:
@@ -293,10 +271,11 @@ class TracedMemory:
 
     config: Config
     architecture: dict[str, Any]
-    cache_folder: Path
     traces: bool = False
     """Whether to trace cases that are not in the cache."""
     observations: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
+    probed: set[tuple[Setup, int]] = field(default_factory=set)
+    """Observations that a probe corrected."""
     error: str | None = None
     """Why the architecture could not be traced."""
 
@@ -315,20 +294,27 @@ class TracedMemory:
 
     def probe_path(self, plan: Plan) -> Path:
         """Return the file of a probe's measurements, named by what runs, on which devices, under which strategy."""
-        cases = [case_of(self.config, self.architecture, plan, rank.worst_rows).key() for rank in plan.ranks]
+        cases = [key_of(self._question(plan, rank.worst_rows)) for rank in plan.ranks]
         facts = [cases, plan.strategy, plan.world_size, [rank.device_name for rank in plan.ranks]]
-        return self.cache_folder.parent / "probes" / f"{text_sha256(json.dumps(facts))[:32]}.json"
+        return cache_folder() / "probes" / f"{text_sha256(json.dumps(facts))[:32]}.json"
 
-    def correct(self, shape: ModelShape, plan: Plan, probes: Sequence[Probed]) -> None:
-        """Add what a probe of this plan measured to the observations."""
-        setup = setup_of(plan)
-        for rank, probe in zip(plan.ranks, probes, strict=True):
-            key = setup, rank.worst_rows
-            observation = self.observations.get(key)
-            parts = dict(observation.parts) if observation else rank_memory(self.config, shape, setup, rank.worst_rows)
-            moment, operation = (observation.moment, observation.operation) if observation else ("", "")
+    def learn(self, shape: ModelShape, plan: Plan) -> bool:
+        """Observe what this plan decides, by a trace and by what a probe of it measured; return whether any is new."""
+        setup, earlier = setup_of(plan), set(self.probed)
+        new = self.observe(shape, setup, [rank.worst_rows for rank in plan.ranks])
+        for rank, probe in zip(plan.ranks, load_probe(self.probe_path(plan)), strict=False):
+            case = setup, rank.worst_rows
+            if case in earlier:
+                continue
+            seen = self.observations.get(case)
+            parts = seen.parts if seen else rank_memory(self.config, shape, setup, rank.worst_rows)
             fixed = correct_parts(parts, probe, rank.capacity_bytes)
-            self.observations[key] = Observation(parts=fixed, moment=moment, operation=operation)
+            self.observations[case] = Observation(
+                parts=fixed, moment=seen.moment if seen else "", operation=seen.operation if seen else ""
+            )
+            self.probed.add(case)
+            new = True
+        return new
 
     def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
         """Return the observation nearest in tokens whose setup differs only in its rows."""
@@ -348,19 +334,15 @@ class TracedMemory:
         missing = [rows for rows in dict.fromkeys(micro_batches) if (setup, rows) not in self.observations]
         if not missing or self.error:
             return False
-        cases = [case_of(self.config, self.architecture, setup, rows) for rows in missing]
-        paths = [self.cache_folder / f"{case.key()}.json" for case in cases]
-        unknown = [(case, path) for case, path in zip(cases, paths, strict=True) if self.traces and not path.is_file()]
-        answers = running_tracer().ask([asdict(case) for case, _ in unknown]) if unknown else []
-        for (_, path), answer in zip(unknown, answers, strict=True):
-            if "error" in answer:
-                self.error = str(answer["error"])
-                return False
-            write_json(path, answer)
-        cached = [(rows, path) for rows, path in zip(missing, paths, strict=True) if path.is_file()]
-        for rows, path in cached:
-            self.observations[setup, rows] = assemble(self.config, shape, setup, rows, read_json(path))
-        return bool(cached)
+        answers = ask([self._question(setup, rows) for rows in missing], starts=self.traces)
+        self.error = next((str(answer["error"]) for answer in answers if "error" in answer), None)
+        answered = [(rows, answer) for rows, answer in zip(missing, answers, strict=True) if answer and not self.error]
+        for rows, answer in answered:
+            self.observations[setup, rows] = assemble(self.config, shape, setup, rows, answer)
+        return bool(answered)
+
+    def _question(self, setup: Setup, micro_batch: int) -> dict[str, Any]:
+        return asdict(case_of(self.config, self.architecture, setup, micro_batch))
 
 
 def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed: Mapping[str, int]) -> dict[str, int]:
@@ -466,8 +448,6 @@ model of that allocator lost 10 to 86 MiB, with and without recomputation, whate
 """
 TRACED_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "muon"})
 """Optimizers whose step is traced; the states of others are counted by formula."""
-TRACE_VERSION = 10
-"""Increase this when the trace changes, so that cached results of the older one are not used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -513,10 +493,6 @@ class Case:
     """Number of ranks that hold slices of the layers; one of them is traced."""
     loss: str = "nll"
     label_smoothing: float = 0.0
-
-    def key(self) -> str:
-        """Return the name of the case's cached result: a hash of everything that it depends on."""
-        return text_sha256(json.dumps([TRACE_VERSION, versions(), asdict(self)], sort_keys=True))[:32]
 
 
 def case_of(config: Config, architecture: dict[str, Any], setup: Setup, micro_batch: int) -> Case:

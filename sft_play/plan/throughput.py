@@ -142,7 +142,7 @@ def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
     guess += optimizer_seconds(request, setup, devices) + exchange
     if setup.activation_offload and setup.device == "cuda":
         moved = 2 * shape.layers * layer_input_bytes(config, shape, setup, int(step_rows * row.tokens))
-        guess += moved / setup.sequence_parallel / max(1, len(setup.stages)) / PCIE_BYTES_PER_SECOND
+        guess += moved / setup.sequence_parallel / setup.stage_count / PCIE_BYTES_PER_SECOND
     tokens = division.rows * row.tokens
     work = Work(
         devices=tuple(sorted({same_name(device.name) for device in devices})),
@@ -225,7 +225,7 @@ def step_flops(
         recompute=setup.gradient_checkpointing,
     )
     # Each of S stages computes its part; the first micro-step reaches the last stage after the time of S - 1 others.
-    stages = max(1, len(setup.stages))
+    stages = setup.stage_count
     return flops * (accumulation + stages - 1) / stages / setup.sequence_parallel
 
 
@@ -237,7 +237,7 @@ def optimizer_seconds(request: Request, setup: Setup, devices: tuple[Device, ...
     else:
         bandwidth = min((device.bandwidth for device in devices if device.bandwidth), default=TYPICAL_BANDWIDTH)
     trained = trainable_parameters(request.config, request.shape.take_slice(setup.tensor_parallel))
-    seconds = OPTIMIZER_TRAFFIC * trained / shards / max(1, len(setup.stages)) / bandwidth
+    seconds = OPTIMIZER_TRAFFIC * trained / shards / setup.stage_count / bandwidth
     if OPTIMIZERS[setup.optim].matrices:
         seconds += max(_seconds(request, setup, device, muon_flops(request.shape), 0) for device in devices)
     return seconds

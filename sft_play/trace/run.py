@@ -168,6 +168,11 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         return int(max(setting) if isinstance(setting, (list, tuple)) else setting)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
+    flash = getattr(model, "_compatible_flash_implementations", None) or ["flash_attention_2"]
+    kernels = {
+        "sdpa": model._supports_sdpa,
+        "flash_attention_2": model._supports_flash_attn and "flash_attention_2" in flash,
+    }
     shape = ModelShape(
         model_type=str(family),
         hidden_size=hidden,
@@ -188,6 +193,7 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         quantized_bits=quantized_bits(architecture.get("quantization_config")),
         attention_dropout=float(getattr(text, "attention_dropout", None) or getattr(text, "attn_pdrop", None) or 0.0),
         sliding_window=number("sliding_window") if getattr(text, "use_sliding_window", True) else 0,
+        attention=tuple(name for name, computes in kernels.items() if computes),
         counted=Counted(
             parameters=sum(p.numel() for p in model.parameters()),
             largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),

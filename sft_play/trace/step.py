@@ -18,44 +18,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.integrations import moe
 
 from sft_play.config.optimizers import OPTIMIZERS
-from sft_play.data.batches import Batch, lengths_of
+from sft_play.data import IGNORED
+from sft_play.data.batches import Batch, Collator
 from sft_play.model.objective import FACTORS, Objective
-from sft_play.plan.shape import BY_LENGTHS
 from sft_play.plan.sources import Case
 from sft_play.training.loss import token_loss_sum
 from sft_play.training.muon import MuonWithAdamW
 
 
 def batch_of(case: Case, device: str) -> Batch:
-    """Return the worst micro-batch: `rows` rows of `row_tokens` tokens, `labels` positions with a target."""
-    if case.layout == "flattened":
-        length = case.rows * case.row_tokens
-        row = case.row_tokens // 2 if case.packed else case.row_tokens  # of a pack's two rows
-        positions = (torch.arange(length, device=device) % max(1, row))[None]
-        ids = torch.zeros((1, length), dtype=torch.long, device=device)
-        keep, targets = _kept(min(case.labels, length), length, 1, device)
-        batch = {"input_ids": ids, "position_ids": positions, "logits_to_keep": keep, "targets": targets[0]}
-        if case.attention in BY_LENGTHS:
-            lengths = lengths_of([*range(0, length, max(1, row)), length], max(1, row), case.device)
-            batch |= {name: value.to(device) if isinstance(value, Tensor) else value for name, value in lengths.items()}
-        return batch
-    ids = torch.zeros((case.rows, case.row_tokens), dtype=torch.long, device=device)
-    keep, targets = _kept(min(-(-case.labels // case.rows), case.row_tokens), case.row_tokens, case.rows, device)
-    batch = {"input_ids": ids, "logits_to_keep": keep, "targets": targets}
-    if case.layout == "unmasked":
-        return batch
-    mask = torch.ones_like(ids)
-    if case.rows > 1:
-        mask[-1, -1] = 0  # rows of unequal length: attention needs a mask
-    return batch | {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-
-
-def _kept(count: int, length: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return label positions [K] and targets [rows, K]."""
-    count = max(1, count)
-    return torch.arange(length - count, length, device=device), torch.zeros(
-        (rows, count), dtype=torch.long, device=device
-    )
+    """Return the worst micro-batch as training makes it: `labels` tokens at the ends of rows are trained; a pack has
+    two rows.
+    """
+    count, length = (2 * case.rows, case.row_tokens // 2) if case.packed else (case.rows, case.row_tokens)
+    trained = [min(length - 1, (case.labels + place) // count) for place in range(count)]
+    rows = [{"input_ids": [0] * length, "labels": [IGNORED] * (length - many) + [0] * many} for many in trained]
+    if case.layout == "padded" and count > 1:  # rows of unequal length: attention needs a mask
+        rows[0] = {name: values[1:] for name, values in rows[0].items()}
+    batch = Collator(case.layout, 0, case.attention, case.device)(rows)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sft_play.config.optimizers import OPTIMIZERS
-from sft_play.plan.shape import FLATTENED_MODEL_TYPES, WITHOUT_SDPA
+from sft_play.plan.shape import FLATTENED_MODEL_TYPES
 from sft_play.runs.folder import RunFolder
 from tests.conftest import environment
-from tests.families import build_family, long_rope
+from tests.families import build_family, long_rope, plain_attention
 from tests.family_runs import in_child, preload, worker
 from tests.training_runs import Trial, column, make_run, must_train, resume_from, same_curves, same_to_the_bit
 
@@ -119,7 +119,7 @@ def test_every_split_gives_the_same_losses(name: str, cache: Path, tmp_path: Pat
     preload()
     case = CASES[name]
     base = build_family(tmp_path / "base", case.family, **case.own)
-    fields = {"attn_implementation": "eager" if case.family in WITHOUT_SDPA else "sdpa", **case.plan}
+    fields = {"attn_implementation": plain_attention(case.family), **case.plan}
     in_lines, rate = case.family in FLATTENED_MODEL_TYPES, 2e-3
 
     def trial(split: str) -> Trial:

@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from sft_play.config.schema import LoraSettings
+from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.errors import UserError
 from sft_play.model.lora import add_adapters, publish_on_base, read_adapter
-from sft_play.plan.architecture import shape_from_file
+from sft_play.plan.architecture import shape_of
 from sft_play.runs.adapters import peft_settings
 from sft_play.trace.build import BASE
 from tests.tiny_models import build_tiny_llama
@@ -122,7 +122,7 @@ def test_the_plan_counts_a_module_that_is_named_twice_once(folder: Path) -> None
     settings = LoraSettings(r=4, embeddings="all", modules_to_save=["embed_tokens"])
     model, _ = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
     trained = {id(part): part.numel() for part in model.parameters() if part.requires_grad}
-    shape = shape_from_file(folder / "config.json")
+    shape = shape_of(ModelConfig(name=str(folder)))
     assert shape.adapter_parameters(settings) == sum(trained.values())
 
 

@@ -16,12 +16,10 @@ from sft_play.plan.shape import (
     SINK_MODEL_TYPES,
     UNMASKED_MODEL_TYPES,
     VARLEN_MODEL_TYPES,
-    WITHOUT_FLASH_ATTENTION,
-    WITHOUT_SDPA,
 )
 from sft_play.training.loss import NOT_FOR_THE_MODEL
 from tests import varlen_on_cpu
-from tests.families import FAMILIES, tiny_model
+from tests.families import FAMILIES, plain_attention, tiny_model
 from tests.numerics.slice_ranks import ROWS
 
 SPARSE = {"index_topk": 8, "index_n_heads": 64}
@@ -90,7 +88,7 @@ def test_the_lists_are_what_every_family_computes(kind: str) -> None:
 
     `varlen` runs as on CPUs, and as on GPUs with the kernels of `tests.varlen_on_cpu`. Flattened rows are recomputed.
     """
-    kernels = ["eager"] if kind in WITHOUT_SDPA else ["sdpa", "eager"]
+    kernels = list(dict.fromkeys((plain_attention(kind), "eager")))
     models = {kernel: random_model(kind, kernel) for kernel in kernels}
     alone = computed(models[kernels[0]], [[row] for row in ROWS if len(row) > 1], "unmasked")
     for layout in ("unmasked", "padded"):
@@ -124,23 +122,3 @@ def test_norms_in_fp32_are_cast_for_the_kernel_as_autocast_casts_for_sdpa(device
         with torch.autocast("cpu", torch.bfloat16):
             dtypes.append(computed(random_model("qwen3", attention), [ROWS], "flattened", device)[1])
     assert (dtypes[0] - dtypes[1]).norm() / dtypes[1].norm() < 0.02
-
-
-@pytest.mark.pinned
-def test_lists_of_missing_kernels_match_transformers() -> None:
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    names = {
-        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }
-    classes = {kind: getattr(transformers, name if isinstance(name, str) else name[0]) for kind, name in names.items()}
-    assert {kind for kind, model_class in classes.items() if not model_class._supports_sdpa} == WITHOUT_SDPA
-    flash = {kind for kind, model_class in classes.items() if model_class._supports_flash_attn}
-    others = {
-        kind
-        for kind in flash
-        if "flash_attention_2" not in (classes[kind]._compatible_flash_implementations or ["flash_attention_2"])
-    }
-    assert set(classes) - flash | others == WITHOUT_FLASH_ATTENTION

@@ -20,11 +20,11 @@ from sft_play.evaluation.generation import AnswerSettings, answer_all
 from sft_play.evaluation.held_out import loss_and_tokens
 from sft_play.model import kernels
 from sft_play.model.rope import choose_factors_by_row, switch_length
-from sft_play.plan.shape import FLATTENED_MODEL_TYPES, UNMASKED_MODEL_TYPES, WITHOUT_SDPA
+from sft_play.plan.shape import FLATTENED_MODEL_TYPES, UNMASKED_MODEL_TYPES
 from sft_play.training.loss import token_loss_sum
 from sft_play.training.noise import RowNoise
 from tests.distributed.test_update_alone import CASES as RUNS
-from tests.families import FAMILIES, LONG_ROPE_SWITCH, VOCAB, long_rope, tiny_model
+from tests.families import FAMILIES, LONG_ROPE_SWITCH, VOCAB, long_rope, plain_attention, tiny_model
 
 COMPANIES: dict[str, list[list[int]]] = {
     "alone": [[0], [1], [2], [3], [4], [5], [6], [7]],
@@ -61,7 +61,7 @@ QUICK = (
 def large(name: str) -> Any:
     """Return a random model with weights large enough to show a token's position."""
     family, own = CASES[name]
-    model = tiny_model(family, attention="eager" if family in WITHOUT_SDPA else "sdpa", **own).eval()
+    model = tiny_model(family, attention=plain_attention(family), **own).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:

@@ -102,6 +102,7 @@ def test_the_formulas_say_what_is_counted(kind: str) -> None:
         "active_parameters",
         "largest_layer_parameters",
         "tied",
+        "attention",
     ):
         assert getattr(formula, name) == getattr(counted, name), name
     for settings in (

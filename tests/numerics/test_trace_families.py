@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sft_play.plan.shape import VARLEN_MODEL_TYPES, WITHOUT_SDPA
+from sft_play.plan.shape import VARLEN_MODEL_TYPES
 from sft_play.plan.sources import Case
 from sft_play.trace.build import model_of
 from sft_play.trace.run import observe, trace
-from tests.families import COMPOSITE, FAMILIES, OWN, tiny_config
+from tests.families import COMPOSITE, FAMILIES, OWN, plain_attention, tiny_config
 from tests.numerics.test_trace import MODES, PLAIN, peaks_of
 
 QUICK = {"deepseek_v3", "nemotron_h", "qwen3_next"}
@@ -49,7 +49,7 @@ def test_few_traced_layers_of_a_family_represent_all(name: str) -> None:
         architecture=json.loads(deeper(name).to_json_string()),
         layout="flattened" if by_lengths else "unmasked",
         rows=2,
-        attention="varlen" if by_lengths else "eager" if name in WITHOUT_SDPA else "sdpa",
+        attention="varlen" if by_lengths else plain_attention(name),
         **MODES["lora fp32"],
     )
     stands_for_all(case)
@@ -68,7 +68,7 @@ def test_short_rows_represent_long_ones_if_a_state_is_computed_in_sequence(name:
         row_tokens=tokens,
         labels=tokens,
         loss_chunk=32,
-        attention="eager" if name in WITHOUT_SDPA else "sdpa",
+        attention=plain_attention(name),
         accumulates=False,
         **MODES["lora fp32"],
     )

@@ -68,16 +68,15 @@ def allocated(parts: dict[str, int]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "where", "words"), CASES)
 def test_the_formula_is_within_5_percent_of_the_trace_on_every_preset(
-    name: str, where: str, words: list[str], tmp_path: Path
+    name: str, where: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     call = parse_call(["plan", f"CONFIG=configs/{name}.yaml", *words], COMMANDS)
     loaded, hardware = load_config(ROOT / "configs" / f"{name}.yaml", call.overrides, {}), parse_hardware(where)
     shape = shape_of(loaded.config.model)
     request = LaunchRequest(command_strategy="auto" if len(hardware.devices) > 1 else "single")
     plan = planned(loaded, hardware, request)
-    memory = TracedMemory(
-        config=loaded.config, architecture=architecture_of(loaded.config.model), cache_folder=tmp_path, traces=True
-    )
+    memory = TracedMemory(config=loaded.config, architecture=architecture_of(loaded.config.model), traces=True)
     setup, micros = setup_of(plan), {rank.micro_batch for rank in plan.ranks}
     assert memory.observe(shape, setup, sorted(micros)), memory.error
     for rows in micros:
@@ -128,14 +127,20 @@ SHAPES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text"])
-def test_parts_by_formula_are_within_1_percent_of_the_trace(kind: str, words: list[str], tmp_path: Path) -> None:
+def test_parts_by_formula_are_within_1_percent_of_the_trace(
+    kind: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     _compare_parts(kind, words, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoRA", "new rows", "DoRA, recomputed", "full", "full, recomputed"])
 @pytest.mark.parametrize("kind", ["granite", "qwen3"])
-def test_parts_with_ligers_kernels_are_within_1_percent_too(kind: str, name: str, tmp_path: Path) -> None:
+def test_parts_with_ligers_kernels_are_within_1_percent_too(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     _compare_parts(kind, SHAPES[name], tmp_path, kernels="liger")
 
 
@@ -151,7 +156,7 @@ def _compare_parts(kind: str, words: list[str], tmp_path: Path, kernels: Literal
     call = parse_call(["plan", "CONFIG=configs/run_bnb.yaml", *defaults, *words], COMMANDS)
     loaded = load_config(ROOT / "configs" / "run_bnb.yaml", call.overrides, {})
     shape, setup = shape_of(loaded.config.model), replace(setup_of(planned(loaded, "H200")), kernels=kernels)
-    memory = TracedMemory(config=loaded.config, architecture=architecture, cache_folder=tmp_path, traces=True)
+    memory = TracedMemory(config=loaded.config, architecture=architecture, traces=True)
     assert memory.observe(shape, setup, [2]), memory.error
     exact, formula = memory(loaded.config, shape, setup, 2), rank_memory(loaded.config, shape, setup, 2)
     for part in (exact.keys() | formula.keys()) - set(NOT_ALLOCATED):
