@@ -114,20 +114,20 @@ RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. --
 INTRODUCTION = """# Configuration
 
 One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Mistakes are reported
-together, then those between keys, with their place. The default is **bold**, else null; where it is `auto`, the plan
-decides and gives the reason. An integer is at least 1 unless its row differs.
+together, each with its place. Defaults are **bold**; a key without a default is null. For `auto` the plan decides and
+gives the reason. An integer is at least 1 unless its row says otherwise.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
 ```
 
-prints every key with the origin of its value.
+This prints every key with the origin of its value.
 
 - **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`,
-  `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Nothing after `=` is null where a key takes it.
+  `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Nothing after `=` means null, if the key takes null.
 - **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
-- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml` or of a file next to yours. Your training
-  data also replace its validation data.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml`, or of a file next to yours. If you set
+  training data, the preset's validation data are dropped too.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
 """
@@ -168,10 +168,10 @@ def _extras() -> list[str]:
     names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in extra_keys().values())
     about = (
         (
-            "Fields of `transformers.TrainingArguments`, with their defaults (but [`report_to`](watching.md#trackers):"
+            "Fields of `transformers.TrainingArguments`, with their defaults (except [`report_to`](watching.md#trackers):"
             " `tensorboard`)."
         ),
-        "Others are refused with what to use instead.",
+        "Other fields are refused, with what to use instead.",
     )
     return ["## Further keys of `train`", "", *about, "", f"{names}."]
 
