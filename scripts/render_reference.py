@@ -168,8 +168,8 @@ def _extras() -> list[str]:
     names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in extra_keys().values())
     about = (
         (
-            "Fields of `transformers.TrainingArguments`, with their defaults (except [`report_to`](watching.md#trackers):"
-            " `tensorboard`)."
+            "Fields of `transformers.TrainingArguments`, with their defaults"
+            " (except [`report_to`](watching.md#trackers): `tensorboard`)."
         ),
         "Other fields are refused, with what to use instead.",
     )
