@@ -29,7 +29,7 @@ class ModelConfig:
     model.
     """
     adapter: str | None = None
-    """A LoRA adapter to [train on](training.md#training-on): a run, a folder that PEFT wrote, or a hub id."""
+    """A LoRA adapter to [continue from](training.md#continue-from-an-adapter): a run, a PEFT folder, or a hub id."""
     revision: str | None = None
     """Hub branch, tag or commit."""
     max_seq_len: Annotated[int, Range(minimum=8)] = 2048

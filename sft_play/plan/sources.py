@@ -138,11 +138,11 @@ def _is_near(request: Request) -> bool:
 
 def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     config, shape, traced = request.config, request.shape, replace(request, memory=memory)
-    for left in reversed(range(ROUNDS)):
+    for rounds_left in reversed(range(ROUNDS)):
         try:
             plan = make_plan(traced)
         except DoesNotFitError as error:
-            if left and memory.observe(shape, error.setup, [error.micro_batch]):
+            if rounds_left and memory.observe(shape, error.setup, [error.micro_batch]):
                 continue
             raise
         if not memory.learn(shape, plan):
