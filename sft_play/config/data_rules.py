@@ -346,7 +346,7 @@ class Condition:
                     f"the columns are {names_of(row)}",
                     hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
                 )
-            return cell
+            return _Cell(cell) if isinstance(cell, str) and NUMBER.fullmatch(cell) else cell
 
         names = {
             "__builtins__": {},
@@ -366,6 +366,25 @@ class Condition:
 
     def _error(self, problem: str) -> DataError:
         return DataError(f"`{self.name}` cannot be used: {problem}: `{self.expression[:200]}`", hint=self.syntax)
+
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?|true|false", re.IGNORECASE)
+
+
+class _Cell(str):
+    """A number, or true or false, as text: it is unequal to any number, so comparing them would keep wrong rows."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (bool, int, float)):
+            raise TypeError(f'the column contains text: write `"{self}"` in quotes, or `number(...)`')
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 class _Columns(ast.NodeTransformer):
@@ -392,6 +411,13 @@ class _Columns(ast.NodeTransformer):
             return ast.Eq() if isinstance(node, ast.Is) else ast.NotEq()
         if not isinstance(node, PARTS):
             raise ValueError(f"{shown} is not part of the language")
+        if (
+            isinstance(node, ast.Compare)
+            and isinstance(node.ops[-1], (ast.In, ast.NotIn))
+            and _quoted(node.comparators[-1])
+            and _dotted(node.left)
+        ):
+            raise ValueError(f"{shown} looks for a piece of a text; a list is written `[...]`")
         return self.generic_visit(node)
 
 

@@ -75,6 +75,13 @@ class RowText:
     weighted: tuple[Span, ...] = ()
 
 
+STOPS = re.compile(
+    r"(</s>|<\|(?:endoftext|im_end|eot_id|end|end_of_text)\|>|<end_of_turn>"
+    r"|<\uff5cend\u2581of\u2581sentence\uff5c>)\s*\Z"
+)
+"""Marks with which the templates of model families end turns, at the end of an answer."""
+
+
 class Renderer:
     """Renders conversations with one tokenizer's template."""
 
@@ -131,6 +138,13 @@ class Renderer:
         `DataError`.
         """
         prompt, answer = self._answer(messages, index, tools)
+        words = messages[index]["content"]
+        other = STOPS.search(words)
+        if other and other[1] not in self.stops and not (other[1] == "</s>" and "<s>" in words):  # but for HTML's
+            raise DataError(
+                f"the answer of turn {index + 1} ends with `{other[1]}`, which another template ends turns with",
+                hint="remove it from the text: this template writes its own, and the mark would be learnt as words",
+            )
         for stop in self.stops:
             if 0 <= answer.find(stop) < len(answer) - len(stop):
                 raise DataError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft_play.data.streams import refuse_wide, utf8
+from sft_play.data.streams import refuse_other_text, refuse_wide, utf8
 from sft_play.errors import DataError, first_line
 from sft_play.model.tokenizer import in_time
 
@@ -71,6 +71,7 @@ def clean(text: str) -> str:
 
 def _plain(data: bytes, place: str) -> Document:
     refuse_wide(data[:4], place)
+    refuse_other_text(data, place)
     try:
         return Document(text=data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -88,7 +89,8 @@ def _html(data: bytes, place: str) -> Document:
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it logs every page in which it finds nothing
     try:
-        tree = html.document_fromstring(data)
+        tree = trafilatura.load_html(data)  # which knows the encoding better than lxml
+        tree = html.document_fromstring(data) if tree is None else tree
     except (LxmlError, ValueError) as error:
         raise DataError(f"is not HTML: {first_line(error)}", place=place) from None
     title_element, pictures = tree.find(".//title"), tree.find(".//img") is not None
@@ -132,13 +134,25 @@ def _docx(data: bytes, place: str) -> Document:
 
 WRAPPERS = ("w:sdt", "w:ins", "w:moveTo", "w:smartTag", "w:fldSimple", "w:customXml")
 """What python-docx does not look into: form fields, inserted text, marked words."""
-LEFT_OUT = {"notes": ("w:footnoteReference", "w:endnoteReference"), "text boxes": ("w:txbxContent",)}
+LEFT_OUT = {
+    "notes": ("w:footnoteReference", "w:endnoteReference"),
+    "text boxes": ("w:txbxContent",),
+    "formulas": ("m:oMath",),
+}
 
 
 def _unwrap(body: Any) -> None:
-    """Put the content of each of `WRAPPERS` in its place, but no table of contents."""
+    """Put the content of each of `WRAPPERS` in its place, but no table of contents, and remove hidden text."""
     from docx.oxml.ns import qn
 
+    for mark in list(body.iter(qn("w:vanish"))):
+        run = mark.getparent().getparent()
+        if run.tag == qn("w:r") and mark.get(qn("w:val")) not in ("0", "false") and run.getparent() is not None:
+            run.getparent().remove(run)
+    for ruby in list(body.iter(qn("w:ruby"))):  # of words and how they are spoken, the words
+        parent = ruby.getparent()
+        at = parent.index(ruby)
+        parent[at : at + 1] = [text for base in ruby.iter(qn("w:rubyBase")) for text in base.iter(qn("w:t"))]
     for wrapper in list(body.iter(*map(qn, WRAPPERS))):
         parent, content = wrapper.getparent(), wrapper
         if wrapper.tag == qn("w:sdt"):

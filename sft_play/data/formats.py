@@ -10,9 +10,11 @@ from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
-from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
+from sft_play.data.token_rows import OF_TOKENS, tokens_of
+from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.turns import (
+    READ,
     REASONING,
     ROLE_NAMES,
     TOOL_NAMES,
@@ -24,14 +26,13 @@ from sft_play.data.turns import (
     end_at_answer,
     is_filled,
     looks_like_a_mask,
-    marks_what_is_not_learnt,
     other_names,
     refuse_media,
     refuse_unwritten,
     tools_of,
     weight_of,
 )
-from sft_play.data.values import is_blank, is_list, list_of, text_of
+from sft_play.data.values import SPEAKERS, is_blank, is_list, list_of, parse_json, text_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 
@@ -68,6 +69,10 @@ class Example:
     """With `input_ids`: how much each token counts."""
     weight: float = 1.0
     """How much each learnt token of the row counts, times its own weight."""
+    trailing: int = 0
+    """Turns after the last answer, which are left out."""
+    unread: tuple[str, ...] = ()
+    """Columns, and keys of turns, that contain something and are not read."""
     group: str | None = None
     """The value of `data.group_by`."""
     answer_column: str | None = None
@@ -80,11 +85,32 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
+STANDS_FOR_NONE = re.compile(r"nan|<NA>|NaT|\\N|#(?:REF!|N/A|NAME\?|VALUE!|DIV/0!|NULL!|NUM!)")
+"""What pandas, databases and spreadsheets write where there is no value; a person may write other words."""
+NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null", re.IGNORECASE)
+"""The same where a part of the prompt may be missing."""
+
+
 def answer_of(value: Any, name: str) -> str:
     """Return `value`, which must be text and not blank. Raise `DataError`."""
-    text = text_of(value, name)
+    text = _words(value, name)
     if not text or text.isspace():
         raise DataError(f"`{name}` is empty, so there is nothing to learn", hint=LEAVE_OUT)
+    return text
+
+
+def _words(value: Any, name: str, none: re.Pattern[str] = STANDS_FOR_NONE) -> str:
+    """Return `value`, which must be text: no word for a missing value, and no turns as JSON. Raise `DataError`."""
+    text = text_of(value, name)
+    if none.fullmatch(text.strip()):
+        hint = "leave it empty" if none is NO_PART else LEAVE_OUT
+        raise DataError(f"`{name}` is `{text.strip()}`, which stands for none", hint=hint)
+    if _turns_in(text, name) is not None:
+        raise DataError(
+            f"`{name}` contains turns as JSON, which would be learnt as text",
+            hint="`columns: {messages: NAME}` reads a whole conversation, `columns: {prompt: NAME, completion: NAME}`"
+            " one whose answer has its own column",
+        )
     return text
 
 
@@ -98,20 +124,25 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     columns = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
     turns = {name: value for name, value in columns if not (isinstance(value, str) and not value.strip())}
-    texts = {text_of(value, name): name for name, value in turns.items()}
+    texts = {_words(value, name, NO_PART): name for name, value in turns.items()}
     if len(texts) > 1:
         raise DataError(f"the row has system turns that differ: {names_of(turns)}", hint="keep one of them")
     return [{"role": "system", "content": text} for text in texts]
 
 
-LAST_ANSWERS = ("response", "output", "answer", "completion", "target", "reply")
+LAST_ANSWER = re.compile(
+    r"(?:\w+_)?(?:response|output|answer|completion|target|reply|ideal|generation|ground_?truth|reference|assistant)"
+    "|gold|content|message"
+)
+"""Columns that may be the answer to a conversation that waits for it."""
 
 
 def _chat(column: str) -> Callable[[Row], Parts]:
     def parts(row: Row) -> Parts:
         turns = chat_turns(row[column], column)
         waits = turns and turns[-1]["role"] != "assistant"
-        if waits and (after := next((name for name in LAST_ANSWERS if not is_blank(row.get(name))), None)):
+        answers = (name for name, value in row.items() if LAST_ANSWER.fullmatch(name.lower()) and not is_blank(value))
+        if waits and (after := next(answers, None)):
             raise DataError(
                 f"`{after}` seems to be the answer to the last of `{column}`, and is not read",
                 hint=(
@@ -126,30 +157,52 @@ def _chat(column: str) -> Callable[[Row], Parts]:
                     f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read"
                 ),
             )
-        return {"messages": end_at_answer([*system_of(row), *turns])}
+        messages = [*system_of(row), *turns]
+        learnt = end_at_answer(list(messages))
+        return {"messages": learnt, "trailing": len(messages) - len(learnt)}
 
     return parts
 
 
-TURNS = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
-"""How a text begins that is a list of turns."""
+TURNS = re.compile(r"""\s*\[?\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+"""How a text begins that is a turn, or a list of them."""
+PYTHON_TURNS = re.compile(r"\s*\[?\s*\{\s*'(?:role|from)'\s*:\s*'")
+"""The same in Python's own notation, which is not JSON."""
+
+
+def _turns_in(value: Any, name: str) -> Sequence[Any] | None:
+    """Return turns: a list of them, a single one, or either as JSON in a text; `None` for other text. Raise
+    `DataError`.
+    """
+    if isinstance(value, str) and TURNS.match(value):
+        try:
+            value = parse_json(value, name)
+        except DataError:
+            if PYTHON_TURNS.match(value):
+                raise
+            return None
+        turns = value if is_list(value) else [value]
+        return turns if turns and all(map(_is_turn, turns)) else None
+    return [value] if _is_turn(value) else value if is_list(value) else None
+
+
+def _is_turn(value: Any) -> bool:
+    named = isinstance(value, Mapping) and str(value.get("role", value.get("from"))).lower() in ROLE_NAMES
+    return named and ("content" in value or "value" in value)
 
 
 def _prompt(row: Row) -> Parts:
     """Return text, or lists of messages as TRL writes them, whose prompt may contain answers that are not trained."""
-    prompt, completion = row["prompt"], row["completion"]
-    if all(isinstance(value, str) and TURNS.match(value) for value in (prompt, completion)):  # of a CSV file
-        prompt, completion = list_of(prompt, "prompt"), list_of(completion, "completion")
-    if not is_list(prompt) and not is_list(completion):
-        return _turns(row, text_of(prompt, "prompt"), "completion")
-    asked = prompt if is_list(prompt) else [{"role": "user", "content": text_of(prompt, "prompt")}]
+    asked, words = (_turns_in(row[name], name) for name in ("prompt", "completion"))
+    if asked is None and words is None:
+        return _turns(row, _words(row["prompt"], "prompt"), "completion")
+    asked = asked if asked is not None else [{"role": "user", "content": _words(row["prompt"], "prompt")}]
     context = chat_turns(asked, "prompt")
     for turn in context:
         if turn["role"] == "assistant":
             turn.setdefault("train", False)
-    words = (
-        completion if is_list(completion) else [{"role": "assistant", "content": answer_of(completion, "completion")}]
-    )
+    if words is None:
+        words = [{"role": "assistant", "content": answer_of(row["completion"], "completion")}]
     answer = chat_turns(words, "completion")
     if not any(turn["role"] == "assistant" for turn in answer):
         raise DataError("`completion` has no assistant message, so there is nothing to learn")
@@ -158,10 +211,8 @@ def _prompt(row: Row) -> Parts:
 
 def _instruction(row: Row) -> Parts:
     """Return an Alpaca row's turns: the input is added to the instruction and never replaces it."""
-    instruction = text_of(row["instruction"], "instruction")
-    context = "" if row.get("input") is None else text_of(row["input"], "input")
-    if context.strip().lower() in ("<noinput>", "nan"):
-        raise DataError(f"`input` is `{context}`, which stands for none", hint="leave it empty")
+    instruction = _words(row["instruction"], "instruction")
+    context = "" if row.get("input") is None else _words(row["input"], "input", NO_PART)
     parts = [part for part in (instruction, context) if part.strip()]
     return _turns(row, "\n\n".join(parts) if parts else instruction, "output")
 
@@ -185,119 +236,15 @@ def _history(pairs: Any) -> list[Message]:
 
 
 def _text(row: Row) -> Parts:
-    text = text_of(row["text"], "text")
+    text = _words(row["text"], "text")
+    if speaker := next((name for name in SPEAKERS if str(row.get(name)).lower() in ROLE_NAMES), None):
+        raise DataError(
+            f"`{speaker}` is `{row[speaker]}`: the row seems to be a turn of a conversation",
+            hint=f"make one row of each conversation, `messages`; `columns: {{note: {speaker}}}` learns turns alone",
+        )
     if not text or text.isspace():
         raise DataError("`text` is empty", hint="`filter: not blank(text)` skips such rows")
     return {"text": text}
-
-
-MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "loss_mask")
-"""Columns that are 1 where a token is learnt, next to `input_ids`."""
-OF_TOKENS = ("input_ids", "labels", "attention_mask", "special_tokens_mask", "token_type_ids", WEIGHT, *MASKS)
-"""Columns of token rows that are read, and those that a tokenizer adds to every row."""
-LIKE_A_MASK = re.compile("mask|label|target|loss|weight")
-LIKE_A_PART = re.compile(
-    "(?:prompt|source|context|completion|answer|response|target)(?:.*(?:len|start|end|offset|num|tokens|ids))"
-)
-LIKE_PACKED = re.compile("position_ids|seq_?len|segment|document_ids|sequence_ids")
-
-
-def _tokens(row: Row) -> Parts:
-    ids = _integers(row["input_ids"], "input_ids", minimum=0)
-    labels = None if row.get("labels") is None else _integers(row["labels"], "labels", minimum=-100)
-    masks = {name: _flags(row[name], name) for name in ("attention_mask", *MASKS) if row.get(name) is not None}
-    weights: list[float] | None = None
-    if is_list(row.get(WEIGHT)):
-        weights = [weight_of(value, f"{WEIGHT}[{at}]") for at, value in enumerate(row[WEIGHT])]
-    for name, other in (("labels", labels), (WEIGHT, weights), *masks.items()):
-        if other is not None and len(other) != len(ids):
-            raise DataError(f"`{name}` has {len(other)} entries and `input_ids` {len(ids)}")
-    if weights is not None and not any(weights):
-        raise DataError("`weight` is 0 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
-    _refuse_unread(row, ids)
-    flags: list[Sequence[float] | None] = [*(masks.get(name) for name in MASKS), weights]
-    for mask in filter(None, flags):
-        labels = [label if learnt else IGNORED for label, learnt in zip(labels or ids, mask, strict=True)]
-    if 0 in masks.get("attention_mask", ()):
-        start, end = _unpadded(masks["attention_mask"])
-        ids, labels, weights = ids[start:end], labels and labels[start:end], weights and weights[start:end]
-    if not ids:
-        raise DataError("`input_ids` is empty, so there is nothing to learn")
-    if labels is not None:
-        _check_labels(labels, ids)
-    return {"input_ids": ids, "labels": labels, "weights": weights}
-
-
-def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
-    if any(label < 0 and label != IGNORED for label in labels):
-        raise DataError("`labels` contains a negative number other than -100, which excludes a token from training")
-    if all(label == IGNORED for label in labels[1:]):  # the first token follows nothing, so it is never a target
-        raise DataError("`labels` is -100 everywhere, so there is nothing to learn", hint=LEAVE_OUT)
-    other = next((at for at, label in enumerate(labels) if label not in (IGNORED, ids[at])), None)
-    if other is not None:
-        raise DataError(
-            f"`labels[{other}]` is {labels[other]} and `input_ids[{other}]` is {ids[other]}",
-            hint="a label is the token at the same position, or -100; training shifts labels itself",
-        )
-
-
-def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
-    """Raise `DataError` for a column that says which tokens are learnt, or that several rows are packed into one."""
-    for name, value in row.items():
-        if name in OF_TOKENS or is_blank(value) or isinstance(value, (str, Mapping)):
-            continue
-        packed, mask = LIKE_PACKED.search(name.lower()), LIKE_A_MASK.search(name.lower())
-        unread = f"`columns: {{note: {name}}}` gives it a name that is not read"
-        if LIKE_A_PART.search(name.lower()) and not (mask and is_list(value) and len(value) == len(ids)):
-            raise DataError(
-                f"`{name}` seems to mark where the learnt part begins, and is not read",
-                hint=f"write `labels`, -100 for what is not learnt; {unread}",
-            )
-        if not (packed or mask) or not is_list(value):
-            continue
-        if packed and list(value) != list(range(len(ids))) and len(set(map(str, value))) > 1:
-            raise DataError(
-                f"`{name}` marks a row that packs several rows, which is not supported",
-                hint=f"unpack the rows; {unread}",
-            )
-        if mask and len(value) == len(ids):
-            weights = all(isinstance(part, (bool, int, float)) and 0 <= part <= 1 for part in value)
-            other = "loss_mask" if all(part in (0, 1) for part in value) else WEIGHT if weights else "labels"
-            read = f"`columns: {{{other}: {name}}}` if it does"
-            if name not in MASKS and other == "loss_mask" and marks_what_is_not_learnt(name.removesuffix("_mask")):
-                read = "where it is 1 for what is not learnt, write `labels`, -100 there"
-            raise DataError(
-                f"`{name}` seems to mark which tokens are learnt, and is not read", hint=f"{read}; {unread}"
-            )
-
-
-def _flags(column: Any, name: str) -> list[int]:
-    """Return a mask: 0 and 1, or false and true. Raise `DataError`."""
-    flags = list_of(column, name, "0 and 1")
-    others = [flag for flag in flags if type(flag) not in (bool, int) or flag not in (0, 1)]
-    if others:
-        raise DataError(f"`{name}` contains {others[0]}; expected 0 and 1")
-    return list(map(int, flags))
-
-
-def _integers(column: Any, name: str, minimum: int) -> list[int]:
-    values = list(list_of(column, name, "integers"))
-    if set(map(type, values)) - {int}:
-        index = next(i for i, value in enumerate(values) if type(value) is not int)
-        raise DataError(f"`{name}[{index}]` is {kind_of(values[index])}; expected an integer")
-    if (least := min(values, default=minimum)) < minimum:
-        raise DataError(f"`{name}` contains {least}; the least is {minimum}")
-    return values
-
-
-def _unpadded(mask: list[int]) -> tuple[int, int]:
-    """Return where the row begins and ends without its padding: `attention_mask` is 1 in between. Raise `DataError`."""
-    if 1 not in mask:
-        return 0, 0
-    start, end = mask.index(1), len(mask) - mask[::-1].index(1)
-    if 0 in mask[start:end]:
-        raise DataError("`attention_mask` is 0 between tokens; only padding at the ends can be left out")
-    return start, end
 
 
 FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
@@ -306,11 +253,11 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
     "prompt_completion": (("prompt", "completion"), _prompt),
     "question_answer": (
         ("question", "answer"),
-        lambda row: _turns(row, text_of(row["question"], "question"), "answer"),
+        lambda row: _turns(row, _words(row["question"], "question"), "answer"),
     ),
     "instruction": (("instruction", "output"), _instruction),
     "text": (("text",), _text),
-    "tokens": (("input_ids",), _tokens),
+    "tokens": (("input_ids",), tokens_of),
 }
 """Each format: the columns it needs, of a conversation the one that asks first, and the conversion."""
 
@@ -441,13 +388,63 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
             if any(turn.get("reasoning_content") and "</think>" in turn["content"] for turn in parts["messages"]):
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
+            _refuse_fragments(row, form, parts["messages"])
             parts |= _tools(row, parts["messages"])
-        return Example(place=place, form=form, source=source, group=group, **parts)
+        return Example(place=place, form=form, source=source, group=group, unread=_unread(row, form, group_by), **parts)
     except DataError as error:
         error.place = error.place or place
         raise
     except RecursionError:
         raise DataError("the row is nested too deeply", place=place) from None
+
+
+READ_BESIDES = frozenset({*SYSTEM, *REASONING, *TOOL_NAMES, WEIGHT, "history", "note", "path", "title"})
+"""Columns that formats read besides their own, documents' own, and the name for what is not read on purpose."""
+READ_OF_TURNS = frozenset({*READ, *TURN_MASKS, "note"})
+
+
+def _unread(row: Row, form: str, group_by: str | None) -> tuple[str, ...]:
+    """Return the columns that contain something and are not read, and, of turns, such keys: `messages.id`."""
+    read = {*FORMATS[form][0], *READ_BESIDES, *(OF_TOKENS if form == "tokens" else ()), group_by}
+    read |= {"input"} if form == "instruction" else set()
+    columns = [name for name, value in row.items() if name not in read and not is_blank(value)]
+    for column in FORMATS[form][0] if form != "tokens" else ():
+        if is_list(row[column]):
+            turns = [turn for turn in row[column] if isinstance(turn, Mapping)]
+            keys = {key: None for turn in turns for key, value in turn.items() if not is_blank(value)}
+            columns += [f"{column}.{key}" for key in keys if key not in READ_OF_TURNS and key not in TOOL_NAMES]
+    return tuple(columns)
+
+
+RENDERED = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(?:\[INST\].*\[/INST\]|<\|im_start\|>.*<\|im_start\|>assistant"
+    r"|<\|start_header_id\|>.*assistant<\|end_header_id\|>|<start_of_turn>.*<start_of_turn>model"
+    r"|<\|(?:user|system)\|>.*<\|assistant\|>)\s*",
+    re.DOTALL,
+)
+"""A prompt as the templates of model families write it, up to where the answer begins."""
+CONVERSATION_ID = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread)_?id", re.IGNORECASE)
+TURN_NUMBER = re.compile("(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?", re.IGNORECASE)
+
+
+def _refuse_fragments(row: Row, form: str, messages: Sequence[Message]) -> None:
+    """Raise `DataError` for a turn that some template has rendered, and for a row that is a later part of a
+    conversation.
+    """
+    if any(turn["role"] == "user" and RENDERED.fullmatch(turn["content"]) for turn in messages):
+        raise DataError(
+            "a question has the marks of a chat template already, and would get them twice",
+            hint="write the words alone, or the turns separately; the template is applied when the data are prepared",
+        )
+    if form in ("messages", "sharegpt") or not any(map(CONVERSATION_ID.fullmatch, row)):
+        return
+    numbers = {name: str(value) for name, value in row.items() if TURN_NUMBER.fullmatch(name)}
+    if later := next((name for name, text in numbers.items() if text.isdecimal() and int(text) > 1), None):
+        raise DataError(
+            f"`{later}` is {row[later]}: the row seems to continue the conversation of an earlier one, and would be"
+            " learnt without it",
+            hint=f"make one row of each conversation, `messages`; `columns: {{note: {later}}}` learns each row alone",
+        )
 
 
 def _take_thought(row: Row, form: str, messages: list[Message]) -> None:

@@ -98,7 +98,7 @@ def visible_files(folder: Path) -> list[Path]:
     return [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
     ]
 
 

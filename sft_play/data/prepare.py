@@ -243,6 +243,8 @@ class Gatherer:
     def take(self, chunk: Chunk) -> None:
         """Add what belongs to this split."""
         tally = self.tallies[chunk.source]
+        if self.part.name == "train" or not self.part.fraction:
+            tally.add_unread(chunk.ignored)
         for example in chunk.examples:
             if self.part.fraction and example.held_out != (self.part.name == "validation"):
                 continue
@@ -477,6 +479,8 @@ class Chunk(NamedTuple):
     """What is wrong with rows themselves, each with its place."""
     examples: list[Made]
     """What was read."""
+    ignored: Counter[str]
+    """Columns, and keys of turns, that nothing reads, with the number of rows that have them."""
 
 
 def encode_all(
@@ -532,7 +536,8 @@ class _Maker:
                 unread.append(error)
         outcomes = self._encoder.encode(examples)
         encoded = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
-        return Chunk(work.source, examples[0].form if examples else None, unread, encoded)
+        ignored = Counter(name for example in examples for name in example.unread)
+        return Chunk(work.source, examples[0].form if examples else None, unread, encoded, ignored)
 
     def _made(self, example: Example, outcome: EncodedExample) -> Made:
         key = example.key

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,8 +33,13 @@ MARK_BYTES = 32
 HEADER_BYTES = 1 << 16
 BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
+RULES = ({"-"}, {"-", "+"}, {"="})
+"""What database clients draw below a header."""
+BLANK_QUOTE = re.compile(r'[ \t]+"[^"]*"\s*$')
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
+OF_ALL_ROWS = ("system", "system_prompt", "system_message", "tools", "text", "messages", "conversations")
+"""What an export may say once that belongs to all of its rows, or is the text that they are cut from."""
 LEAVE_OUT = "`DATA_BAD_ROWS=drop` skips such rows and counts them"
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx or pdf"
@@ -125,6 +131,12 @@ def _read_json(path: Path) -> Iterator[Placed]:
     if (
         isinstance(rows, dict) and len(lists := _rows_in(rows)) == 1
     ):  # an export: its rows, next to what else is said of them
+        if beside := next((key for key in OF_ALL_ROWS if rows.get(key) and key != lists[0]), None):
+            raise DataError(
+                f"has `{beside}` next to the rows of `{lists[0]}`, and it is not read",
+                place=str(path),
+                hint=f"write it into each row, or keep the rows alone: `jq -c '.{lists[0]}[]' OLD > NEW.jsonl`",
+            )
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
@@ -229,6 +241,14 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                         f" separated by {by}"
                     )
                     yield place, DataError(problem, place=place, hint=QUOTES)
+                    continue
+                if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
+                    problem = f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text"
+                    yield f"{path}:{last}", DataError(problem, place=f"{path}:{last}", hint="remove the blank")
+                    continue
+                if set("".join(row.values())) in RULES:
+                    problem = "the row is a rule below the header, and no values"
+                    yield f"{path}:{last}", DataError(problem, place=f"{path}:{last}", hint=LEAVE_OUT)
                     continue
                 text = "|".join(row.values())  # a quoted value may span lines; the row is looked for where it begins
                 ends = text.count("\r") + text.count("\n") - text.count("\r\n")

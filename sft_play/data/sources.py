@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import json
-import math
 import platform
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from importlib.metadata import version
@@ -25,11 +23,12 @@ from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
-from sft_play.data.layout import NO_SPLIT, WORDS, choose_split, splits_of_folder, splits_of_glob, visible_files
+from sft_play.data.judged import keep_number, keepers
+from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
 from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
 from sft_play.data.values import list_of
 from sft_play.errors import DataError, first_line
-from sft_play.files import text_sha256
+from sft_play.files import read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
@@ -110,7 +109,14 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
         return None
     elif split is not None:
         raise DataError(f"`split: {split}` is given, but the data set in the folder has no splits", place=str(folder))
-    files = [folder / name for name in _strings(folder / "state.json", "_data_files")]
+    state = folder / "state.json"
+    files = [folder / name for name in _strings(state, "_data_files")]
+    if any(read_json(state).get(key) for key in ("_indices_data_files", "_indices_files")):
+        raise DataError(
+            "lists the rows that were chosen, as `datasets` before 2.0 did, and they are not read",
+            place=str(state),
+            hint="`datasets.load_from_disk(OLD).flatten_indices().save_to_disk(NEW)` writes only those",
+        )
     for file in files:
         if not file.is_file():
             raise DataError("the file is missing, though `state.json` names it", place=str(file))
@@ -341,91 +347,6 @@ FILTERED = "not in the filter"
 NOT_CHOSEN = "not chosen by `rows`"
 
 
-TRUTHS = (("true", "false"), ("yes", "no"), ("1", "0"), ("t", "f"), ("y", "n"))
-"""What tables write for true and false."""
-
-
-def _in_words(value: Any, *, true: bool) -> str:
-    """Return what a table that writes `value`, true or false, would write for `true`; nothing for other values."""
-    pair = next((pair for pair in TRUTHS if isinstance(value, str) and value.lower() in pair), None)
-    if pair is None:
-        return ""
-    word = pair[0 if true else 1]
-    return word if value == value.lower() else word.upper() if value == value.upper() else word.capitalize()
-
-
-def _yes_or_no(column: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f'{column} == "{word}"' if (word := _in_words(value, true=True)) else ""
-    return column if isinstance(value, bool) else f"{column} == 1" if value in (0, 1) else ""
-
-
-def _number(column: str, value: Any) -> str:
-    try:
-        finite = value is not None and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        finite = False
-    return (
-        f"number({column}) >= {value}"
-        if finite and isinstance(value, str)
-        else f"{column} >= {value}"
-        if finite
-        else ""
-    )
-
-
-def _held_out(column: str, value: Any) -> str:
-    held_out = isinstance(value, str) and any(WORDS[split].search(value) for split in ("validation", "test"))
-    return f'{column} == "train"' if held_out and not WORDS["train"].search(value) else ""
-
-
-def _opposite(column: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f'{column} == "{word}"' if (word := _in_words(value, true=False)) else ""
-    return f"not {column}" if isinstance(value, bool) else f"{column} == 0" if value in (0, 1) else ""
-
-
-def _verdict(column: str, value: Any) -> str:
-    return f'{column} != "{value}"' if isinstance(value, str) and BAD.fullmatch(value.strip().lower()) else ""
-
-
-BAD = re.compile(
-    r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false|discard\w*|deleted"
-)
-JUDGED: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
-    (
-        re.compile(
-            r"label|kto_tag|train|(?:is_)?(?:desirable|correct|accepted|approved|good|safe|valid|chosen)|passed"
-            r"|thumbs_up|win"
-        ),
-        _yes_or_no,
-    ),
-    (
-        re.compile(
-            r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?|deleted|discarded|excluded|ignored|flagged)|thumbs_down"
-        ),
-        _opposite,
-    ),
-    (re.compile("answer"), lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else ""),
-    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), _number),
-    (re.compile(r"label|status|verdict|decision|preference|feedback"), _verdict),
-)
-"""Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones, nothing if
-they do not.
-"""
-HELD_OUT: Sequence[tuple[re.Pattern[str], Callable[[str, Any], str]]] = (
-    (re.compile(r"_?(?:data_?set_)?(?:split|subset|set|partition|fold|phase)"), _held_out),
-    (re.compile(r"is_(?:test|validation|val|eval)"), _opposite),
-)
-"""Columns that say of any row which split it belongs to -> the filter that keeps those of training."""
-
-
-@functools.lru_cache(4096)
-def _keepers(column: str, chat: bool) -> tuple[Callable[[str, Any], str], ...]:
-    rules = (*HELD_OUT, *(JUDGED if chat else ()))
-    return tuple(keep for pattern, keep in rules if pattern.fullmatch(column.lower()))
-
-
 def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Placed]:
     """Yield rows; one that a column judges is an error unless a `filter` uses it: wrong answers would be learnt."""
     heeded = Condition(source.filter).names if source.filter is not None else set()
@@ -439,9 +360,9 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
             chat = any(row.keys() >= columns for columns in chats)
             read = set().union(*(columns for columns in chats if row.keys() >= columns))
             judging = (
-                (column, keep) for column in sorted(row.keys() - heeded - read) for keep in _keepers(column, chat)
+                (column, keep) for column in sorted(row.keys() - heeded - read) for keep in keepers(column, chat)
             )
-            conditions = ((column, keep(column, row[column]), keep is _number) for column, keep in judging)
+            conditions = ((column, keep(column, row[column]), keep is keep_number) for column, keep in judging)
             if judged := next((parts for parts in conditions if parts[1]), None):
                 column, condition, by_degree = judged
                 weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from sft_play.config.data_rules import Condition
 from sft_play.config.metrics import MOST_LABELS, label_of
 from sft_play.config.schema import DataSource
 from sft_play.data import WEIGHTS
@@ -37,6 +38,9 @@ from sft_play.text import plural
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHOWN_SPELLINGS = 5
+MOST_UNREAD = 200
+SHOWN_UNREAD = 12
+"""Columns of a source that the terminal names; the manifest has more."""
 NAMED_FILES = 3
 """In the terminal, of the documents that were left out for one reason."""
 
@@ -61,6 +65,12 @@ class SourceTally:
     """Thoughts of learnt turns that the chat template left out."""
     calls_undescribed: int = 0
     """Rows whose calls are learnt, though neither tools nor a text describes the functions."""
+    turns_after: int = 0
+    """Turns after the last answer of a conversation, which are left out."""
+    answers_trimmed: int = 0
+    """Learnt answers without the blanks at their ends, which the chat template leaves out."""
+    columns_unread: Counter[str] = field(default_factory=Counter)
+    """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
     nulls_unsure: int = 0
     """Rows of Arrow files whose arguments or tools may have had nulls, which are read as missing keys."""
     split: int = 0
@@ -88,6 +98,8 @@ class SourceTally:
         self.thoughts_left_out += outcome.thoughts
         self.calls_undescribed += outcome.undescribed
         self.nulls_unsure += outcome.filled
+        self.turns_after += outcome.trailing
+        self.answers_trimmed += outcome.trimmed
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -100,10 +112,20 @@ class SourceTally:
         ]
         self.there = skipped.there
 
+    def add_unread(self, columns: Mapping[str, int]) -> None:
+        """Count columns that nothing reads; mappings with free keys are many, of which the first are kept."""
+        for column, rows in columns.items():
+            if column in self.columns_unread or len(self.columns_unread) < MOST_UNREAD:
+                self.columns_unread[column] += rows
+
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
         counts = asdict(self)
         there = counts.pop("there")
+        heeded = Condition(source.filter).names if source.filter is not None else set()
+        counts["columns_unread"] = {
+            name: rows for name, rows in sorted(self.columns_unread.items()) if name not in heeded
+        }
         return counts | {
             "name": source.name or source.path,
             "path": source.path,
@@ -220,6 +242,24 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(
             f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
         )
+    lines += _lost_or_unread(sources, name)
+    if weighted := manifest["weighted_rows"]:
+        purpose = "" if name == "training" else ", which scores do not use"
+        lines.append(f"  rows with weights other than 1{purpose}: {weighted:,}")
+    for token, uses in manifest["new_tokens"].items() if name == "training" else ():
+        never = f"  warning: the new token `{token}` is in no training row"
+        lines.append(f"  new token `{token}`: {uses:,} uses" if uses else never)
+    for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
+        alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
+        lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
+    if shared := manifest.get("overlap", {}).get("rows"):
+        lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
+    return "\n".join(lines)
+
+
+def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """Return a line for each kind of thing that is in the rows and is not learnt."""
+    lines = []
     if ends := sum(source["answers_cut"] for source in sources):
         lines.append(
             f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such"
@@ -235,22 +275,20 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
             f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column"
             " that does"
         )
+    if after := sum(source["turns_after"] for source in sources):
+        lines.append(f"  turns after the last answer of their conversation, left out: {after:,}")
+    if trimmed := sum(source["answers_trimmed"] for source in sources):
+        lines.append(f"  answers learnt without the blanks at their ends, which the chat template removes: {trimmed:,}")
+    for source in sources if name == "training" else ():
+        columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
+        if columns:
+            others = f", and {len(columns) - SHOWN_UNREAD} more" if len(columns) > SHOWN_UNREAD else ""
+            lines.append(f"  not read of {source['name']}: {', '.join(columns[:SHOWN_UNREAD])}{others}")
     if nulls := sum(source["nulls_unsure"] for source in sources):
         lines.append(
             f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"
         )
-    if weighted := manifest["weighted_rows"]:
-        purpose = "" if name == "training" else ", which scores do not use"
-        lines.append(f"  rows with weights other than 1{purpose}: {weighted:,}")
-    for token, uses in manifest["new_tokens"].items() if name == "training" else ():
-        never = f"  warning: the new token `{token}` is in no training row"
-        lines.append(f"  new token `{token}`: {uses:,} uses" if uses else never)
-    for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
-        alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
-        lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
-    if shared := manifest.get("overlap", {}).get("rows"):
-        lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
-    return "\n".join(lines)
+    return lines
 
 
 def _source_line(source: Mapping[str, Any], name: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,6 +129,29 @@ def refuse_other_kind(start: bytes, place: str) -> None:
     for mark, problem, hint in OTHER_KINDS:
         if start.startswith(mark):
             raise DataError(problem, place=place, hint=hint)
+
+
+TEXT_OF_ANOTHER_KIND = (
+    (re.compile(rb"\s*\{\\rtf"), "is RTF", "save it as plain text or docx"),
+    (re.compile(rb"\s*<(?:!doctype html|html)", re.IGNORECASE), "is HTML", "give it the ending `.html`"),
+    (re.compile(rb"%PDF-"), "is a PDF", "give it the ending `.pdf`"),
+)
+"""How documents begin that are no plain text, what they are, and what to do."""
+
+
+def refuse_other_text(data: bytes, place: str) -> None:
+    """Raise `DataError` for a plain text that is of another kind, whose marks would be learnt."""
+    for begins, problem, hint in TEXT_OF_ANOTHER_KIND:
+        if begins.match(data):
+            raise DataError(problem, place=place, hint=hint)
+    lines = data.strip().split(b"\n", 1)
+    for text in (lines[0], data) if lines[0][:1] in (b"{", b"[") else ():
+        try:
+            rows = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if rows and all(isinstance(row, dict) for row in (rows if isinstance(rows, list) else [rows])):
+            raise DataError("contains rows as JSON", place=place, hint="give it the ending `.jsonl`, or `.json`")
 
 
 def refuse_wide(start: bytes, place: str) -> None:

@@ -46,6 +46,10 @@ class EncodedExample:
     """Whether calls are learnt of functions that nothing describes."""
     filled: bool = False
     """Whether nulls in its arguments or tools may be lost, since Arrow cannot tell them from missing keys."""
+    trailing: int = 0
+    """Turns after the last answer, which are left out."""
+    trimmed: int = 0
+    """Learnt answers whose blanks at their ends the chat template leaves out."""
     thoughts: int = 0
     """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
     overlong: int = 0
@@ -113,6 +117,8 @@ class Encoder:
             thoughts=lost_thoughts(messages, texts, self.loss_on),
             undescribed=example.undescribed,
             filled=example.filled,
+            trailing=example.trailing,
+            trimmed=sum(map(_trimmed, texts)),
         )
         rows = [without_tail(row) for row in encoded]
         length = max(len(row.input_ids) for row in rows)
@@ -170,6 +176,17 @@ class Encoder:
             return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
         lost = {"the end of an answer"} if ends else {"the beginning of the tokens"} if answer else TEXT_END
         return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
+
+
+def _trimmed(text: RowText) -> int:
+    """Return how many learnt answers of a row have blanks at their ends that its text lacks."""
+    return sum(
+        words != words.strip() and words not in written
+        for words, written in (
+            (text.reference, text.answer),
+            *((span.reference, text.prompt[span.start : span.end]) for span in text.earlier),
+        )
+    )
 
 
 def _weighted(outcome: EncodedExample, weight: float) -> EncodedExample:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
+from sft_play.data.judged import speaks_against
 from sft_play.data.readers import LEAVE_OUT, Filled
 from sft_play.data.values import SHOWN, SPEAKERS, is_blank, is_list, json_of, lacks, list_of, parse_json, text_of
 from sft_play.errors import DataError
@@ -59,7 +60,13 @@ PARTS_BY_NAME: Mapping[str, re.Pattern[str]] = {
     ),
     "a part of the prompt": re.compile(
         "instructions?|inputs?|contexts?|passages?|articles?|paragraphs?|background|story|premise|hypothesis|documents"
-        "|(?:chat_|conversation_)?history|question|prompt",
+        "|(?:chat_|conversation_)?history|question|prompt|\\w+_contexts?|retrieved_\\w+|evidences?|knowledge"
+        "|support(?:ing_(?:facts|text))?|facts|personas?|few_shots?(?:_\\w+)?|(?:\\w+_)?schema|body|selftext",
+        re.IGNORECASE,
+    ),
+    "a correction": re.compile(
+        "(?:edited|corrected|revised|improved|fixed|rewritten)_?"
+        "(?:answer|response|completion|output|text|content|value|message)|corrected|correction",
         re.IGNORECASE,
     ),
     "what follows the answer": re.compile("suffix", re.IGNORECASE),
@@ -86,6 +93,8 @@ JUDGES = re.compile(
     "|thumbs_(?:up|down)"
 )
 """Keys of an answer that say whether it is good."""
+OF_ANSWERS = ("tool_calls", "function_call", *REASONING)
+"""Keys of a turn that only an answer has."""
 CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
 """Keys that are not read, though they look like `tool_calls`."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -161,6 +170,8 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     others = {key: value for key, value in message.items() if key not in READ and value is not None}
     if others:
         refuse_media(others, name)
+    if role != "assistant":
+        _refuse_answers_keys(message, name, role)
     other = WORDS[1] if words == WORDS[0] else WORDS[0]
     if not is_blank(message.get(other)) and message[other] != content:
         raise DataError(f"`{name}` has two texts that differ: {names_of((words, other))}", hint="keep one of them")
@@ -172,14 +183,7 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     thoughts = {key: message[key] for key in REASONING if role == "assistant" and not is_blank(message.get(key))}
     if len(set(map(str, thoughts.values()))) > 1:
         raise DataError(f"`{name}` has two different thoughts: {names_of(thoughts)}")
-    for key, value in others.items() if role == "assistant" else ():
-        if part_by_name(key) == "a thought" and lacks(value, [turn["content"], *map(str, thoughts.values())]):
-            column = name.partition("[")[0]
-            reads = f"`columns: {{{column}.reasoning_content: {key}}}` reads it; " if isinstance(value, str) else ""
-            raise DataError(
-                f"`{name}.{key}` seems to be what was thought before the answer, and is not read",
-                hint=f"{reads}`columns: {{{column}.note: {key}}}` gives it a name that is not read",
-            )
+    _refuse_parts(others, [turn["content"], *map(str, thoughts.values())], name, role)
     columns = {"name": "name", "tool_call_id": "tool_call_id", "reasoning_content": next(iter(thoughts), "")}
     turn |= {
         key: text_of(message[old], f"{name}.{old}") for key, old in columns.items() if message.get(old) is not None
@@ -195,6 +199,33 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
     if role == "assistant" and not turn["content"].strip() and not calls and turn.get("train") is not False:
         raise DataError(f"`{name}.{words}` is empty, so there is nothing to learn", hint=LEAVE_OUT)
     return turn
+
+
+def _refuse_answers_keys(message: Mapping[str, Any], name: str, role: str) -> None:
+    for key in OF_ANSWERS:
+        if not is_blank(message.get(key)) and message[key] != {}:
+            raise DataError(
+                f"`{name}.{key}` belongs to an answer, but the turn's role is {role}",
+                hint=f"correct the role; `columns: {{{name.partition('[')[0]}.note: {key}}}` gives it a name that is"
+                " not read",
+            )
+
+
+def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, role: str) -> None:
+    """Raise `DataError` for a key by whose name the answer follows from it, and whose text is not in the turn's."""
+    for key, value in others.items() if role != "tool" else ():
+        what, column = part_by_name(key), name.partition("[")[0]
+        thought = what == "a thought"
+        of_answer = what in ("a thought", "a correction")
+        if not what or of_answer != (role == "assistant") or key in TOOL_NAMES or is_blank(value):
+            continue
+        if lacks(value, texts):
+            reads = f"`columns: {{{column}.reasoning_content: {key}}}` reads it; "
+            raise DataError(
+                f"`{name}.{key}` seems to be {what}, and is not read",
+                hint=f"{reads if thought and isinstance(value, str) else 'write it into the text; '}"
+                f"`columns: {{{column}.note: {key}}}` gives it a name that is not read",
+            )
 
 
 def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
@@ -325,6 +356,11 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
                 f"`{name}.{key}` seems to mark which part of the turn is learnt, and is not read",
                 hint=f"{learnt}else {hint}" if isinstance(value, (bool, int, float)) else hint,
             )
+        elif role != "tool" and speaks_against(key, value):
+            raise DataError(
+                f"`{name}.{key}` seems to say that the turn is no good, and is not read",
+                hint=f"leave such rows out; `columns: {{{column}.note: {key}}}` gives it a name that is not read",
+            )
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
             raise DataError(f"`{name}.{key}` seems to contain tool calls, and is not read", hint=hint)
@@ -337,6 +373,8 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
 
 def content_of(content: Any, name: str) -> str:
     """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
+    if isinstance(content, str) and PARTS_IN_TEXT.match(content):
+        content = list_of(content, name, "parts")
     if isinstance(content, Mapping):
         raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
     if not is_list(content):
@@ -359,7 +397,11 @@ def _matters(key: str, value: Any) -> bool:
     return bool(named) and not is_blank(value) and not (value is False and key == "thought")
 
 
-DATA_OF_A_PART = "(?:inline|file)_?[dD]ata"
+DATA_OF_A_PART = "(?:inline|file)_?[dD]ata|(?:function|tool)_?(?:[cC]alls?|[rR]esponses?)"
+PARTS_IN_TEXT = re.compile(
+    r"""\s*\[\s*\{\s*"type"\s*:\s*"(?:(?:input_|output_)?text|image(?:_url)?|tool_use|tool_result|thinking)"\s*,"""
+)
+"""How a text begins that is a list of parts as JSON."""
 
 
 def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

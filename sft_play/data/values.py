@@ -21,6 +21,8 @@ def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
         raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
+    if "\0" in value:
+        raise DataError(f"`{name}` contains a NUL character ({value.index(chr(0)) + 1}), which no text has")
     if not value.isascii():
         try:
             value.encode("utf-8")

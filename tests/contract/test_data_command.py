@@ -525,3 +525,35 @@ def test_a_folder_of_splits_is_trained_and_validated_by_its_splits(data: Data, t
     )
     assert sorted(answers(done)) == [f"Answer {i}." for i in range(5)]
     assert sorted(answers(done, "validation")) == [f"Answer {i}." for i in range(20, 25)]
+
+
+def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q", "ts": 1}, {"role": "assistant", "content": " a\n"}]
+    rows = [{"messages": [*turns, turns[0]], "lang": "de"}, {"messages": turns, "id": 7, "lang": "de"}]
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    lines = (f"data.sources: [{{path: {path}, filter: 'lang == \"de\"'}}]", "data.chat_template: zephyr")
+    done = data(*lines, words=())
+    assert done.code == 0, done.err
+    assert "turns after the last answer of their conversation, left out: 1" in done.err
+    assert f"not read of {path}: id (1), messages.ts (2)" in done.err
+    source = data(*lines).json["train"]["sources"][0]
+    assert source["columns_unread"] == {"id": 1, "messages.ts": 2} and source["turns_after"] == 1
+
+
+def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(
+    data: Data, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "q", "completion": " a\n"}, {"prompt": "q2", "completion": "b"}]
+    template = tmp_path / "trims.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    train = write_rows(tmp_path / "t.jsonl", rows)
+    lines = [f"data.sources: [{{path: {train}}}]", f"data.chat_template: {template}"]
+    done = data(*lines, words=())
+    assert "answers learnt without the blanks at their ends, which the chat template removes: 1" in done.err
+    write_rows(train, [{"prompt": "q", "completion": "a</s>"}, {"prompt": "q", "completion": "<s>old</s>"}])
+    done = data(*lines)
+    assert done.code == 4 and "ends with `</s>`, which another template ends turns with" in done.err
+    assert done.err.count("another template ends turns with") == 1

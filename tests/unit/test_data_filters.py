@@ -35,6 +35,7 @@ ROW = {
         ("meta.by.age == 3 and has(meta.by) and not has(meta.x) and not has(meta.y) and not has(lang.x)", True),
         ('column("my name") == 1', True),
         ("has(elsewhere) and elsewhere > 3", False),
+        ('lang != 1 and n != "13" and n in ["12.5"]', True),
     ],
 )
 def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:
@@ -52,6 +53,7 @@ def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:
         ("len(text, 2) > 1", "is not a function of one value"),
         ("has(score + 1)", "is not a function"),
         ("[c for c in text] == []", "is not part of the language"),
+        ('lang in "de"', "looks for a piece of a text; a list is written"),
         ("(" * 900 + "ok" + ")" * 900, "`filter` "),
     ],
 )
@@ -69,6 +71,8 @@ def test_expressions_outside_the_language_are_refused_before_they_run(expression
         ("none > 3", "not supported between"),
         ("score", "it gives a number, not true or false"),
         ("number(lang) > 1", "could not convert"),
+        ("n != 12.5", 'the column contains text: write `"12.5"` in quotes'),
+        ("n not in [0, 1]", "the column contains text"),
     ],
 )
 def test_a_condition_that_fails_on_a_row_is_an_error_of_that_row(expression: str, message: str) -> None:

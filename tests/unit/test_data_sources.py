@@ -365,3 +365,41 @@ def test_the_header_decides_the_separator_of_columns(name: str, mark: str, tmp_p
     content = f'question{mark}answer\n1,5{mark}"b{mark}c"\n'.encode()
     path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
     assert rows_of(path) == [{"question": "1,5", "answer": f"b{mark}c"}]
+
+
+def test_blanks_before_quotes_and_rules_below_headers_are_no_values(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\n--------,------\nq, "a"\nq,"a, b"\nq, a "b"\n')
+    errors = {
+        place: row.message for place, row in read_source(DataSource(path=str(path))) if isinstance(row, DataError)
+    }
+    assert list(errors) == [f"{path}:2", f"{path}:3"]
+    assert "is a rule" in errors[f"{path}:2"] and "`answer` begins with a blank before its quote" in errors[f"{path}:3"]
+
+
+def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path) -> None:
+    path, rows = tmp_path / "a.json", [{"question": "q", "answer": "a"}]
+    for name in ("system", "system_prompt", "tools", "text"):
+        path.write_text(json.dumps({name: "x", "rows": rows}))
+        with pytest.raises(DataError) as caught:
+            list(read_source(DataSource(path=str(path))))
+        assert f"has `{name}` next to the rows of `rows`" in caught.value.message
+    path.write_text(json.dumps({"system": None, "version": 2, "rows": rows}))
+    assert [row for _, row in read_source(DataSource(path=str(path)))] == rows
+
+
+def test_rows_chosen_by_an_old_datasets_and_words_lock_files_are_noticed(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    state = tmp_path / "saved" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"_indices_data_files": [{"filename": "i.arrow"}]}))
+    with pytest.raises(DataError, match="lists the rows that were chosen"):
+        list(read_source(DataSource(path=str(tmp_path / "saved"))))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("words")
+    (folder / "~$a.docx").write_bytes(b"\x05user")
+    assert [row for _, row in read_source(DataSource(path=str(folder)))] == [
+        {"text": "words", "path": str(folder / "a.txt"), "title": None}
+    ]

@@ -57,19 +57,21 @@ def test_docx_gives_what_forms_and_tracked_changes_wrap(tmp_path: Path) -> None:
     deleted = "<w:del w:id='2' w:author='x'><w:r><w:delText>old </w:delText></w:r></w:del>"
     inline = f"<w:sdt><w:sdtContent>{run('field ')}</w:sdtContent></w:sdt><w:smartTag>{run('Ulm')}</w:smartTag>"
     contents = "<w:sdtPr><w:docPartObj><w:docPartGallery w:val='Table of Contents'/></w:docPartObj></w:sdtPr>"
+    ruby = f"<w:r><w:ruby><w:rt>{run('kana')}</w:rt><w:rubyBase>{run('word')}</w:rubyBase></w:ruby></w:r>"
     document = docx.Document()
     for at, block in enumerate(
         (
             f"<w:sdt DECL>{contents}<w:sdtContent><w:p>{run('Pumps 1')}</w:p></w:sdtContent></w:sdt>",
             f"<w:sdt DECL><w:sdtContent><w:p>{run('A form.')}</w:p></w:sdtContent></w:sdt>",
             f"<w:p DECL>{run('A ')}<w:ins w:id='1' w:author='x'>{run('new ')}</w:ins>{deleted}{inline}</w:p>",
+            f"<w:p DECL><w:r><w:rPr><w:vanish/></w:rPr><w:t>secret</w:t></w:r>{run('Say ')}{ruby}</w:p>",
             "<w:p DECL><w:r><w:footnoteReference w:id='2'/></w:r></w:p>",
         )
     ):
         document.element.body.insert(at, parse_xml(block.replace("DECL", nsdecls("w"))))
     document.save(str(tmp_path / "a.docx"))
     result = read(tmp_path / "a.docx")
-    assert result.text == "A form.\n\nA new field Ulm" and result.note == "its notes are left out"
+    assert result.text == "A form.\n\nA new field Ulm\n\nSay word" and result.note == "its notes are left out"
 
 
 def test_pdf_joins_pages_and_undoes_hyphens(tmp_path: Path) -> None:
@@ -121,3 +123,31 @@ def test_encrypted_files_are_errors_but_an_empty_password_opens(tmp_path: Path) 
     (tmp_path / "a.docx").write_bytes(b"\xd0\xcf\x11\xe0" + b"\0" * 600)
     with pytest.raises(DataError, match="encrypted, or of Word before 2007"):
         read_document(tmp_path / "a.docx")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"question": "q", "answer": "a"}\n{"question": "q2", "answer": "a2"}\n', "contains rows as JSON"),
+        ('[\n {"question": "q"}\n]', "contains rows as JSON"),
+        ("{\\rtf1\\ansi words}", "is RTF"),
+        ("<!DOCTYPE html>\n<html><body>404</body></html>", "is HTML"),
+        ("%PDF-1.4\n", "is a PDF"),
+    ],
+)
+def test_plain_text_of_another_kind_is_refused_with_its_ending(content: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_document(tmp_path / "a.txt")
+    assert caught.value.message == problem and caught.value.place == str(tmp_path / "a.txt") and caught.value.hint
+    (tmp_path / "b.md").write_text(f"An example:\n\n{content}")
+    assert read(tmp_path / "b.md").text.startswith("An example:")
+
+
+def test_html_in_utf8_that_does_not_say_so_has_the_right_title_and_its_folded_answers(tmp_path: Path) -> None:
+    folded = '<div style="display: none">An answer.</div>'
+    (tmp_path / "a.html").write_text(
+        f"<html><head><title>Café</title></head><body><p>Ein Café?</p>{folded}</body></html>", encoding="utf-8"
+    )
+    result = read(tmp_path / "a.html")
+    assert (result.text, result.title) == ("Ein Café?\nAn answer.", "Café")

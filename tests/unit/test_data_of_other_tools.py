@@ -1,0 +1,198 @@
+"""Rows as exports of other tools have them: what says that a row is no good, belongs elsewhere, is a piece of something
+or is written twice is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import DataSource
+from sft_play.data.formats import Example, understand
+from sft_play.data.sources import read_source
+from sft_play.errors import DataError
+
+Row = dict[str, Any]
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+PAIR = {"prompt": "q", "completion": "a"}
+
+
+def read(row: Row) -> Example:
+    return understand(("f.jsonl:3", row), 0, None)
+
+
+def refused(row: Row) -> DataError:
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert caught.value.place == "f.jsonl:3"
+    return caught.value
+
+
+def kept(folder: Path, rows: list[Row], **options: Any) -> int:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return sum(not isinstance(row, DataError) for _, row in read_source(DataSource(path=str(path), **options)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        ({"finish_reason": "length"}, {"finish_reason": "stop"}),
+        ({"stop_reason": "max_tokens"}, {"stop_reason": "end_turn"}),
+        ({"deleted_at": "2024-01-01"}, {"deleted_at": None}),
+        ({"deleted_at": "2024-01-01"}, {"deleted_at": ""}),
+        ({"error": "timeout"}, {"error": None}),
+        ({"published": False}, {"published": True}),
+        ({"published": "no"}, {"published": "yes"}),
+        ({"is_helpful": 0}, {"is_helpful": 1}),
+        ({"use_for_training": False}, {"use_for_training": True}),
+        ({"archived": True}, {"archived": False}),
+        ({"was_cancelled": "True"}, {"was_cancelled": "False"}),
+        ({"truncated": 1}, {"truncated": 0}),
+        ({"review_status": "rejected"}, {"review_status": "approved"}),
+        ({"quality": "low"}, {"quality": "high"}),
+        ({"is_train": False}, {"is_train": True}),
+        ({"split": "held-out"}, {"split": "train"}),
+        ({"is_holdout": True}, {"is_holdout": False}),
+    ],
+)
+def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: Row, tmp_path: Path) -> None:
+    rows = [{**PAIR, **good}, {**PAIR, **bad}]
+    errors = []
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for _, row in read_source(DataSource(path=str(path))):
+        errors += [row] if isinstance(row, DataError) else []
+    assert [error.place for error in errors] == [f"{path}:2"], "the good row is read"
+    condition = re.findall(r"`filter: (.+?)`", errors[0].hint or "")[0]
+    assert kept(tmp_path, rows, filter=condition) == 1
+    assert kept(tmp_path, [{**PAIR, "label": "low", "state": "Ohio"}]) == 1, "a class is no status"
+
+
+@pytest.mark.parametrize(
+    "key", [{"deleted": True}, {"is_error": True}, {"status": "error"}, {"finish_reason": "length"}, {"private": True}]
+)
+def test_a_turn_that_was_withdrawn_or_cut_is_refused(key: Row) -> None:
+    for messages in ([{**USER, **key}, ANSWER], [USER, {**ANSWER, **key}]):
+        assert f".{next(iter(key))}` seems to" in refused({"messages": messages}).message
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    result = {"role": "tool", "content": "x", **({} if "deleted" in key else key)}
+    assert read({"messages": [USER, call, result, ANSWER]}).messages, "a tool's error is what the answer is about"
+    assert read({"messages": [{**USER, "deleted": False}, {**ANSWER, "status": "ok"}]}).messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "thinking"])
+def test_what_only_answers_have_is_refused_in_other_turns(key: str) -> None:
+    value = {"name": "f", "arguments": "{}"} if key == "function_call" else [{"function": {"name": "f"}}]
+    value = "hm" if "ing" in key else value
+    assert "but the turn's role is user" in refused({"messages": [{**USER, key: value}, ANSWER]}).message
+    for nothing in (None, [], "", {}):
+        assert read({"messages": [{**USER, key: nothing}, ANSWER]}).messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("turn", "what"),
+    [
+        ({**USER, "context": "passage"}, "a part of the prompt"),
+        ({**USER, "documents": [{"text": "passage"}]}, "a part of the prompt"),
+        ({**USER, "system": "be short"}, "a system turn"),
+        ({**USER, "choices": ["x", "y"]}, "a choice"),
+        ({**ANSWER, "edited_content": "better"}, "a correction"),
+        ({**ANSWER, "corrected": "better"}, "a correction"),
+    ],
+)
+def test_texts_beside_a_turns_own_are_refused(turn: Row, what: str) -> None:
+    messages = [turn, ANSWER] if turn["role"] == "user" else [USER, turn]
+    assert f"seems to be {what}" in refused({"messages": messages}).message
+    inside = {**turn, "content": f"{turn['content']} passage be short x y better"}
+    assert read({"messages": [inside, ANSWER] if turn["role"] == "user" else [USER, inside]}).messages
+
+
+@pytest.mark.parametrize(
+    "column", ["evidence", "sql_context", "schema", "retrieved_docs", "edited_completion", "corrected_answer", "body"]
+)
+def test_a_columns_text_that_belongs_to_the_row_is_refused(column: str) -> None:
+    assert f"`{column}` seems to be a" in refused({**PAIR, column: "other words"}).message
+    assert read({"prompt": "q: other words", "completion": "a", column: "other words"}).messages
+    assert read({**PAIR, "edited_at": "2024-01-01", "edited": True}).messages
+
+
+@pytest.mark.parametrize("column", ["ideal", "expected_output", "ground_truth", "content", "model_response"])
+def test_the_answer_that_a_conversation_waits_for_is_refused_elsewhere(column: str) -> None:
+    row = {"messages": [USER, ANSWER, USER], column: [{"type": "text", "text": "final"}]}
+    assert f"`{column}` seems to be the answer" in refused(row).message
+    assert read({"messages": [USER, ANSWER], column: "a"}).messages == [USER, ANSWER]
+    after = read({"messages": [USER, ANSWER, USER]})
+    assert after.messages == [USER, ANSWER] and after.trailing == 1
+
+
+def test_turns_as_json_are_read_in_either_of_prompt_and_completion_and_refused_elsewhere() -> None:
+    asked, answered = json.dumps([USER]), json.dumps(ANSWER)
+    expected = read({"prompt": [USER], "completion": [ANSWER]}).messages
+    for prompt, completion in ((asked, "a"), ("q", answered), (asked, answered), ([USER], ANSWER), ("q", [ANSWER])):
+        assert read({"prompt": prompt, "completion": completion}).messages == expected
+    for row in (
+        {"question": asked, "answer": "a"},
+        {"instruction": "q", "output": answered},
+        {"text": json.dumps([USER, ANSWER])},
+    ):
+        assert "contains turns as JSON" in refused(row).message
+    assert "is text that is not JSON" in refused({"prompt": str([USER]), "completion": "a"}).message
+    flights = json.dumps([{"from": "BER", "value": 1}])
+    assert (read({"prompt": "q", "completion": flights}).messages or [])[-1]["content"] == flights, "an answer in JSON"
+    parts = json.dumps([{"type": "text", "text": "q"}])
+    assert read({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages == [USER, ANSWER]
+    assert (
+        "functionCall"
+        in refused(
+            {"messages": [USER, {"role": "model", "content": [{"text": "a", "functionCall": {"name": "f"}}]}]}
+        ).message
+    )
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<s>[INST] q [/INST]",
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n",
+        "<|user|>\nq<|end|>\n<|assistant|>\n",
+    ],
+)
+def test_a_prompt_that_any_template_has_rendered_is_refused(prompt: str) -> None:
+    assert "marks of a chat template already" in refused({"prompt": prompt, "completion": "a"}).message
+    assert read({"prompt": f"What does `{prompt}` mean?", "completion": "a"}).messages
+
+
+@pytest.mark.parametrize("word", ["nan", "#REF!", "#NAME?", "\\N", "<NA>"])
+def test_what_tables_write_for_no_value_is_no_text(word: str) -> None:
+    for row in (
+        {"question": "q", "answer": word},
+        {"question": word, "answer": "a"},
+        {"question": "q", "answer": "a", "system": word},
+        {"instruction": "q", "input": word, "output": "a"},
+    ):
+        assert "stands for none" in refused(row).message
+    assert read({"question": "q", "answer": "None"}).messages and read({"question": "q", "answer": "NA"}).messages
+    assert "NUL" in refused({"question": "q", "answer": "a\0b"}).message
+
+
+def test_turns_in_rows_of_their_own_are_not_learnt_alone() -> None:
+    assert "seems to be a turn of a conversation" in refused({"speaker": "user", "text": "t"}).message
+    assert read({"speaker": "A. Merkel", "text": "t"}).text == "t"
+    later = {"conversation_id": 1, "turn_id": "2", **PAIR}
+    assert "seems to continue the conversation" in refused(later).message
+    assert read({**later, "turn_id": 1}).messages and read({**PAIR, "turn_id": 2}).messages
+
+
+def test_columns_and_keys_that_nothing_reads_are_listed() -> None:
+    row = {"messages": [{**USER, "ts": 1}, {**ANSWER, "ts": 2, "train": True}], "id": 7, "empty": "", "note": "n"}
+    assert read(row).unread == ("id", "messages.ts")
+    assert read({**PAIR, "system": "s", "weight": 1, "answer.responses": ["b"]}).unread == ("answer.responses",)
+    assert read({"input_ids": [5, 6], "labels": [5, 6], "id": 1}).unread == ("id",)
