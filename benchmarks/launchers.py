@@ -60,13 +60,12 @@ class Machines:
         """Return a machine's facts, as large as real ones."""
         return {
             "node": ours.name,
-            "num_nodes": self.count,
-            "resumed": False,
-            "checkpoint": None,
+            "nodes": {"NUM_NODES": self.count},
+            "run": {"run": "started"},
+            "gpus": {"GPUs": "there"},
+            "versions": self.versions,
             "command": {},
             "config": self.config,
-            "versions": self.versions,
-            "kind": "cuda",
             "devices": [asdict(card) for card in CARDS],
         }
 
