@@ -133,11 +133,12 @@ def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> lis
 
 
 def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:
-    """Return the `count` rows whose scores differ most."""
+    """Return the `count` rows whose scores differ most; rows with equal scores are none of them."""
     scored = {row: [side.score(row, metric) for side in sides] for row in rows}
     gaps = {row: max(values) - min(values) for row, values in scored.items() if None not in values}
+    apart = [row for row, gap in gaps.items() if gap > 0]
     entries = []
-    for row in sorted(gaps, key=lambda row: (-gaps[row], row))[:count]:
+    for row in sorted(apart, key=lambda row: (-gaps[row], row))[:count]:
         answers = [
             {"run": side.name, "answer": side.answers[row]["answer"], "score": score}
             for side, score in zip(sides, scored[row], strict=True)

@@ -290,7 +290,9 @@ def states_bytes(config: Config, shape: ModelShape, setup: Setup) -> dict[str, f
     if setup.zero:
         optimizer += trained * 4
     buffers = slow_network_bytes(config, setup, trained, width)
-    buffers += _buffers(shape, setup, trained, full, frozen + quant_state + (weights if full else 0))
+    base = (frozen + quant_state) * gathered_share(setup, setup.weight_bytes)
+    base += weights * gathered_share(setup, width) if full else 0
+    buffers += _buffers(shape, setup, trained, full, base)
     if setup.sharded:
         optimizer /= shards
     if setup.strategy in ("zero2", "zero3", "fsdp2"):
@@ -334,8 +336,8 @@ def gradient_bytes(config: Config, setup: Setup) -> int:
     return 4 if setup.zero and setup.precision == "bf16" else trained_bytes(config, setup)
 
 
-def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights: float) -> float:
-    """Return the bytes of a strategy's communication buffers; `weights` is the size of the base before sharding."""
+def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, gathered: float) -> float:
+    """Return the bytes of a strategy's communication buffers; `gathered` is the size of the base as it is gathered."""
     if not setup.sharded:
         return 0.0  # gradients are views into DDP's buckets
     # We write reduce_bucket_size h^2 and prefetch 0.9 h^2 into the DeepSpeed JSON; overlapping needs two of each. bf16
@@ -344,7 +346,7 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights:
     bucket = min(shape.hidden_size**2, trained) * bucket_width
     if setup.strategy in ("zero1", "zero2"):
         return float(bucket)
-    per_layer = weights * (shape.largest_layer_parameters / max(1, shape.parameters)) * gathered_share(setup)
+    per_layer = gathered * (shape.largest_layer_parameters / max(1, shape.parameters))
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * setup.width
     if setup.strategy == "zero3":
         return 2 * per_layer + 0.9 * shape.hidden_size**2 * setup.width + ends + bucket
@@ -353,9 +355,9 @@ def _buffers(shape: ModelShape, setup: Setup, trained: int, full: bool, weights:
     return 2 * per_layer + ends + 4.0 * (shape.largest_layer_parameters if full else trained / shape.layers)
 
 
-def gathered_share(setup: Setup) -> float:
+def gathered_share(setup: Setup, weight_bytes: int) -> float:
     """Return the bytes that FSDP2 gathers per byte of weights: fp32 weights travel in the computation's type."""
-    return setup.width / setup.weight_bytes if setup.strategy == "fsdp2" and setup.weights_dtype == "float32" else 1.0
+    return setup.width / weight_bytes if setup.strategy == "fsdp2" and weight_bytes == 4 else 1.0
 
 
 def nf4_experts(config: Config, shape: ModelShape, strategy: str) -> bool:

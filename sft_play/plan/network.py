@@ -124,7 +124,8 @@ def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
     """Return the bytes of all weights as ZeRO-3 and FSDP2 gather them for one pass."""
     alone = replace(setup, world_size=setup.tensor_parallel, offload_optimizer=False, offload_parameters=False)
     whole = states_bytes(config, shape.take_slice(setup.tensor_parallel), alone)
-    return sum(whole.get(part, 0) for part in ("frozen", "quant_state", "trained")) * gathered_share(setup)
+    frozen = (whole["frozen"] + whole["quant_state"]) * gathered_share(setup, setup.weight_bytes)
+    return frozen + whole.get("trained", 0.0) * gathered_share(setup, trained_bytes(config, setup))
 
 
 def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -> tuple[Mapping[str, Any], ...]:

@@ -143,10 +143,13 @@ def devices_for(
         return (0,) * count, hardware.devices * count
     if asked and asked > len(hardware.devices):
         names = ", ".join(device.name for device in hardware.devices)
+        remedy = (
+            "describe more in HARDWARE" if hardware.described else "look at `make gpu-info` and CUDA_VISIBLE_DEVICES"
+        )
         raise HardwareError(
             f"`NUM_GPUS` is {asked}, but there {'is' if len(hardware.devices) == 1 else 'are'} {len(hardware.devices)}"
             f" ({names})",
-            hint=f"NUM_GPUS={len(hardware.devices)}, or look at `make gpu-info` and CUDA_VISIBLE_DEVICES",
+            hint=f"NUM_GPUS={len(hardware.devices)}, or {remedy}",
         )
     if wants_one:
         # The card with the most free memory, rounded to a GiB; among equals, the fastest.

@@ -144,6 +144,8 @@ def _room(plan: Plan) -> str:
     """Return the largest batch and the longest rows that would fit."""
     if plan.pack_tokens:
         return f"for packs of up to {plan.longest_row:,} tokens"
+    if len({rank.micro_batch for rank in plan.ranks}) > 1:
+        return f"rows of up to {plan.longest_row:,} tokens would fit in these micro-batches"
     longest = f"{plan.ranks[0].micro_batch} of {plan.longest_row:,}"
     return f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {longest}, would fit"
 

@@ -37,7 +37,8 @@ PUSHED = re.compile(
 TOKEN_HINT = "set HF_TOKEN to a token with write access (huggingface.co/settings/tokens), or type `hf auth login`"
 MOST_SOURCES = 20
 COPY = (
-    "It was trained and scored on a copy of the base whose weights were quantised to 4 bits (Q4_1), not on the hub's.\n"
+    "It was trained on a copy of the base whose weights were quantised to 4 bits (Q4_1), not on the hub's; any scores"
+    " are of that copy too.\n"
 )
 
 
@@ -275,7 +276,7 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> l
 def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "method", stamp.mode + (f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else "")
     if parent := stamp.parent:
-        use = "trained on" if parent["use"] == "continue" else "merged into the base"
+        use = "trained further" if parent["use"] == "continue" else "merged into the base"
         name = parent["name"] if parent["name"].count("/") == 1 else Path(parent["name"]).name
         yield "started from", f"the adapter {name}, {use}"
     yield (

@@ -5,6 +5,7 @@ table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 Check = Callable[[Any], Any]
@@ -225,7 +226,10 @@ def read_parameters(path: str, body: Any) -> dict[str, Any]:
     checks, parameters = ENDPOINTS[path], {}
     for name, value in body.items():
         if name not in checks:
-            raise Refused(f"`{name}` is not a parameter of `{path}` here", param=name, code="unknown_parameter")
+            close = get_close_matches(name, checks, n=1, cutoff=0.8)
+            nearest = f"; did you mean `{close[0]}`?" if close else ""
+            message = f"`{name}` is not a parameter of `{path}` here{nearest}"
+            raise Refused(message, param=name, code="unknown_parameter")
         if value is not None:
             try:
                 parameters[name] = checks[name](value)

@@ -104,6 +104,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
         assert "make train-distributed CONFIG=" in words and "Other rows, at step 40: others.jsonl" in words
         heads = shown.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
         assert heads[:3] == ["Scores", "Answers", "Curves"], "what came out of it is above how it went"
+        assert "Planned and measured" in heads
         assert "Trained tokens of each rank" in words, "two ranks: their charts are open"
         assert not shown.complaints
 

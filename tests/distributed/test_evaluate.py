@@ -184,6 +184,8 @@ def test_runs_are_compared_side_by_side(place: Place) -> None:
         side[first["row"]]["answer"] for side in lines
     ]
 
+    same = place.call("compare", "RUNS=one@step-000002 one", "JSON=1").json
+    assert same["differences"] and same["rows"] == [], "rows with equal scores do not differ"
     shown = place.call("compare", "RUNS=one@base,one")
     assert "paired difference" in shown.out and "too few to compare, n = 7" in shown.out
     assert re.search(r"peak memory +- +\d\.\d\d GiB", shown.out) and "<|" not in shown.out

@@ -188,6 +188,7 @@ def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function", "function": TOOL}]}, "chat template", "messages"),
         ({"reasoning_effort": "low"}, "does not read `reasoning_effort`", "reasoning_effort"),
         ({"extra_body": {"best": 1}}, "`best` is not a parameter", "best"),
+        ({"extra_body": {"max_token": 5}}, "did you mean `max_tokens`?", "max_token"),
         (
             {"extra_body": {"chat_template_kwargs": {"chat_template": "{% if 7**(9**10) > 3 %}x{% endif %}"}}},
             "enable_thinking",

@@ -181,7 +181,9 @@ def test_command_and_configuration_may_not_contradict_each_other(command: Any, c
 
 def test_more_gpus_than_available_are_refused() -> None:
     text = message(HardwareError, "2xH100", name=LLAMA, command_strategy="auto", num_gpus=3)
-    assert "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2" in text
+    assert (
+        "`NUM_GPUS` is 3, but there are 2 (H100, H100)" in text and "NUM_GPUS=2, or describe more in HARDWARE" in text
+    )
     assert "`make train` runs one process" in message(UserError, num_gpus=2)
     assert "`NUM_GPUS` is 65" in message(HardwareError, command_strategy="auto", num_gpus=65)
 

@@ -94,6 +94,12 @@ def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(hardware: s
     assert plan_of(hardware, **case, slow_network="allow").reasons["slow"].startswith("SLOW: ")
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_fsdp2_gathers_trained_weights_in_bf16_whatever_their_configured_type(dtype: str) -> None:
+    case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "mode": "full", "command_strategy": "fsdp2"}
+    assert "for weights = 2 x 15.2 GB x 15/16" in message(UserError, "8xH100@1Gbit", **case, num_nodes=2, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("hardware", "nodes", "cards", "network"),
     [
@@ -186,6 +192,8 @@ def test_named_cards_get_rows_by_speed_and_memory() -> None:
     off = planned(CARDS + "@1Gbit", mode="qlora", global_batch_size=24, balance="off")
     assert (plan.seconds_per_step or 0) < (off.seconds_per_step or 0) and counts(off) == (8, 8, 8)
     assert not plan.notices
+    # The largest batch is each rank's own: the table has it.
+    assert re.search(r"room +rows of up to [\d,]+ tokens would fit in these micro-batches\n", show_plan(plan))
 
 
 def test_a_slow_network_is_reported_if_one_machine_alone_is_faster() -> None:

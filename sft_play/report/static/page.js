@@ -175,7 +175,7 @@ function memory(record) {
     el("div", { class: "stack" }, parts.map((part, i) => el("i", { title: `${part.replaceAll("_", " ")}: ${bytes(rank.memory_bytes[part])}`, style: { width: 100 * rank.memory_bytes[part] / limit(rank) + "%", background: COLOURS[i % COLOURS.length] } }))))),
   el("div", { class: "keys" }, parts.map((part, i) => el("span", {}, el("i", { style: { background: COLOURS[i % COLOURS.length] } }), part.replaceAll("_", " "))))];
 }
-function planBesideFact(record) {
+function planBesideFigures(record) {
   const final = record.final, forecast = final.forecast || {}, plan = record.plan;
   const ratio = (a, b) => known(a) && known(b) && b ? (a / b >= 1 ? "+" : "") + (100 * (a / b - 1)).toFixed(0) + " %" : "";
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
@@ -183,7 +183,7 @@ function planBesideFact(record) {
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
     ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? "at most " + energy(plan.energy_kwh) : "–", energy(final.energy_kwh), ""],
     ["cost", known(plan.cost) ? number(plan.cost) : "–", known(final.cost) ? number(final.cost) : "–", ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
-  return tableOf([{ name: "" }, { name: "plan", n: true }, { name: "fact", n: true }, { name: "difference", n: true }], rows);
+  return tableOf([{ name: "" }, { name: "planned", n: true }, { name: "measured", n: true }, { name: "difference", n: true }], rows);
 }
 function event(one) {
   const rest = Object.entries(one).filter(([key, value]) => !["event", "time", "node", "launch", "batches"].includes(key) && value !== null).map(([key, value]) => `${key.replaceAll("_", " ")}: ${setting(value)}`);
@@ -242,7 +242,7 @@ function runView(record, home) {
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
     whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, whole)] : null,
     each.length ? fold(`${each.length} more: time, memory and load of each rank and machine`, { open: (plan.world_size || 1) > 1 }, el("div", { class: "charts" }, each)) : null,
-    el("h2", {}, "Plan and fact"), planBesideFact(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, Object.values(plan.reasons).join("\n"))) : null,
+    el("h2", {}, "Planned and measured"), planBesideFigures(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, Object.values(plan.reasons).join("\n"))) : null,
     el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept", "duplicates", "cut", "tokens", "trained"].map((name) => ({ name, n: true }))],
       Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
@@ -283,7 +283,7 @@ function compareView(found) {
   const differ = [...all].filter(([, values]) => new Set(values).size > 1);
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
   const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
-  const apart = table.error ? [] : table.rows.filter((one) => one.gap > 0);
+  const apart = table.error ? [] : table.rows;
   const figures = table.error ? [] : [...Object.entries(table.losses), ...Object.entries(table.benchmarks)].map(([name, values]) => [name, ...values.map((v) => number(v))]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
     el("h2", {}, "Scores"), table.error ? table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map(difference)]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
