@@ -238,10 +238,10 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
 
     run, plan, state = trainer.context.run, trainer.context.plan, trainer.state
     rows = rows_until(run.metrics, state.global_step)
-    trained = [row for row in rows if row["kind"] == "train"]
+    trained = [row for row in rows if row.get("kind") == "train"]
     losses = [row["loss"] for row in trained if row.get("loss") is not None]
     speeds = [row["tokens_per_second"] for row in trained[len(trained) > 1 :] if row.get("tokens_per_second")]
-    scores = [row for row in rows if row["kind"] == "eval"]
+    scores = [row for row in rows if row.get("kind") == "eval"]
     spent = trainer.training_seconds
     return {
         "steps": state.global_step,

@@ -31,12 +31,14 @@ TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_s
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the complete rows of a metrics file up to and including `step`, without a torn last line."""
-    return [
-        row
-        for row in read_json_lines(path)
-        if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step
-    ]
+    """Return the complete rows of a file up to and including `step`, without a torn last line."""
+    return [row for row in read_json_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Remove the rows after `step` from a file, since a resumed run repeats them; a run that starts over keeps none."""
+    rows = rows_until(path, step) if step else []
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -68,9 +70,7 @@ class MetricsFile(TrainerCallback):
                 file=sys.stderr,
                 flush=True,
             )
-        # A run that starts over keeps no rows, not even an evaluation before the first step.
-        rows = rows_until(self.path, state.global_step) if state.global_step else []
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        drop_later_rows(self.path, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         logs = logs or {}
