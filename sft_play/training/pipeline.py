@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_
 from transformers.utils import ModelOutput
 
 from sft_play.data.batches import Batch
@@ -54,10 +55,8 @@ class Pipeline:
         self.before, self.after, self.last = ranks.rank - 1, ranks.rank + 1, ranks.rank + self.behind
         self.group, self.gradients = group_of(ranks, timeout_seconds), group_of(ranks, timeout_seconds)
         self.replicas = replicas_of(ranks, timeout_seconds)
-        limit = timedelta(seconds=timeout_seconds)
-        firsts = range(0, ranks.world, ranks.group_size)
-        pairs = [[first, first + ranks.group_size - 1] for first in firsts]
-        self.ends = [distributed.new_group(pair, timeout=limit) for pair in pairs][ranks.data_rank]
+        pairs = [[first, first + ranks.group_size - 1] for first in range(0, ranks.world, ranks.group_size)]
+        self.ends, _ = distributed.new_subgroups_by_enumeration(pairs, timeout=timedelta(seconds=timeout_seconds))
         """Group of the first and last stage, which may hold the same embedding."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self.enter: Callable[[str], None] = _no_step
@@ -206,16 +205,14 @@ class Pipeline:
     def clip(self, parameters: Iterator[nn.Parameter], max_norm: float) -> Tensor:
         """Clip the gradients of all stages to `max_norm`, and return their norm. Collective over the group."""
         twice = {id(parameter) for parameter in self.stage.shared} if not self.stage.begins else set()
-        gradients = [(weight.grad, id(weight) in twice) for weight in parameters if weight.grad is not None]
+        trained = [weight for weight in parameters if weight.grad is not None]
         total = torch.zeros((), device=self.ranks.device)
-        for gradient, elsewhere in gradients:
-            if not elsewhere:
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        for weight in trained:
+            if id(weight) not in twice:
+                total += torch.linalg.vector_norm(weight.grad, dtype=torch.float32).square()
         distributed.all_reduce(total, group=self.group)
         norm = total.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient, _ in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+        clip_grads_with_norm_(trained, max_norm, norm)
         return norm
 
     def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
