@@ -34,7 +34,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from sft_play.errors import UserError
-from sft_play.model.kernels import attention_dtype, varlen_attention
+from sft_play.model.kernels import compute_dtype, varlen_attention
 from sft_play.plan.shape import LAYER_OUTPUTS, VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -274,7 +274,7 @@ def sliced_attention(
     It is `query` [1, H, t, D], `key` [1, K, t, D] and `value` [1, K, t, V]; `settings` has the lengths of the complete
     line. The number of ranks must divide H. Collective over the group.
     """
-    ranks, dtype = group.size(), attention_dtype(query, value)
+    ranks, dtype = group.size(), compute_dtype(value)
     parts = [_by_rank(states.to(dtype), ranks) for states in (query, key, value)]
     sizes = [part.shape[2:] for part in parts]
     line = _exchange(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)

@@ -36,6 +36,7 @@ from transformers.modeling_utils import load_state_dict
 
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import read_json, read_object, write_json
+from sft_play.model import parallel
 from sft_play.model.resolve import quantisation_of
 from sft_play.model.tokenizer import ends_of_answers
 from sft_play.plan.shape import TEXT_WITHIN
@@ -99,7 +100,7 @@ def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False
 
 def base_of(model: Any) -> Base:
     """Return the `Base` that `note_base` stored, also for a model with adapters."""
-    base: Base = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, BASE)
+    base: Base = getattr(parallel.base_of(model), BASE)
     return base
 
 
