@@ -29,6 +29,28 @@ rank; `rank`: specific to this rank's layout.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The elements `[start, end)` of a parameter (or columns of all its rows), at `offset` of their bundle."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    offset: int = 0
+    columns: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return (self.end - self.start) * (self.shape[0] if self.columns else 1)
+
+    @classmethod
+    def complete(cls, name: str, shape: tuple[int, ...]) -> Share:
+        """Return the share of a rank that holds all of a parameter."""
+        return cls(name=name, shape=shape, start=0, end=math.prod(shape))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StatePiece:
     """The place of a state file's tensor in a parameter's state."""
 
@@ -146,8 +168,7 @@ class StateFiles:
         file = self._weights.get(name)
         if file is None:
             return []
-        with readable(self.checkpoint / file):
-            shape = tuple(self._file(file).get_slice(name).get_shape())
+        shape = self._shape(file, name)
         whole = math.prod(shape)
         return [
             StatePiece(
@@ -181,10 +202,13 @@ class StateFiles:
             block[:, into : into + last - first].copy_(rows[:, first:last])
         target.copy_(block.view(-1)[start - top * width : end - top * width])
 
+    def _shape(self, file: str, key: str) -> tuple[int, ...]:
+        with readable(self.checkpoint / file):
+            return tuple(self._file(file).get_slice(key).get_shape())
+
     def _elements(self, piece: StatePiece, start: int, end: int) -> Tensor:
         """Return elements of a piece's own tensor, reading only the rows that contain them."""
-        with readable(self.checkpoint / piece.file):
-            shape = self._file(piece.file).get_slice(piece.key).get_shape()
+        shape = self._shape(piece.file, piece.key)
         if not shape:
             return self.whole(piece).reshape(1)
         width = max(math.prod(shape[1:]), 1)
@@ -255,7 +279,7 @@ EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE})
 """States of a parameter that do not belong to the optimizer."""
 VALUES = ("master", "weight")
 """States that are the parameter's own values, the more precise first."""
-Add = Callable[[str, Tensor, str, Kind, int, int, tuple[int, ...]], None]
+Add = Callable[[str, Tensor, Share, Kind], None]
 
 
 def facts_of(context: TrainContext, local: LocalSteps | None) -> dict[str, Any] | None:
@@ -273,7 +297,7 @@ def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Te
     for name, anchor, velocity in zip(local.names, local.anchor, local.velocity, strict=True):
         tensors += [(ANCHOR, name, anchor), (MOMENTUM, name, velocity)]
     for state, name, value in tensors:
-        add(state, value.reshape(-1), name, "slice", 0, value.numel(), tuple(value.shape))
+        add(state, value.reshape(-1), Share.complete(name, tuple(value.shape)), "slice")
 
 
 class MeanStateFiles(StateFiles):

@@ -19,24 +19,7 @@ from sft_play.errors import CheckpointError
 from sft_play.files import side_file, write_json
 from sft_play.model.parallel import local_part, slice_of
 from sft_play.training.ranks import TrainContext
-from sft_play.training.states.files import flat_shares, partition
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """The elements `[start, end)` of a parameter (or columns of all its rows), at `offset` of their bundle."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-    offset: int
-    columns: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return (self.end - self.start) * (self.shape[0] if self.columns else 1)
+from sft_play.training.states.files import Share, flat_shares, partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +83,11 @@ def _plain(name: str, parameter: Tensor) -> Bundle:
     if not parameter.data.is_contiguous():
         parameter.data = parameter.data.contiguous()
     shape, part = tuple(parameter.shape), slice_of(parameter)
-    share = Share(name=name, shape=shape, start=0, end=parameter.numel(), offset=0)
+    share = Share.complete(name, shape)
     if part is not None:
         width = 1 if part.dim else math.prod(shape[1:])
         share = Share(
-            name=name, shape=part.shape, start=part.start * width, end=part.end * width, offset=0, columns=part.dim == 1
+            name=name, shape=part.shape, start=part.start * width, end=part.end * width, columns=part.dim == 1
         )
     return Bundle(
         label=name,
@@ -140,9 +123,7 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
     first, width = part.start if part is not None else 0, 1 if dim else math.prod(shape[1:])
     start = first * width + (min(offset[dim] * width, parameter.numel()) if shape else 0)
     end = start + (local.shape[1] if dim else local.numel())
-    share = Share(
-        name=name, shape=part.shape if part else tuple(shape), start=start, end=end, offset=0, columns=dim == 1
-    )
+    share = Share(name=name, shape=part.shape if part else tuple(shape), start=start, end=end, columns=dim == 1)
     rows = local.shape
     return Bundle(
         label=name,
