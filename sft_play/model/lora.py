@@ -32,6 +32,7 @@ from sft_play.model.kernels import compute_dtype
 from sft_play.plan.shape import READ_BY_KERNELS, READ_DIRECTLY, ROUTER, ROUTES
 from sft_play.runs.adapters import ADAPTER_WEIGHTS, CONFIG, MUTATING, embeddings_of, peft_settings
 from sft_play.runs.prepared import ResolvedModel
+from sft_play.text import list_some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,8 +205,7 @@ def _last_two(name: str) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    listed = [f"`{name}`" for name in names]
-    return ", ".join(listed[:40]) + (f" and {len(listed) - 40} more" if len(listed) > 40 else "")
+    return list_some([f"`{name}`" for name in names], 40)
 
 
 def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -> list[str] | None:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, first_line
 from sft_play.launch.environment import VARIABLE, key_here, proof, proves
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import DISTRIBUTED_TYPE, Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import Stamp
 from sft_play.training.metrics import MetricsFile
@@ -32,15 +32,6 @@ from sft_play.training.process import Activity, launched_world
 CPU = torch.device("cpu")
 MOST_BYTES = 256 * 2**20
 """Most bytes of one rank's message: a number from a peer must not decide how much memory is allocated."""
-EXPECTED = {
-    "single": ("NO",),
-    "ddp": ("MULTI_GPU", "MULTI_CPU"),
-    "zero1": ("DEEPSPEED",),
-    "zero2": ("DEEPSPEED",),
-    "zero3": ("DEEPSPEED",),
-    "fsdp2": ("FSDP",),
-}
-"""Strategy of the plan -> accelerate's names for it."""
 
 
 Outline = list[tuple[str, list[int], str]]
@@ -286,7 +277,8 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
         )
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if not plan.world_size == world == accelerator.num_processes or kind not in EXPECTED[plan.strategy]:
+    planned = kind.replace("MULTI_CPU", "MULTI_GPU") == DISTRIBUTED_TYPE[plan.strategy]
+    if not plan.world_size == world == accelerator.num_processes or not planned:
         raise HardwareError(
             f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {world}, "
             f"accelerate has {accelerator.num_processes} under {kind}",
