@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sft_play.errors import CheckpointError
-from sft_play.files import read_json
+from sft_play.model.published import tensor_files
 from sft_play.runs.manifest import StatesFacts, optimizer_file
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
@@ -158,10 +158,8 @@ class StateFiles:
     @functools.cached_property
     def _weights(self) -> dict[str, str]:
         """Name of a weight -> the file of the model that holds it."""
-        index, alone = self.checkpoint / "model.safetensors.index.json", "model.safetensors"
-        if index.is_file():
-            return dict(read_json(index)["weight_map"])
-        return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
+        with readable(self.checkpoint):
+            return {name: path.name for name, path in tensor_files(self.checkpoint).items()}
 
     def weight(self, name: str) -> list[StatePiece]:
         """Return a weight of the model's files as a single piece, or nothing if there is no such weight."""
