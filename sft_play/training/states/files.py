@@ -100,26 +100,6 @@ def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iter
         )
 
 
-def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
-    """Return the parts of parameters in elements `[start, end)` of a buffer that holds them one after the other.
-
-    `sizes` and `offsets` count elements. Each part is (index of the parameter, first element, end, offset in the
-    range); padding belongs to no part.
-    """
-    parts = []
-    for index, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        first, last = max(offset, start), min(offset + size, end)
-        if first < last:
-            parts.append((index, first - offset, last - offset, first - start))
-    return parts
-
-
-def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
-    """Return (first element, end, size with padding) of a rank's equal share, rounded up (ZeRO-3)."""
-    size = -(-numel // world)
-    return min(rank * size, numel), min((rank + 1) * size, numel), size
-
-
 NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 INDEX = "index"
 """Metadata key of a state file: JSON with its pieces, and with the values that are not tensors."""
