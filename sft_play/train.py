@@ -222,9 +222,9 @@ def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer
             slicer.shard(model, replicas_of(ranks, limit), plan.precision)
         return slicer
     if plan.stages:
-        from sft_play.training.pipeline import pipeline_of
+        from sft_play.training.pipeline import Pipeline
 
-        return pipeline_of(model, plan, ranks, limit)
+        return Pipeline(model, plan, ranks, limit)
     return None
 
 

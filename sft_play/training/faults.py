@@ -34,7 +34,7 @@ from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
-from sft_play.training.process import Activity, launched_world, leave_record, redirect
+from sft_play.training.process import Activity, launched_world, leave_record, log_alone, redirect
 from sft_play.training.stop_request import StopRequest
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
@@ -126,11 +126,10 @@ def print_fault(problem: Exception, record: dict[str, Any]) -> None:
     Errors that the launcher reports itself go only to the rank's log.
     """
     # Printing may fail: the record is what counts, and it is written in any case.
-    with contextlib.suppress(MemoryError, OSError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(MemoryError, OSError):
         stream: Any = sys.stderr
         if (MARK in os.environ and record["code"] != 1) or record.get("cause", PEER) != PEER:
-            log = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
-            stream = stack.enter_context(log)
+            stream = log_alone()
         if not isinstance(problem, UserError):
             traceback.print_exception(problem, file=stream)
         if record["error"].startswith("error: "):

@@ -33,17 +33,12 @@ def _no_step(_: str) -> None:
     """Ignore the phase: evaluation belongs to no step."""
 
 
-def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
-    """Return the pipeline of a rank whose stage is `model`. Collective over all ranks."""
-    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, plan, timeout_seconds)
-
-
 class Pipeline:
     """This rank's stage and its neighbours in the group."""
 
-    def __init__(self, stage: Stage, ranks: Ranks, plan: Plan, timeout_seconds: float) -> None:
-        """Create the process groups. Collective over all ranks."""
-        self.stage, self.ranks = stage, ranks
+    def __init__(self, model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> None:
+        """Make `model` this rank's stage, and create the process groups. Collective over all ranks."""
+        self.stage, self.ranks = Stage(model, *plan.layers_of(ranks.rank)), ranks
         self.dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
         """Type of hidden states on the wire."""
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
