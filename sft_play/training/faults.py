@@ -29,7 +29,7 @@ import psutil
 
 from sft_play.config.schema import LaunchConfig
 from sft_play.errors import RetryableError, UserError, causes
-from sft_play.files import NO_ROOM, is_full, open_own, write_text
+from sft_play.files import NO_ROOM, errno_of, is_full, open_own, write_text
 from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
@@ -49,8 +49,6 @@ PEER_GONE = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|Watchdog caught collective operation timeout"
 )
 """Messages of gloo and NCCL in a rank whose peer has died."""
-FULL = re.compile(r"os error (28|122)\b")
-"""safetensors' messages for ENOSPC and EDQUOT."""
 WRITE_FAILED = re.compile(
     r"No space left on device|PytorchStreamWriter failed|inline_container|file write failed|unexpected pos \d+"
 )
@@ -138,12 +136,10 @@ def print_fault(problem: Exception, record: dict[str, Any]) -> None:
 
 def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
     """Return whether an error, or one of its causes, is a write for which the disk had no space."""
-    for link in causes(error):
-        if isinstance(link, OSError) and link.errno in NO_ROOM:
-            return True
-        if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and is_full(run.path)):
-            return True
-    return False
+    links = list(causes(error))
+    if any(errno_of(link) in NO_ROOM for link in links):
+        return True
+    return any(WRITE_FAILED.search(str(link)) for link in links) and is_full(run.path)
 
 
 def describe_full_disk(error: BaseException, run: RunFolder) -> str:
