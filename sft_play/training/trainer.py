@@ -30,7 +30,7 @@ from sft_play.model.parallel import Slicer
 from sft_play.training.balance import Balancer
 from sft_play.training.loss import IDLE, step_totals, sums_of, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
-from sft_play.training.muon import MuonWithAdamW
+from sft_play.training.muon import MuonWithAdamW, take_out
 from sft_play.training.noise import NEFTUNE, RowNoise
 from sft_play.training.offload import offload_inputs
 from sft_play.training.pipeline import Pipeline
@@ -82,9 +82,7 @@ def split_for_lora_plus(optimizer: Any, model: Any, ratio: float) -> None:
         if ".lora_B" in name or len(whole_shape(parameter)) == 1
     }
     for group in list(optimizer.param_groups):
-        moved = [parameter for parameter in group["params"] if id(parameter) in faster]
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in faster]
-        if moved:
+        if moved := take_out(group, faster):
             optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * ratio})
 
 
