@@ -37,6 +37,12 @@ def as_typed(word: object) -> str:
     return shlex.quote(str(word).replace("$", "$$") if by_make() else str(word))
 
 
+def list_some(parts: Sequence[str], most: int) -> str:
+    """Return the first `most` parts and the number of the others: `a, b and 3 more`."""
+    rest = len(parts) - most
+    return ", ".join(parts[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def plural(count: int, noun: str) -> str:
     """Return `1 error`, `2 errors`, `2 processes`."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

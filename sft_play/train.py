@@ -222,9 +222,9 @@ def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer
             slicer.shard(model, replicas_of(ranks, limit), plan.precision)
         return slicer
     if plan.stages:
-        from sft_play.training.pipeline import pipeline_of
+        from sft_play.training.pipeline import Pipeline
 
-        return pipeline_of(model, plan, ranks, limit)
+        return Pipeline(model, plan, ranks, limit)
     return None
 
 
@@ -238,10 +238,10 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
 
     run, plan, state = trainer.context.run, trainer.context.plan, trainer.state
     rows = rows_until(run.metrics, state.global_step)
-    trained = [row for row in rows if row["kind"] == "train"]
+    trained = [row for row in rows if row.get("kind") == "train"]
     losses = [row["loss"] for row in trained if row.get("loss") is not None]
     speeds = [row["tokens_per_second"] for row in trained[len(trained) > 1 :] if row.get("tokens_per_second")]
-    scores = [row for row in rows if row["kind"] == "eval"]
+    scores = [row for row in rows if row.get("kind") == "eval"]
     spent = trainer.training_seconds
     return {
         "steps": state.global_step,

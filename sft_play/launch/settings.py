@@ -22,7 +22,7 @@ from sft_play.launch.deepspeed import TEMPLATES, UserDeepSpeed, check_settings, 
 from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import CommandStrategy, Plan, Precision, Strategy, command_of
+from sft_play.plan.plan import DISTRIBUTED_TYPE, CommandStrategy, Plan, Precision, Strategy, command_of
 from sft_play.text import plural
 
 NO_FILE = "none"
@@ -31,14 +31,6 @@ NO_DEFAULT_FILE = f"ACCELERATE_CONFIG={NO_FILE}"
 """Option for commands that a scheduler or another machine starts, whose plan does not consider a default file there."""
 WRITTEN = "# Written by `make setup-accelerate`"
 DEFAULT_OUT = "accelerate_configs/local.yaml"
-DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
-    "single": "NO",
-    "ddp": "MULTI_GPU",
-    "zero1": "DEEPSPEED",
-    "zero2": "DEEPSPEED",
-    "zero3": "DEEPSPEED",
-    "fsdp2": "FSDP",
-}
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STRATEGIES: Mapping[str, CommandStrategy] = {
     "NO": "single",

@@ -269,8 +269,7 @@ class GgufFile:
 
 def _q4_1(blocks: NDArray[np.uint8]) -> Array:
     """Decode blocks of scale and minimum as float16, then 32 values of 4 bits: low halves first, then high halves."""
-    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    minimum = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
+    scale, minimum = _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
     packed = blocks[:, 4:]
     values = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
     return np.asarray(values * scale + minimum, dtype=np.float32).reshape(-1)
@@ -278,8 +277,13 @@ def _q4_1(blocks: NDArray[np.uint8]) -> Array:
 
 def _q8_0(blocks: NDArray[np.uint8]) -> Array:
     """Decode blocks of a float16 scale, then 32 signed bytes."""
-    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    return np.asarray(blocks[:, 2:].view(np.int8).astype(np.float32) * scale, dtype=np.float32).reshape(-1)
+    values = blocks[:, 2:].view(np.int8).astype(np.float32)
+    return np.asarray(values * _float16(blocks[:, :2]), dtype=np.float32).reshape(-1)
+
+
+def _float16(columns: NDArray[np.uint8]) -> Array:
+    """Decode two bytes of each block."""
+    return columns.copy().view(np.float16).astype(np.float32)
 
 
 # Weights in MXFP4, as in OpenAI's gpt-oss, and in FP8, as in DeepSeek V3.

@@ -59,7 +59,7 @@ def varlen_attention(
         return _row_by_row((query, key, value), row_ends, scaling, sliding_window, s_aux)[..., :width], None
     from torch.nn.attention import varlen  # imported here because it imports torch's compiler
 
-    computed = attention_dtype(query, value)
+    computed = compute_dtype(value)
     query_THD, key_TKD, value_TKD = (states[0].transpose(0, 1).to(computed) for states in (query, key, value))
     # torch 2.10 and 2.11 have no such argument: their kernel accepts fewer key heads without it.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
@@ -78,10 +78,13 @@ def varlen_attention(
     return attended[None, ..., :width], None
 
 
-def attention_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """Return the compute dtype, as autocast would cast for sdpa: query and key norms with fp32 weights return fp32."""
-    device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+def compute_dtype(states: Tensor) -> torch.dtype:
+    """Return the dtype in which a matrix product computes with `states`: autocast's, or their own.
+
+    Attention goes by its values, since query and key norms with fp32 weights return fp32.
+    """
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def _row_by_row(
@@ -347,6 +350,4 @@ def _losses_and_slope(
 
 def _fp16_factor(hidden: Tensor, weights: tuple[Tensor, ...]) -> float:
     """Return the factor of gradients: 1 for a trained head, whose sums are large enough and could overflow."""
-    device = hidden.device.type
-    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return FP16_FACTOR if narrow == torch.float16 and not weights else 1.0
+    return FP16_FACTOR if compute_dtype(hidden) == torch.float16 and not weights else 1.0

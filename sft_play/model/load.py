@@ -249,9 +249,7 @@ def read_model(
         raise HardwareError(f"the model `{settings.name}` needs a package: {first_lines(error)}", hint=hint) from error
     missing = sorted(info["missing_keys"])
     if missing:
-        shown = ", ".join(f"`{name}`" for name in missing[:3]) + (
-            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        )
+        shown = text.list_some([f"`{name}`" for name in missing], 3)
         raise CheckpointError(
             f"the weights of `{settings.name}` lack {shown}; random values in their place would spoil the model",
             place=str(folder),

@@ -28,9 +28,11 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
 from sft_play.files import read_json, write_json
+from sft_play.model.kernels import compute_dtype
 from sft_play.plan.shape import READ_BY_KERNELS, READ_DIRECTLY, ROUTER, ROUTES
 from sft_play.runs.adapters import ADAPTER_WEIGHTS, CONFIG, MUTATING, embeddings_of, peft_settings
 from sft_play.runs.prepared import ResolvedModel
+from sft_play.text import list_some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,8 +205,7 @@ def _last_two(name: str) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    listed = [f"`{name}`" for name in names]
-    return ", ".join(listed[:40]) + (f" and {len(listed) - 40} more" if len(listed) > 40 else "")
+    return list_some([f"`{name}`" for name in names], 40)
 
 
 def _ends_of(chosen: Sequence[str], everything: Iterable[str], least: int = 1) -> list[str] | None:
@@ -511,9 +512,7 @@ def _fusible(layer: Any) -> bool:
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    names, base, device = self.active_adapters, self.base_layer, x.device.type
-    autocast = torch.is_autocast_enabled(device)
-    computed = torch.get_autocast_dtype(device) if autocast else x.dtype
+    names, base, computed = self.active_adapters, self.base_layer, compute_dtype(x)
     plain = (
         type(base) is nn.Linear and not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
     )
@@ -521,7 +520,9 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, x, *args, **kwargs)
     (name,) = names
     a, b, dropout = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name]
-    if not autocast and any(weight.dtype != x.dtype for weight in (a, b, *([base.weight] if plain else []))):
+    if not torch.is_autocast_enabled(x.device.type) and any(
+        weight.dtype != x.dtype for weight in (a, b, *([base.weight] if plain else []))
+    ):
         return type(self).forward(self, x, *args, **kwargs)
     a, b, scale = a.to(computed), b.to(computed), self.scaling[name]
     if plain and isinstance(dropout, nn.Identity):

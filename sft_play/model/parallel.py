@@ -26,13 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup, all_to_all_single
+from torch.distributed import ProcessGroup
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn import functional
+from torch.nn.utils import clip_grads_with_norm_
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from sft_play.errors import UserError
-from sft_play.model.kernels import attention_dtype, varlen_attention
+from sft_play.model.kernels import compute_dtype, varlen_attention
 from sft_play.plan.shape import LAYER_OUTPUTS, VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -196,18 +198,15 @@ class Slicer:
 
     def clip(self, parameters: Iterator[nn.Parameter], max_norm: float) -> Tensor:
         """Clip all gradients to `max_norm`, and return their norm. Collective over all ranks."""
-        gradients = [
-            (local_part(weight.grad), slice_of(weight) is not None) for weight in parameters if weight.grad is not None
-        ]
-        sums = torch.zeros(2, device=gradients[0][0].device)
-        for gradient, sliced in gradients:
-            sums[int(sliced)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        trained = [weight for weight in parameters if weight.grad is not None]
+        sums = torch.zeros(2, device=trained[0].device)
+        for weight in trained:
+            sliced = slice_of(weight) is not None
+            sums[int(sliced)] += torch.linalg.vector_norm(local_part(weight.grad), dtype=torch.float32).square()
         if self.replicas is not None:
             distributed.all_reduce(sums, group=self.replicas)
         norm: Tensor = (sums[0] + self.add_up(sums[1].clone())).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient, _ in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+        clip_grads_with_norm_(trained, max_norm, norm)
         return norm
 
     def whole_state(self, mine: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -275,17 +274,17 @@ def sliced_attention(
     It is `query` [1, H, t, D], `key` [1, K, t, D] and `value` [1, K, t, V]; `settings` has the lengths of the complete
     line. The number of ranks must divide H. Collective over the group.
     """
-    ranks, dtype = group.size(), attention_dtype(query, value)
+    ranks, dtype = group.size(), compute_dtype(value)
     parts = [_by_rank(states.to(dtype), ranks) for states in (query, key, value)]
     sizes = [part.shape[2:] for part in parts]
-    line = _AllToAll.apply(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)
+    line = _exchange(torch.cat([part.flatten(2) for part in parts], 2), group).flatten(0, 1)
     states = line.split([size.numel() for size in sizes], 1)
     query, key, value = (
         flat.unflatten(1, size).transpose(0, 1)[None] for flat, size in zip(states, sizes, strict=True)
     )
     sinks = None if s_aux is None else s_aux.chunk(ranks)[group.rank()]
     attended, _ = varlen_attention(module, query, key, value, attention_mask, s_aux=sinks, **settings)
-    return _AllToAll.apply(attended[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
+    return _exchange(attended[0].unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)[None], None
 
 
 def _by_rank(states: Tensor, ranks: int) -> Tensor:
@@ -294,20 +293,11 @@ def _by_rank(states: Tensor, ranks: int) -> Tensor:
     return heads.unflatten(0, (ranks, -1)).transpose(1, 2)
 
 
-class _AllToAll(torch.autograd.Function):
+def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
     """Send part i to rank i of the group, and replace it by rank i's part; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.forward(ctx, gradients[0], ctx.group), None
+    parts = parts.contiguous()
+    received: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    return received
 
 
 class Skipped(nn.Module):

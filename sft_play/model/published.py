@@ -36,9 +36,11 @@ from transformers.modeling_utils import load_state_dict
 
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import read_json, read_object, write_json
+from sft_play.model import parallel
 from sft_play.model.resolve import quantisation_of
 from sft_play.model.tokenizer import ends_of_answers
 from sft_play.plan.shape import TEXT_WITHIN
+from sft_play.text import list_some
 
 ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TRAINED, CARRIED = "model-trained.safetensors", "model-carried.safetensors"
@@ -70,11 +72,10 @@ class Base:
         if not self.carried:
             return None
         groups = Counter(_group(name) for name in self.carried)
-        shown = ", ".join(f"`{group}` ({number})" for group, number in list(groups.items())[:4])
-        others = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
+        shown = list_some([f"`{group}` ({number})" for group, number in groups.items()], 4)
         return (
             f"{len(self.carried)} tensors of the base are not part of the trained model, and are copied unchanged into"
-            f" every complete model that is published: {shown}{others}"
+            f" every complete model that is published: {shown}"
         )
 
 
@@ -99,7 +100,7 @@ def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False
 
 def base_of(model: Any) -> Base:
     """Return the `Base` that `note_base` stored, also for a model with adapters."""
-    base: Base = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, BASE)
+    base: Base = getattr(parallel.base_of(model), BASE)
     return base
 
 
@@ -202,9 +203,7 @@ def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
 
     refused = [name for name, renamed in untaken.items() if is_refused(name, renamed)]
     if refused:
-        shown = ", ".join(f"`{name}`" for name in refused[:3]) + (
-            f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-        )
+        shown = list_some([f"`{name}`" for name in refused], 3)
         raise CheckpointError(
             f"the weights contain {shown}, which the model in `config.json` does not have: its answers would"
             " differ from those of the published model",

@@ -320,11 +320,15 @@ OF_LAYER = re.compile(r"base_model\.model\.(?P<layer>.+?)\.(?:lora_(?P<side>[AB]
 
 def _shapes(path: Path) -> dict[str, list[int]]:
     """Return name -> shape of a safetensors file's tensors, without packed ones."""
+    return {name: part.get_shape() for name, part in _tensors(path).items() if part.get_dtype() != "U8"}
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """Return name -> tensor, not read yet, of a safetensors file; nothing for a pickle."""
     if path.suffix != ".safetensors":
         return {}
     file: Any = safe_open(path, framework="np")
-    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-    return {name: list(part.get_shape()) for name, part in parts.items() if part.get_dtype() != "U8"}
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
 
 
 def refuse_embedded_adapter(folder: Path, place: str) -> None:
@@ -392,13 +396,8 @@ def _check_files(paths: Sequence[Path]) -> None:
 
 def count_numbers(folder: Path, *, four_bit: bool = False) -> int:
     """Return how many numbers a folder's safetensors files hold; with `four_bit`, two per packed byte."""
-    count = 0
-    for path in weight_files(folder):
-        if path.suffix == ".safetensors":
-            file: Any = safe_open(path, framework="np")
-            for part in (file.get_slice(name) for name in file.keys()):  # noqa: SIM118  not a mapping
-                count += math.prod(part.get_shape()) * (2 if four_bit and part.get_dtype() == "U8" else 1)
-    return count
+    parts = [part for path in weight_files(folder) for part in _tensors(path).values()]
+    return sum(math.prod(part.get_shape()) * (2 if four_bit and part.get_dtype() == "U8" else 1) for part in parts)
 
 
 # A model's own code.

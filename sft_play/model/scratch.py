@@ -31,7 +31,7 @@ from sft_play.runs.prepared import ResolvedModel
 from sft_play.runs.stamp import MADE
 
 FORMAT = "1"
-"""Increased when the same settings would give another folder."""
+"""Increased when the same settings, or the same text, would give another folder."""
 
 
 def resolve(config: Config) -> ResolvedModel:
@@ -180,8 +180,6 @@ def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
 # ChatML's `<|im_start|>` and `<|im_end|>`. A pair of tokens is merged when it occurs at least twice.
 
 
-VERSION = "1"
-"""Increased when the same text would give another tokenizer."""
 END, PAD, TURN, TURN_END = MARKS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 LEAST_OCCURRENCES = 2
 MOST_CHARACTERS = 10**9
@@ -204,8 +202,7 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
         _train(sources, vocab_size, seed, folder)
 
     used = [[identify(source)[0], seed if source.rows is not None else None] for source in sources]
-    parts = json.dumps([VERSION, vocab_size, version("tokenizers"), used], ensure_ascii=False, sort_keys=True)
-    return make_once(cache_folder() / "tokenizers" / text_sha256(parts)[:24], "tokenizer.json", train)
+    return _made("trained-tokenizer", [vocab_size, version("tokenizers"), used], train)
 
 
 def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:

@@ -20,6 +20,15 @@ from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import Stamp, fixed_settings
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+DISTRIBUTED_TYPE: Mapping[Strategy, str] = {
+    "single": "NO",
+    "ddp": "MULTI_GPU",
+    "zero1": "DEEPSPEED",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+    "fsdp2": "FSDP",
+}
+"""Accelerate's name of a strategy; DDP on CPUs is `MULTI_CPU`."""
 CommandStrategy = Literal["single", "ddp", "zero", "fsdp2", "auto"]
 """Strategy that a command implies: `make train` is `single`, `make train-distributed` is `auto`."""
 Precision = Literal["fp32", "bf16", "fp16"]

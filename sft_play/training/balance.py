@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import TrainerCallback
 
 from sft_play.config.schema import Config
@@ -16,6 +18,8 @@ from sft_play.plan.plan import Plan, RankPlan
 from sft_play.training.metrics import Lap, Stopwatch
 from sft_play.training.ranks import TrainContext
 
+Table = NDArray[np.float64]
+"""Each rank's seconds, rows, tokens and micro-steps [ranks, 4]."""
 HEADROOM = 2
 """Under DDP a rank may get at most this many times the plan's largest number of micro-steps."""
 UNCOUNTED = 2
@@ -67,9 +71,9 @@ class ShareChooser:
         planned = spans(self.rows, plan.slots)
         self.working = tuple(rank for rank, rows in enumerate(planned) if rows)
         """Ranks that have work in the plan; each keeps at least one row, or it would never be measured again."""
-        self.sums = [[0.0] * 4 for _ in plan.ranks]
+        self.sums: Table = np.zeros((len(plan.ranks), 4))
         """Seconds, rows, tokens and micro-steps of each rank; older measurements weigh less."""
-        self._window = [[0.0] * 4 for _ in plan.ranks]
+        self._window = np.zeros_like(self.sums)
         self._looks = 0
 
     def look(self, measured: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
@@ -77,16 +81,12 @@ class ShareChooser:
 
         `measured` holds each rank's seconds, rows, tokens and micro-steps.
         """
-        self._window = [
-            [a + b for a, b in zip(*pair, strict=True)] for pair in zip(self._window, measured, strict=True)
-        ]
-        if max(seconds for seconds, *_ in self._window) < SECONDS[self.alike]:
+        self._window = self._window + measured
+        if self._window[:, 0].max() < SECONDS[self.alike]:
             return None
-        window, self._window = self._window, [[0.0] * 4 for _ in measured]
-        self.sums = [
-            [KEPT * a + b for a, b in zip(*pair, strict=True)] if pair[1][2] else pair[0]
-            for pair in zip(self.sums, window, strict=True)
-        ]
+        window, self._window = self._window, np.zeros_like(self._window)
+        has_tokens = window[:, 2:3] > 0
+        self.sums = np.where(has_tokens, KEPT * self.sums + window, self.sums)
         if self.alike:
             self._looks = self._looks + 1 if self._uneven(window, shares) else 0
             if self._looks < LOOKS:
@@ -94,14 +94,14 @@ class ShareChooser:
         self._looks = 0
         return self._better(self.sums, shares)
 
-    def _uneven(self, window: Sequence[Sequence[float]], shares: Shares) -> bool:
+    def _uneven(self, window: Table, shares: Shares) -> bool:
         """Return whether this window alone justifies other shares."""
         paces = [pace for pace in paces_of(window) if pace]
         rows = spans(self.rows, shares)
         differs = max(rows) > min(rows) + 1 or max(paces) >= GAP * min(paces)
         return differs and self._better(window, shares) is not None
 
-    def _better(self, sums: Sequence[Sequence[float]], shares: Shares) -> Shares | None:
+    def _better(self, sums: Table, shares: Shares) -> Shares | None:
         costs = self.costs(sums)
         if not all(cost.most_rows for cost, (micro, _) in zip(costs, shares, strict=True) if micro):
             return None  # a rank that has work was not measured
@@ -113,7 +113,7 @@ class ShareChooser:
         before, after = (step_seconds(self.rows, shares_tried, costs) for shares_tried in (shares, better))
         return better if before > GAIN * after else None
 
-    def costs(self, sums: Sequence[Sequence[float]]) -> list[Cost]:
+    def costs(self, sums: Table) -> list[Cost]:
         """Return the cost of a row (or pack) on each rank; a rank that was never measured takes no rows."""
         _, rows, trained_tokens, micro_steps = zip(*sums, strict=True)
         tokens, units = sum(trained_tokens), sum(rows)
@@ -138,7 +138,7 @@ class ShareChooser:
         return max(rank.micro_batch, rank.most_rows)
 
 
-def paces_of(sums: Sequence[Sequence[float]]) -> list[float]:
+def paces_of(sums: Table) -> list[float]:
     """Return each rank's seconds per token, or 0 if it was not measured."""
     return [seconds / tokens if tokens else 0.0 for seconds, _, tokens, _ in sums]
 

@@ -29,12 +29,12 @@ import psutil
 
 from sft_play.config.schema import LaunchConfig
 from sft_play.errors import RetryableError, UserError, causes
-from sft_play.files import NO_ROOM, is_full, open_own, write_text
+from sft_play.files import NO_ROOM, errno_of, is_full, open_own, write_text
 from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
-from sft_play.training.process import Activity, launched_world, leave_record, redirect
+from sft_play.training.process import Activity, launched_world, leave_record, log_alone, redirect
 from sft_play.training.stop_request import StopRequest
 
 Program = Callable[[StopRequest, "Path | None", "TextIO | None"], int]
@@ -49,8 +49,6 @@ PEER_GONE = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|Watchdog caught collective operation timeout"
 )
 """Messages of gloo and NCCL in a rank whose peer has died."""
-FULL = re.compile(r"os error (28|122)\b")
-"""safetensors' messages for ENOSPC and EDQUOT."""
 WRITE_FAILED = re.compile(
     r"No space left on device|PytorchStreamWriter failed|inline_container|file write failed|unexpected pos \d+"
 )
@@ -126,11 +124,10 @@ def print_fault(problem: Exception, record: dict[str, Any]) -> None:
     Errors that the launcher reports itself go only to the rank's log.
     """
     # Printing may fail: the record is what counts, and it is written in any case.
-    with contextlib.suppress(MemoryError, OSError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(MemoryError, OSError):
         stream: Any = sys.stderr
         if (MARK in os.environ and record["code"] != 1) or record.get("cause", PEER) != PEER:
-            log = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
-            stream = stack.enter_context(log)
+            stream = log_alone()
         if not isinstance(problem, UserError):
             traceback.print_exception(problem, file=stream)
         if record["error"].startswith("error: "):
@@ -139,12 +136,10 @@ def print_fault(problem: Exception, record: dict[str, Any]) -> None:
 
 def ran_out_of_disk(error: BaseException, run: RunFolder) -> bool:
     """Return whether an error, or one of its causes, is a write for which the disk had no space."""
-    for link in causes(error):
-        if isinstance(link, OSError) and link.errno in NO_ROOM:
-            return True
-        if FULL.search(str(link)) or (WRITE_FAILED.search(str(link)) and is_full(run.path)):
-            return True
-    return False
+    links = list(causes(error))
+    if any(errno_of(link) in NO_ROOM for link in links):
+        return True
+    return any(WRITE_FAILED.search(str(link)) for link in links) and is_full(run.path)
 
 
 def describe_full_disk(error: BaseException, run: RunFolder) -> str:

@@ -26,17 +26,19 @@ from sft_play.files import append_text, disk_problem, finite, read_json_lines, s
 from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown_gpus
 from sft_play.runs.progress import line_of
 
-TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu")
-"""Logged keys of a training row, in addition to those of each rank (`rank_...`) or machine (`node_...`)."""
+TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu", "rank_", "node_")
+"""Beginnings of the logged keys of a training row; those of each rank or machine begin with `rank_` or `node_`."""
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the complete rows of a metrics file up to and including `step`, without a torn last line."""
-    return [
-        row
-        for row in read_json_lines(path)
-        if "kind" in row and isinstance(row.get("step"), int) and row["step"] <= step
-    ]
+    """Return the complete rows of a file up to and including `step`, without a torn last line."""
+    return [row for row in read_json_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Remove the rows after `step` from a file, since a resumed run repeats them; a run that starts over keeps none."""
+    rows = rows_until(path, step) if step else []
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -68,20 +70,14 @@ class MetricsFile(TrainerCallback):
                 file=sys.stderr,
                 flush=True,
             )
-        # A run that starts over keeps no rows, not even an evaluation before the first step.
-        rows = rows_until(self.path, state.global_step) if state.global_step else []
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        drop_later_rows(self.path, state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        logs = logs or {}
-        if "rank_loss" in logs:
-            row = {"kind": "train", "step": state.global_step, "epoch": logs.get("epoch")}
-            self.add(
-                row | {k: finite(v) for k, v in logs.items() if k in TRAIN_KEYS or k.startswith(("rank_", "node_"))}
-            )
-        elif "eval_loss" in logs:
-            row = {"kind": "eval", "step": state.global_step, "epoch": logs.get("epoch")}
-            self.add(row | {k: finite(v) for k, v in logs.items() if k.startswith("eval_")})
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        kind = "train" if "rank_loss" in logs else "eval" if "eval_loss" in logs else None
+        if kind is not None:
+            row = {"kind": kind, "step": state.global_step, "epoch": logs.get("epoch")}
+            own = TRAIN_KEYS if kind == "train" else ("eval_",)
+            self.add(row | {name: finite(value) for name, value in logs.items() if name.startswith(own)})
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row; on a full disk it is lost, with one warning until a row is written again."""
@@ -118,8 +114,8 @@ class Progress(TrainerCallback):
         self.last_line = 0.0
         self.rows.clear()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        row = {**(logs or {}), "step": state.global_step}
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        row = {**logs, "step": state.global_step}
         if "rank_loss" in row:
             self.rows.append(row | {"kind": "train"})
             if (

@@ -20,9 +20,7 @@ class MuonWithAdamW(Optimizer):
         """Move the matrices of `model`'s layers from `adamw` to groups of Muon."""
         matrices, groups = matrices_of(model), []
         for group in adamw.param_groups:
-            moved = [parameter for parameter in group["params"] if id(parameter) in matrices]
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in matrices]
-            if moved:
+            if moved := take_out(group, matrices):
                 groups.append({"params": moved, "lr": group["lr"], "weight_decay": group["weight_decay"]})
         self.muon, self.adamw = Muon(groups, adjust_lr_fn="match_rms_adamw"), adamw
         super().__init__([*self.muon.param_groups, *adamw.param_groups], {})
@@ -33,6 +31,13 @@ class MuonWithAdamW(Optimizer):
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == (part is self.muon)]
             part.step()
+
+
+def take_out(group: dict[str, Any], ids: set[int]) -> list[Any]:
+    """Remove the parameters with these `ids` from a group of an optimizer, and return them."""
+    moved = [parameter for parameter in group["params"] if id(parameter) in ids]
+    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+    return moved
 
 
 def matrices_of(model: Any) -> set[int]:

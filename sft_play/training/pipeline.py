@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_
 from transformers.utils import ModelOutput
 
 from sft_play.data.batches import Batch
@@ -32,17 +33,12 @@ def _no_step(_: str) -> None:
     """Ignore the phase: evaluation belongs to no step."""
 
 
-def pipeline_of(model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> Pipeline:
-    """Return the pipeline of a rank whose stage is `model`. Collective over all ranks."""
-    return Pipeline(Stage(model, *plan.layers_of(ranks.rank)), ranks, plan, timeout_seconds)
-
-
 class Pipeline:
     """This rank's stage and its neighbours in the group."""
 
-    def __init__(self, stage: Stage, ranks: Ranks, plan: Plan, timeout_seconds: float) -> None:
-        """Create the process groups. Collective over all ranks."""
-        self.stage, self.ranks = stage, ranks
+    def __init__(self, model: Any, plan: Plan, ranks: Ranks, timeout_seconds: float) -> None:
+        """Make `model` this rank's stage, and create the process groups. Collective over all ranks."""
+        self.stage, self.ranks = Stage(model, *plan.layers_of(ranks.rank)), ranks
         self.dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
         """Type of hidden states on the wire."""
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
@@ -54,10 +50,8 @@ class Pipeline:
         self.before, self.after, self.last = ranks.rank - 1, ranks.rank + 1, ranks.rank + self.behind
         self.group, self.gradients = group_of(ranks, timeout_seconds), group_of(ranks, timeout_seconds)
         self.replicas = replicas_of(ranks, timeout_seconds)
-        limit = timedelta(seconds=timeout_seconds)
-        firsts = range(0, ranks.world, ranks.group_size)
-        pairs = [[first, first + ranks.group_size - 1] for first in firsts]
-        self.ends = [distributed.new_group(pair, timeout=limit) for pair in pairs][ranks.data_rank]
+        pairs = [[first, first + ranks.group_size - 1] for first in range(0, ranks.world, ranks.group_size)]
+        self.ends, _ = distributed.new_subgroups_by_enumeration(pairs, timeout=timedelta(seconds=timeout_seconds))
         """Group of the first and last stage, which may hold the same embedding."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self.enter: Callable[[str], None] = _no_step
@@ -206,16 +200,14 @@ class Pipeline:
     def clip(self, parameters: Iterator[nn.Parameter], max_norm: float) -> Tensor:
         """Clip the gradients of all stages to `max_norm`, and return their norm. Collective over the group."""
         twice = {id(parameter) for parameter in self.stage.shared} if not self.stage.begins else set()
-        gradients = [(weight.grad, id(weight) in twice) for weight in parameters if weight.grad is not None]
+        trained = [weight for weight in parameters if weight.grad is not None]
         total = torch.zeros((), device=self.ranks.device)
-        for gradient, elsewhere in gradients:
-            if not elsewhere:
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        for weight in trained:
+            if id(weight) not in twice:
+                total += torch.linalg.vector_norm(weight.grad, dtype=torch.float32).square()
         distributed.all_reduce(total, group=self.group)
         norm = total.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient, _ in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+        clip_grads_with_norm_(trained, max_norm, norm)
         return norm
 
     def whole_state(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -48,11 +48,11 @@ class Profiler(TrainerCallback):
             self.lap.take()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.profile and not self.done:
+        if self.profile:
             self.profile.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.profile and not self.done:
+        if self.profile:
             self.profile.stop()
         if not self.done:
             print(
@@ -62,7 +62,7 @@ class Profiler(TrainerCallback):
 
     def _keep(self, trace: profile) -> None:
         """Write the trace and its summary: seconds per step, and how they are spent."""
-        self.done, lap = True, self.lap.take()
+        self.profile, self.done, lap = None, True, self.lap.take()
         trace.export_chrome_trace(str(self.folder / f"{self.name}.pt.trace.json.gz"))
         if self.settings.memory:
             self._dump_memory()

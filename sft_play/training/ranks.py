@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, HardwareError, first_line
 from sft_play.launch.environment import VARIABLE, key_here, proof, proves
-from sft_play.plan.plan import Plan
+from sft_play.plan.plan import DISTRIBUTED_TYPE, Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import Stamp
 from sft_play.training.metrics import MetricsFile
@@ -32,15 +32,6 @@ from sft_play.training.process import Activity, launched_world
 CPU = torch.device("cpu")
 MOST_BYTES = 256 * 2**20
 """Most bytes of one rank's message: a number from a peer must not decide how much memory is allocated."""
-EXPECTED = {
-    "single": ("NO",),
-    "ddp": ("MULTI_GPU", "MULTI_CPU"),
-    "zero1": ("DEEPSPEED",),
-    "zero2": ("DEEPSPEED",),
-    "zero3": ("DEEPSPEED",),
-    "fsdp2": ("FSDP",),
-}
-"""Strategy of the plan -> accelerate's names for it."""
 
 
 Outline = list[tuple[str, list[int], str]]
@@ -108,25 +99,18 @@ class Ranks:
         """Return each rank's JSON-compatible `value`; tuples arrive as lists."""
         if self.world == 1:
             return [value]
-        data = self._bytes(value)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
-        distributed.all_gather(sizes, self._size(data))
-        longest = _checked(max(int(size) for size in sizes))
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [int(size) for (size,) in self.table([data.numel()])]
+        longest = max(sizes)
+        if not 0 <= longest <= MOST_BYTES:
+            raise ValueError(f"a rank would send {longest:,} bytes; at most {MOST_BYTES:,} are accepted")
         parts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in sizes]
         distributed.all_gather(parts, pad(data, (0, longest - data.numel())))
-        return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON-compatible `value`; tuples arrive as lists."""
-        if self.world == 1:
-            return value
-        data = self._bytes(value if self.first else None)
-        size = self._size(data)
-        distributed.broadcast(size, src=0)
-        if not self.first:
-            data = torch.empty(_checked(int(size)), dtype=torch.uint8, device=self.device)
-        distributed.broadcast(data, src=0)
-        return _value(data)
+        return self.gather(value if self.first else None)[0]
 
     def table(self, numbers: Sequence[float] | Tensor) -> list[list[float]]:
         """Return each rank's `numbers`, equally many on each, as float64."""
@@ -187,22 +171,6 @@ class Ranks:
             distributed.recv(data, src=source)
             received[name] = data.cpu().view(dtype).reshape(shape)
         return received
-
-    def _bytes(self, value: Any) -> Tensor:
-        return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-
-    def _size(self, data: Tensor) -> Tensor:
-        return torch.full((1,), data.numel(), dtype=torch.int64, device=self.device)
-
-
-def _value(data: Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
-
-
-def _checked(size: int) -> int:
-    if not 0 <= size <= MOST_BYTES:
-        raise ValueError(f"a rank would send {size:,} bytes; at most {MOST_BYTES:,} are accepted")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +254,8 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
         )
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if not plan.world_size == world == accelerator.num_processes or kind not in EXPECTED[plan.strategy]:
+    planned = kind.replace("MULTI_CPU", "MULTI_GPU") == DISTRIBUTED_TYPE[plan.strategy]
+    if not plan.world_size == world == accelerator.num_processes or not planned:
         raise HardwareError(
             f"the plan is {plan.strategy} over {plan.world_size} ranks, torch has {world}, "
             f"accelerate has {accelerator.num_processes} under {kind}",

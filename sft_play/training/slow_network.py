@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from transformers import Trainer, TrainerCallback
 
@@ -87,17 +88,10 @@ def narrow_hook(state: NarrowFormat, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket in 16 bits; gradients that already have 16 bits are sent unchanged."""
     buffer = bucket.buffer()
     if buffer.element_size() <= state.dtype.itemsize:
-        return plain(buffer)
+        return allreduce_hook(distributed.group.WORLD, bucket)
     sent = state.pack(buffer, distributed.get_world_size())
     future: Future[Any] = distributed.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: state.unpack(done.value()[0], buffer))
-
-
-def plain(buffer: Tensor) -> Future[Tensor]:
-    """Average a bucket in its own type."""
-    buffer.div_(distributed.get_world_size())
-    future: Future[Any] = distributed.all_reduce(buffer, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
 
 
 class LocalSteps(TrainerCallback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import statistics
@@ -16,10 +15,10 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, Tr
 from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import DataError
-from sft_play.files import append_json_line, read_json_lines, side_file, write_json, write_text
+from sft_play.files import append_json_line, side_file, write_json
 from sft_play.runs.progress import notify
 from sft_play.training.faults import open_store
-from sft_play.training.metrics import rows_until
+from sft_play.training.metrics import drop_later_rows, rows_until
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
@@ -99,6 +98,12 @@ def scale_of(trainer: Trainer) -> float | None:
     return float(scaler.loss_scale if trainer.is_deepspeed_enabled else scaler.get_scale())
 
 
+def saved_attributes(callback: TrainerCallback, state: Any) -> dict[str, Any]:
+    """Return what the checkpoint that a run resumes from holds of a callback's `state`, nothing at a run's start."""
+    saved = state.stateful_callbacks.get(type(callback).__name__) if state.global_step else None
+    return (saved or {}).get("attributes", {})
+
+
 WINDOW, LEAST = 50, 10
 """The most and the fewest earlier norms that a norm is compared with."""
 WHAT = "the rows of a step whose gradient norm jumps"
@@ -124,14 +129,11 @@ class SpikeGuard(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the state of the checkpoint, and drop lines of steps that are repeated."""
-        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        attributes = (saved or {}).get("attributes", {})
+        attributes = saved_attributes(self, state)
         self.norms, self.spikes = list(attributes.get("norms", [])), list(attributes.get("found", []))
         if self.rank == 0 and self.path.is_file():
-            lines = read_json_lines(self.path)
-            rows = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= state.global_step]
             with side_file(self.path, WHAT):
-                write_text(self.path, "".join(json.dumps(line) + "\n" for line in rows))
+                drop_later_rows(self.path, state.global_step)
 
     def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
         """Record the norm of a step and return whether to skip its update; norms that are not finite are ignored."""
@@ -306,7 +308,7 @@ class MissedEvaluation(TrainerCallback):
             return
         trainer, context = self.trainer, self.trainer.context
         rows = rows_until(context.run.metrics, state.global_step)
-        evaluations = [row for row in rows if row["kind"] == "eval" and row["step"] == state.global_step]
+        evaluations = [row for row in rows if row.get("kind") == "eval" and row["step"] == state.global_step]
         trainer.score(context.ranks.broadcast(evaluations[-1] if evaluations else None))
 
 
@@ -337,8 +339,7 @@ class Patience(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the state of the checkpoint; a run that stopped early but did not publish its model makes no step."""
-        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        attributes = (saved or {}).get("attributes", {})
+        attributes = saved_attributes(self, state)
         self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
         self.reason = attributes.get("reason")
         control.should_training_stop = control.should_training_stop or self.reason is not None

@@ -59,10 +59,10 @@ class Curves(TrainerCallback):
         for path in (self.run.config, self.run.plan):
             self._add_text(path.stem, _indent(path.read_text(encoding="utf-8")), state)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        curves = {curve: value for name, entry in (logs or {}).items() for curve, value in curves_of(name, entry)}
+        curves = {curve: value for name, entry in logs.items() for curve, value in curves_of(name, entry)}
         if curves:
             values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]
             self._write(state.global_step, summary=Summary(value=values))
@@ -146,8 +146,8 @@ class Tracked(TrainerCallback):
         self._thread.start()
         self._hand("on_train_begin", args, state, model=others.get("model"))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        self._hand("on_log", args, state, logs=dict(logs or {}) if self.name == AIM else flat(logs or {}))
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        self._hand("on_log", args, state, logs=dict(logs) if self.name == AIM else flat(logs))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._hand("on_train_end", args, state)
@@ -266,15 +266,14 @@ class AimTracker(TrainerCallback):
         self.run["config"] = read_json(self.folder.config)["config"]
         keep_id(self.folder, AIM, self.run.hash)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        for name, value in (logs or {}).items():
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        for name, value in logs.items():
             kind, plain = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
-            place, _dash, of_each = plain.partition("_")
             if isinstance(value, int | float):
                 self._track(plain, value, state, {"subset": kind})
-            elif isinstance(value, list) and place in ("rank", "node"):  # `rank_loss`: the loss of each rank
+            elif match := PLACE.fullmatch(name):  # `rank_loss`: the loss of each rank
                 for index, entry in enumerate(value):
-                    self._track(of_each, entry, state, {"subset": kind, place: index})
+                    self._track(match[2], entry, state, {"subset": kind, match[1]: index})
 
     def _track(self, name: str, value: float, state: Any, context: dict[str, Any]) -> None:
         self.run.track(float(value), name=name, step=state.global_step, epoch=state.epoch, context=context)

@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from sft_play.model.parallel import Slicer
 from sft_play.training.balance import Balancer
 from sft_play.training.loss import IDLE, step_totals, sums_of, token_loss_sum, train_loader
 from sft_play.training.metrics import PHASES, Lap, Readings, Stopwatch, as_logs, figures
-from sft_play.training.muon import MuonWithAdamW
+from sft_play.training.muon import MuonWithAdamW, take_out
 from sft_play.training.noise import NEFTUNE, RowNoise
 from sft_play.training.offload import offload_inputs
 from sft_play.training.pipeline import Pipeline
@@ -82,9 +82,7 @@ def split_for_lora_plus(optimizer: Any, model: Any, ratio: float) -> None:
         if ".lora_B" in name or len(whole_shape(parameter)) == 1
     }
     for group in list(optimizer.param_groups):
-        moved = [parameter for parameter in group["params"] if id(parameter) in faster]
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in faster]
-        if moved:
+        if moved := take_out(group, faster):
             optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * ratio})
 
 
@@ -234,11 +232,7 @@ class SftTrainer(Trainer):
             scale = scaler.scale(scale)
         sums = pipeline.train(batches, self.objective, scale, lambda batch: at(batch["rows"]), self.watch.enter)
         self.watch.enter("optimizer")
-        counts = [
-            torch.full_like(sums[0], sum(count))
-            for count in ([b["tokens"] for b in batches], [len(b["rows"]) for b in batches])
-        ]
-        self._window += torch.stack([*sums, *counts])
+        self._add_to_window(sums, batches)
         return sums[0].float() * self.context.ranks.data_world / labels
 
     def compute_loss(
@@ -255,16 +249,19 @@ class SftTrainer(Trainer):
             self.noise.begin(inputs, self.state.global_step)
         total = token_loss_sum(model, inputs, self.objective)
         self.watch.passed(total)
-        sums = sums_of(total, inputs)
-        # Filled on the device: a copy from the host would wait for it.
-        counts = [torch.full_like(sums[0], count) for count in (inputs["tokens"], len(inputs["rows"]))]
-        self._window += torch.stack([*sums, *counts])
+        self._add_to_window(sums_of(total, inputs), [inputs])
         # DeepSpeed updates the weights inside the backward pass, so the loss must be checked before it.
         if self.is_deepspeed_enabled and self.accelerator.sync_gradients:
             self.finite.require_finite_loss(self._window[0])
         if self.local is not None:
             return total / self.local.own_tokens
         return total * (self.context.plan.world_size / self.context.ranks.copies) / num_items_in_batch
+
+    def _add_to_window(self, sums: Tensor, batches: Sequence[Batch]) -> None:
+        """Count batches, of which `sums` are the `sums_of`, for the next row of metrics."""
+        counts = sum(batch["tokens"] for batch in batches), sum(len(batch["rows"]) for batch in batches)
+        # Filled on the device: a copy from the host would wait for it.
+        self._window += torch.stack([*sums, *(torch.full_like(sums[0], count) for count in counts)])
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip gradients; if ranks hold slices, by the norm over all slices."""

@@ -34,9 +34,9 @@ def work(rank: int, folder: Path) -> None:
     seen["problems"] = [ranks.first_problem(problem) for problem in (None, "full" if rank else None, f"full {rank}")]
     evil = torch.frombuffer(bytearray(pickle.dumps(Evil(folder / "ran"))), dtype=torch.uint8)
     if rank == 0:  # what a stranger in rank 0's place would send
-        distributed.broadcast(torch.tensor([evil.numel()]), src=0)
-        distributed.broadcast(evil, src=0)
-        distributed.broadcast(torch.tensor([1 << 50]), src=0)
+        ranks.table([evil.numel()])
+        distributed.all_gather([torch.empty_like(evil) for _ in range(WORLD)], evil)
+        ranks.table([1 << 50])
     else:
         for name in ("pickled", "huge"):
             try:

@@ -53,6 +53,7 @@ from sft_play.training.states.files import (
     INDEX,
     VALUES,
     Kind,
+    Share,
     StateFiles,
     StatePiece,
     add_local_steps,
@@ -61,7 +62,7 @@ from sft_play.training.states.files import (
     sources_of,
     write_tensors,
 )
-from sft_play.training.states.layout import Bundle, Layout, Share, layout_of, whole_shape
+from sft_play.training.states.layout import Bundle, Layout, layout_of, whole_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,9 +193,9 @@ class _Collector:
             self._slices(bundle, name, flat)
         elif state.numel() == 1 or [share.elements for share in bundle.shares] == [math.prod(bundle.shares[0].shape)]:
             for share in bundle.shares:
-                self.add(name, state, share.name, "whole", 0, math.prod(share.shape), share.shape)
+                self.add(name, state, Share.complete(share.name, share.shape), "whole")
         else:
-            self.add(name, state, bundle.label, "rank", 0, state.numel(), tuple(state.shape))
+            self.add(name, state, Share.complete(bundle.label, tuple(state.shape)), "rank")
 
     def _slices(self, bundle: Bundle, name: str, flat: Tensor) -> None:
         for share in bundle.shares:
@@ -202,33 +203,25 @@ class _Collector:
 
     def _slice(self, name: str, flat: Tensor, share: Share) -> None:
         part = flat[share.offset : share.offset + share.elements]
-        kind: Kind = "columns" if share.columns else "slice"
-        self.add(
-            name,
-            part.view(share.shape[0], -1) if share.columns else part,
-            share.name,
-            kind,
-            share.start,
-            share.end,
-            share.shape,
-        )
+        if share.columns:
+            self.add(name, part.view(share.shape[0], -1), share, "columns")
+        else:
+            self.add(name, part, share, "slice")
 
-    def add(
-        self, state: str, tensor: Tensor, parameter: str, kind: Kind, start: int, end: int, shape: tuple[int, ...]
-    ) -> None:
+    def add(self, state: str, tensor: Tensor, share: Share, kind: Kind) -> None:
         """Add one piece."""
         values = tensor.detach().to("cpu", copy=self.clone).contiguous()
-        key = f"{state}/{parameter}"
+        key = f"{state}/{share.name}"
         self.tensors[key] = values
         self.pieces.append(
             StatePiece(
                 key=key,
-                parameter=parameter,
+                parameter=share.name,
                 state=state,
                 kind=kind,
-                start=start,
-                end=end,
-                shape=shape,
+                start=share.start,
+                end=share.end,
+                shape=share.shape,
                 dtype=str(values.dtype).removeprefix("torch."),
             )
         )

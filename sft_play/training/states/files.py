@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sft_play.errors import CheckpointError
-from sft_play.files import read_json
+from sft_play.model.published import tensor_files
 from sft_play.runs.manifest import StatesFacts, optimizer_file
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
@@ -26,6 +26,28 @@ Kind = Literal["slice", "columns", "whole", "rank"]
 """`slice`: a range of the parameter's elements; `columns`: a range of its columns, all rows; `whole`: the same on every
 rank; `rank`: specific to this rank's layout.
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The elements `[start, end)` of a parameter (or columns of all its rows), at `offset` of their bundle."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    offset: int = 0
+    columns: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return (self.end - self.start) * (self.shape[0] if self.columns else 1)
+
+    @classmethod
+    def complete(cls, name: str, shape: tuple[int, ...]) -> Share:
+        """Return the share of a rank that holds all of a parameter."""
+        return cls(name=name, shape=shape, start=0, end=math.prod(shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,26 +100,6 @@ def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iter
         )
 
 
-def flat_shares(sizes: Iterable[int], offsets: Iterable[int], start: int, end: int) -> list[tuple[int, int, int, int]]:
-    """Return the parts of parameters in elements `[start, end)` of a buffer that holds them one after the other.
-
-    `sizes` and `offsets` count elements. Each part is (index of the parameter, first element, end, offset in the
-    range); padding belongs to no part.
-    """
-    parts = []
-    for index, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        first, last = max(offset, start), min(offset + size, end)
-        if first < last:
-            parts.append((index, first - offset, last - offset, first - start))
-    return parts
-
-
-def partition(numel: int, rank: int, world: int) -> tuple[int, int, int]:
-    """Return (first element, end, size with padding) of a rank's equal share, rounded up (ZeRO-3)."""
-    size = -(-numel // world)
-    return min(rank * size, numel), min((rank + 1) * size, numel), size
-
-
 NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 INDEX = "index"
 """Metadata key of a state file: JSON with its pieces, and with the values that are not tensors."""
@@ -136,18 +138,15 @@ class StateFiles:
     @functools.cached_property
     def _weights(self) -> dict[str, str]:
         """Name of a weight -> the file of the model that holds it."""
-        index, alone = self.checkpoint / "model.safetensors.index.json", "model.safetensors"
-        if index.is_file():
-            return dict(read_json(index)["weight_map"])
-        return dict.fromkeys(self._file(alone).keys(), alone) if (self.checkpoint / alone).is_file() else {}
+        with readable(self.checkpoint):
+            return {name: path.name for name, path in tensor_files(self.checkpoint).items()}
 
     def weight(self, name: str) -> list[StatePiece]:
         """Return a weight of the model's files as a single piece, or nothing if there is no such weight."""
         file = self._weights.get(name)
         if file is None:
             return []
-        with readable(self.checkpoint / file):
-            shape = tuple(self._file(file).get_slice(name).get_shape())
+        shape = self._shape(file, name)
         whole = math.prod(shape)
         return [
             StatePiece(
@@ -181,10 +180,13 @@ class StateFiles:
             block[:, into : into + last - first].copy_(rows[:, first:last])
         target.copy_(block.view(-1)[start - top * width : end - top * width])
 
+    def _shape(self, file: str, key: str) -> tuple[int, ...]:
+        with readable(self.checkpoint / file):
+            return tuple(self._file(file).get_slice(key).get_shape())
+
     def _elements(self, piece: StatePiece, start: int, end: int) -> Tensor:
         """Return elements of a piece's own tensor, reading only the rows that contain them."""
-        with readable(self.checkpoint / piece.file):
-            shape = self._file(piece.file).get_slice(piece.key).get_shape()
+        shape = self._shape(piece.file, piece.key)
         if not shape:
             return self.whole(piece).reshape(1)
         width = max(math.prod(shape[1:]), 1)
@@ -255,7 +257,7 @@ EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE})
 """States of a parameter that do not belong to the optimizer."""
 VALUES = ("master", "weight")
 """States that are the parameter's own values, the more precise first."""
-Add = Callable[[str, Tensor, str, Kind, int, int, tuple[int, ...]], None]
+Add = Callable[[str, Tensor, Share, Kind], None]
 
 
 def facts_of(context: TrainContext, local: LocalSteps | None) -> dict[str, Any] | None:
@@ -273,7 +275,7 @@ def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Te
     for name, anchor, velocity in zip(local.names, local.anchor, local.velocity, strict=True):
         tensors += [(ANCHOR, name, anchor), (MOMENTUM, name, velocity)]
     for state, name, value in tensors:
-        add(state, value.reshape(-1), name, "slice", 0, value.numel(), tuple(value.shape))
+        add(state, value.reshape(-1), Share.complete(name, tuple(value.shape)), "slice")
 
 
 class MeanStateFiles(StateFiles):

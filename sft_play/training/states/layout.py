@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,24 +20,7 @@ from sft_play.errors import CheckpointError
 from sft_play.files import side_file, write_json
 from sft_play.model.parallel import local_part, slice_of
 from sft_play.training.ranks import TrainContext
-from sft_play.training.states.files import flat_shares, partition
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """The elements `[start, end)` of a parameter (or columns of all its rows), at `offset` of their bundle."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-    offset: int
-    columns: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return (self.end - self.start) * (self.shape[0] if self.columns else 1)
+from sft_play.training.states.files import Share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +42,10 @@ class Bundle:
     """The inverse; `None` for a state without one number per element."""
 
 
+def _nothing() -> None:
+    """Do nothing, since there is only one copy of the weights."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """A trainer's bundles and the optimizer that steps them."""
@@ -66,9 +54,9 @@ class Layout:
     bundles: tuple[Bundle, ...]
     sharded: bool
     """Whether ranks hold different parts; otherwise all hold the same, and rank 0 writes it."""
-    begin: Callable[[], None]
+    begin: Callable[[], None] = _nothing
     """Called before values are restored; collective."""
-    finish: Callable[[], None]
+    finish: Callable[[], None] = _nothing
     """Copies the values into the weights that the model computes with; collective."""
 
 
@@ -87,24 +75,18 @@ def layout_of(trainer: Any) -> Layout:
         optimizer=optimizer,
         bundles=tuple(make(names[id(parameter)], parameter) for parameter in wrapped),
         sharded=bool(trainer.is_fsdp_enabled) or trainer.parts is not None,
-        begin=_nothing,
-        finish=_nothing,
     )
-
-
-def _nothing() -> None:
-    """Do nothing, since there is only one copy of the weights."""
 
 
 def _plain(name: str, parameter: Tensor) -> Bundle:
     if not parameter.data.is_contiguous():
         parameter.data = parameter.data.contiguous()
     shape, part = tuple(parameter.shape), slice_of(parameter)
-    share = Share(name=name, shape=shape, start=0, end=parameter.numel(), offset=0)
+    share = Share.complete(name, shape)
     if part is not None:
         width = 1 if part.dim else math.prod(shape[1:])
         share = Share(
-            name=name, shape=part.shape, start=part.start * width, end=part.end * width, offset=0, columns=part.dim == 1
+            name=name, shape=part.shape, start=part.start * width, end=part.end * width, columns=part.dim == 1
         )
     return Bundle(
         label=name,
@@ -140,9 +122,7 @@ def _fsdp2(name: str, parameter: Any) -> Bundle:
     first, width = part.start if part is not None else 0, 1 if dim else math.prod(shape[1:])
     start = first * width + (min(offset[dim] * width, parameter.numel()) if shape else 0)
     end = start + (local.shape[1] if dim else local.numel())
-    share = Share(
-        name=name, shape=part.shape if part else tuple(shape), start=start, end=end, offset=0, columns=dim == 1
-    )
+    share = Share(name=name, shape=part.shape if part else tuple(shape), start=start, end=end, columns=dim == 1)
     rows = local.shape
     return Bundle(
         label=name,
@@ -179,27 +159,18 @@ def _zero12(zero: Any, names: dict[int, str]) -> Layout:
         rank = distributed.get_rank(process_group)
         if hasattr(zero, "bf16_groups"):  # ZeRO-1 in bf16 with `data_types.grad_accum_dtype: fp32`
             parameters, flat = zero.bf16_groups[index], zero.fp32_groups_flat_partition[index]
-            sizes = [parameter.numel() for parameter in parameters]
-            offsets = [sum(sizes[:position]) for position in range(len(sizes))]
+            offsets = list(itertools.accumulate((parameter.numel() for parameter in parameters[:-1]), initial=0))
         else:
             parameters, flat = zero.round_robin_bit16_groups[index], zero.single_partition_of_fp32_groups[index]
-            sizes = [meta.numel() for meta in zero.round_robin_bit16_meta[index]]
             offsets = zero.round_robin_bit16_offsets[index]
-        begin = rank * flat.numel()
-        shares = [
-            Share(
-                name=names[id(parameters[number])],
-                shape=tuple(parameters[number].shape),
-                start=first,
-                end=last,
-                offset=offset,
-            )
-            for number, first, last, offset in flat_shares(sizes, offsets, begin, begin + flat.numel())
-        ]
+        begin, shares = rank * flat.numel(), []
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            complete = Share.complete(names[id(parameter)], tuple(parameter.shape))
+            start, end = max(0, begin - offset), min(complete.end, begin + flat.numel() - offset)
+            if start < end:
+                shares.append(replace(complete, start=start, end=end, offset=offset + start - begin))
         bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
-    return Layout(
-        optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, begin=_nothing, finish=zero.update_lp_params
-    )
+    return Layout(optimizer=zero.optimizer, bundles=tuple(bundles), sharded=True, finish=zero.update_lp_params)
 
 
 def _zero3(zero: Any, names: dict[int, str]) -> Layout:
@@ -215,14 +186,14 @@ def _zero3(zero: Any, names: dict[int, str]) -> Layout:
         rank, world = zero._get_sub_group_partition_rank(index), zero._get_sub_group_partition_count(index)
         shares, offset = [], 0
         for parameter in parameters:
-            start, end, size = partition(parameter.ds_numel, rank, world)
-            assert size == parameter.partition_numel(), (names[id(parameter)], size, parameter.partition_numel())
+            complete, size = (
+                Share.complete(names[id(parameter)], tuple(parameter.ds_shape)),
+                parameter.partition_numel(),
+            )
+            assert size == -(-complete.end // world), (complete, size, world)
+            start, end = rank * size, min((rank + 1) * size, complete.end)
             if start < end:
-                shares.append(
-                    Share(
-                        name=names[id(parameter)], shape=tuple(parameter.ds_shape), start=start, end=end, offset=offset
-                    )
-                )
+                shares.append(replace(complete, start=start, end=end, offset=offset))
             offset += size
         bundles.append(_flat(f"group-{index}", flat, shares, master=flat.dtype != parameters[0].dtype))
 
