@@ -39,7 +39,7 @@ LONG = pytest.mark.long
 
 def trial(strategy: str, world: int, *, dropout: float = 0.0, **changes: Any) -> Trial:
     """Return a trial; only one that keeps its number of ranks has `dropout`, since others draw other masks."""
-    adapted = changes.get("mode") != "full"
+    adapted = changes.get("mode", "full") != "full"
     settings = ("train.save_steps: 1", *([f"tuning.lora.dropout: {dropout}"] if adapted else []))
     values: dict[str, Any] = {"strategy": strategy, "ranks": SHARES[world], "settings": settings, "steps": 7}
     return Trial(**(values | changes))
@@ -115,7 +115,7 @@ def test_a_run_continues_under_another_strategy(
 def test_a_model_whose_file_has_other_names_is_restored(strategy: str, tmp_path: Path) -> None:
     """transformers writes Mixtral's experts one by one, as the hub has them, and keeps them as one tensor."""
     base = build_family(tmp_path / "mixtral", "mixtral")
-    now = trial(strategy, 1 if strategy == "single" else 2, dropout=DROPOUT)
+    now = trial(strategy, 1 if strategy == "single" else 2)
     run = must_train(make_run(tmp_path / "run", base, now))
     same_to_the_bit(resume_from(run, tmp_path / "again", HERE, now), run)
 
@@ -123,8 +123,7 @@ def test_a_model_whose_file_has_other_names_is_restored(strategy: str, tmp_path:
 @LONG
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "adagrad", "lion_32bit"])
 def test_other_optimizers_are_restored(optim: str, tiny: Path, tmp_path: Path) -> None:
-    extra = ("train.optim_args: momentum=0.9",) if optim == "sgd" else ()
-    first = trial("single", 1)
-    now = trial("single", 1, settings=(*first.settings, *extra), plan=(("optim", optim),))
+    typed = (f"train.optim: {optim}", *(("train.optim_args: momentum=0.9",) if optim == "sgd" else ()))
+    now = trial("single", 1, settings=(*trial("single", 1).settings, *typed))
     run = must_train(make_run(tmp_path / "run", tiny, now))
     same_to_the_bit(resume_from(run, tmp_path / "again", HERE, now), run)
