@@ -181,7 +181,7 @@ def test_the_value_of_a_key_named_like_a_secret_is_never_repeated(
         ("DATABASE_URL", "postgres://u:hunter2@h/d"),
         ("SSH_KEY", "hunter2"),
         ("DATA_PATH", "https://u:hunter2@host/rows.jsonl"),
-        ("MODEL_NAME", "-----BEGIN hunter2"),
+        ("LICENCE_TEXT", "-----BEGIN hunter2"),
         ("SLURM_JOB", "eyJhbGciOiJI.hunter2.x"),
     ],
 )
