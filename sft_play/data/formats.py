@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -400,19 +401,24 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
 
 READ_BESIDES = frozenset({*SYSTEM, *REASONING, *TOOL_NAMES, WEIGHT, "history", "note", "path", "title"})
 """Columns that formats read besides their own, documents' own, and the name for what is not read on purpose."""
-READ_OF_TURNS = frozenset({*READ, *TURN_MASKS, "note"})
+READ_OF_TURNS = frozenset({*READ, *TURN_MASKS, *TOOL_NAMES, "note"})
+
+
+@functools.cache
+def _read_by(form: str, group_by: str | None) -> frozenset[str | None]:
+    """Return the columns that a format reads."""
+    others = {"tokens": OF_TOKENS, "instruction": ("input",)}
+    return READ_BESIDES | {*FORMATS[form][0], *others.get(form, ()), group_by}
 
 
 def _unread(row: Row, form: str, group_by: str | None) -> tuple[str, ...]:
     """Return the columns that contain something and are not read, and, of turns, such keys: `messages.id`."""
-    read = {*FORMATS[form][0], *READ_BESIDES, *(OF_TOKENS if form == "tokens" else ()), group_by}
-    read |= {"input"} if form == "instruction" else set()
-    columns = [name for name, value in row.items() if name not in read and not is_blank(value)]
+    read = _read_by(form, group_by)
+    columns = {name: None for name, value in row.items() if name not in read and not is_blank(value)}
     for column in FORMATS[form][0] if form != "tokens" else ():
-        if is_list(row[column]):
-            turns = [turn for turn in row[column] if isinstance(turn, Mapping)]
-            keys = {key: None for turn in turns for key, value in turn.items() if not is_blank(value)}
-            columns += [f"{column}.{key}" for key in keys if key not in READ_OF_TURNS and key not in TOOL_NAMES]
+        turns = (turn for turn in (row[column] if is_list(row[column]) else ()) if isinstance(turn, Mapping))
+        keys = (item for turn in turns for item in turn.items() if item[0] not in READ_OF_TURNS)
+        columns |= {f"{column}.{key}": None for key, value in keys if not is_blank(value)}
     return tuple(columns)
 
 

@@ -569,12 +569,7 @@ _of_process: list[_Maker] = []
 def _begin(make: _Maker) -> None:
     """Set up a process of the pool."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
-    for number in (
-        signal.SIGINT,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGHUP,
-    ):  # they may go to all; the parent decides
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # sent to all; the parent decides
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -213,18 +213,20 @@ def _refuse_answers_keys(message: Mapping[str, Any], name: str, role: str) -> No
 
 def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, role: str) -> None:
     """Raise `DataError` for a key by whose name the answer follows from it, and whose text is not in the turn's."""
+    column = name.partition("[")[0]
     for key, value in others.items() if role != "tool" else ():
-        what, column = part_by_name(key), name.partition("[")[0]
-        thought = what == "a thought"
-        of_answer = what in ("a thought", "a correction")
-        if not what or of_answer != (role == "assistant") or key in TOOL_NAMES or is_blank(value):
-            continue
-        if lacks(value, texts):
-            reads = f"`columns: {{{column}.reasoning_content: {key}}}` reads it; "
+        what = part_by_name(key)
+        belongs = (what in ("a thought", "a correction")) == (role == "assistant")
+        if what and belongs and key not in TOOL_NAMES and not is_blank(value) and lacks(value, texts):
+            can_be_read = what == "a thought" and isinstance(value, str)
+            way = (
+                f"`columns: {{{column}.reasoning_content: {key}}}` reads it"
+                if can_be_read
+                else "write it into the text"
+            )
             raise DataError(
                 f"`{name}.{key}` seems to be {what}, and is not read",
-                hint=f"{reads if thought and isinstance(value, str) else 'write it into the text; '}"
-                f"`columns: {{{column}.note: {key}}}` gives it a name that is not read",
+                hint=f"{way}; `columns: {{{column}.note: {key}}}` gives it a name that is not read",
             )
 
 
