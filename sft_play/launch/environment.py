@@ -217,13 +217,13 @@ def remove_stale_build_locks(typed: str | None) -> None:
     A running build here holds its lock open; one on another machine may share a typed folder, where only old locks are
     removed.
     """
-    for lock in (Path(typed) if typed else extensions_folder()).rglob("lock"):
+    locks = list((Path(typed) if typed else extensions_folder()).rglob("lock"))
+    processes = psutil.process_iter(["open_files"]) if locks else ()
+    opened = {file.path for process in processes for file in process.info["open_files"] or ()}
+    for lock in locks:
         with contextlib.suppress(OSError):
-            files = (
-                file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ()
-            )
             may_run = typed and time.time() - lock.stat().st_mtime < LONGEST_BUILD_SECONDS
-            if not may_run and not any(file.path == str(lock.resolve()) for file in files):
+            if not may_run and str(lock.resolve()) not in opened:
                 lock.unlink()
 
 
