@@ -24,6 +24,7 @@ from sft_play.plan.throughput import token_cost
 from sft_play.text import figure
 
 MOST_REMEDIES = 6
+RECOMPUTED = {"train.gradient_checkpointing": True}
 
 
 def make_plan(request: Request) -> Plan:
@@ -90,14 +91,13 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
             host_bytes=host,
         )
 
+    may_add, option = request.config.train.gradient_checkpointing is False, _typed(RECOMPUTED)
     ways = []
     for text, changed in _overrides(request, setup, rows):
         remedy = remedy_of(text, changed)
         # Turn recomputation on in addition only where it is necessary.
-        if request.config.train.gradient_checkpointing is False and not (remedy and remedy.fits):
-            saving = {"train.gradient_checkpointing": True}
-            if (option := _typed(saving)) not in text:
-                remedy = remedy_of(f"{text} {option}", changed.with_keys(saving)) or remedy
+        if may_add and option not in text and not (remedy and remedy.fits):
+            remedy = remedy_of(f"{text} {option}", changed.with_keys(RECOMPUTED)) or remedy
         ways += [remedy] if remedy else []
     ways.sort(key=lambda way: (not way.fits, _price(way), way.need_bytes))
     return tuple(ways[:MOST_REMEDIES])
@@ -133,7 +133,7 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         overrides.append((auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
     recomputes, moves = setup.gradient_checkpointing, setup.activation_offload or setup.device == "cpu"
     if not (recomputes and moves):
-        add({"train.activation_offload": "on"} if recomputes else {"train.gradient_checkpointing": True})
+        add({"train.activation_offload": "on"} if recomputes else RECOMPUTED)
     if setup.row_tokens > SHORTEST_ROW:
         add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // 2)})
     for other in ("lora", "qlora"):
@@ -175,7 +175,6 @@ GAIN = 1.02
 """Speed-ups below this factor count as none."""
 MOST_TRIED = 8
 """Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
-RECOMPUTED = {"train.gradient_checkpointing": True}
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
 
@@ -186,7 +185,7 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
     speeds: list[tuple[float, str]] = []
     tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
     if request.config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
-        tried.append(("with TRAIN_GRADIENT_CHECKPOINTING=true", request.with_keys(RECOMPUTED)))
+        tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
     for words, changed in tried if plan.seconds_per_step else ():
         other = try_plan(request, changed)
         if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size:
