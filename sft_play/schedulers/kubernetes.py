@@ -127,9 +127,8 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
     launch, processes = loaded.config.launch, plan.ranks_by_node
     files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
-        files[manifests.DEEPSPEED_FILE] = typed_path(path).read_text(
-            encoding="utf-8"
-        )  # read and checked by `read_options`
+        # It was read and checked by `read_options`.
+        files[manifests.DEEPSPEED_FILE] = typed_path(path).read_text(encoding="utf-8")
     for name, text in (*((f"kubernetes.env: {name}", text) for name, text in settings.env.items()), *files.items()):
         if TOKEN.search(text):
             raise UserError(

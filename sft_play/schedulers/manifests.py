@@ -139,7 +139,7 @@ def _facts(spec: Spec) -> dict[str, Any]:
         "restarts_of_all": settings.max_restarts * spec.pods,
         "subdomain": spec.name if several and settings.kind == "job" else None,
         "nccl": nccl,
-        "infiniband_disabled": "0" if nccl and settings.infiniband else None,
+        "nccl_over_infiniband": nccl and settings.infiniband,
         "hca": settings.hca if nccl else None,
         "capabilities": ["IPC_LOCK"] if settings.infiniband else [],
         "rdma_count": str(settings.rdma_count) if settings.infiniband else None,
