@@ -33,7 +33,7 @@ from sft_play.data.turns import (
     tools_of,
     weight_of,
 )
-from sft_play.data.values import SPEAKERS, is_blank, is_list, list_of, parse_json, text_of
+from sft_play.data.values import SPEAKERS, is_blank, is_list, list_of, parse_json, rename_away, text_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 
@@ -146,17 +146,12 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         if waits and (after := next(answers, None)):
             raise DataError(
                 f"`{after}` seems to be the answer to the last of `{column}`, and is not read",
-                hint=(
-                    f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone;"
-                    f" `columns: {{note: {after}}}` gives it a name that is not read"
-                ),
+                hint=(f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone; {rename_away(after)}"),
             )
         if waits and not is_blank(row.get("chosen")):
             raise DataError(
                 f"`chosen` contains the answer to the last of `{column}`: preferences are not trained here",
-                hint=(
-                    f"add the chosen answer to `{column}`; `columns: {{note: chosen}}` gives it a name that is not read"
-                ),
+                hint=(f"add the chosen answer to `{column}`; {rename_away('chosen')}"),
             )
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
@@ -461,7 +456,7 @@ def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
         if row[name].strip().lower() in ("on", "off", "yes", "no", "true", "false"):
             raise DataError(
                 f"`{name}` is `{row[name]}`, which is no thought",
-                hint=f"`columns: {{note: {name}}}` gives it a name that is not read",
+                hint=rename_away(name),
             )
         messages[-1]["reasoning_content"] = text_of(row[name], name)
 

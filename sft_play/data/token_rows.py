@@ -10,7 +10,7 @@ from sft_play.config.reader import kind_of
 from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT
 from sft_play.data.turns import WEIGHT, marks_what_is_not_learnt, weight_of
-from sft_play.data.values import is_blank, is_list, list_of
+from sft_play.data.values import is_blank, is_list, list_of, rename_away
 from sft_play.errors import DataError
 
 Row = Mapping[str, Any]
@@ -71,7 +71,7 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
         if name in OF_TOKENS or is_blank(value) or isinstance(value, (str, Mapping)):
             continue
         packed, mask = LIKE_PACKED.search(name.lower()), LIKE_A_MASK.search(name.lower())
-        unread = f"`columns: {{note: {name}}}` gives it a name that is not read"
+        unread = rename_away(name)
         if LIKE_A_PART.search(name.lower()) and not (mask and is_list(value) and len(value) == len(ids)):
             raise DataError(
                 f"`{name}` seems to mark where the learnt part begins, and is not read",

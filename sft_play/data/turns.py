@@ -17,7 +17,18 @@ from typing import Any
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data.judged import speaks_against
 from sft_play.data.readers import LEAVE_OUT, Filled
-from sft_play.data.values import SHOWN, SPEAKERS, is_blank, is_list, json_of, lacks, list_of, parse_json, text_of
+from sft_play.data.values import (
+    SHOWN,
+    SPEAKERS,
+    is_blank,
+    is_list,
+    json_of,
+    lacks,
+    list_of,
+    parse_json,
+    rename_away,
+    text_of,
+)
 from sft_play.errors import DataError
 
 Message = dict[str, Any]
@@ -202,12 +213,12 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
 
 
 def _refuse_answers_keys(message: Mapping[str, Any], name: str, role: str) -> None:
+    column = name.partition("[")[0]
     for key in OF_ANSWERS:
         if not is_blank(message.get(key)) and message[key] != {}:
             raise DataError(
                 f"`{name}.{key}` belongs to an answer, but the turn's role is {role}",
-                hint=f"correct the role; `columns: {{{name.partition('[')[0]}.note: {key}}}` gives it a name that is"
-                " not read",
+                hint=f"correct the role; {rename_away(key, f'{column}.note')}",
             )
 
 
@@ -226,7 +237,7 @@ def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, ro
             )
             raise DataError(
                 f"`{name}.{key}` seems to be {what}, and is not read",
-                hint=f"{way}; `columns: {{{column}.note: {key}}}` gives it a name that is not read",
+                hint=f"{way}; {rename_away(key, f'{column}.note')}",
             )
 
 
@@ -287,10 +298,7 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
             column = f"{name.partition('[')[0]}.note" if name else "note"
             raise DataError(
                 f"`{name}{'.' if name else ''}{key}` contains pictures, sounds or files; only text is trained",
-                hint=(
-                    f"`columns: {{{column}: {key}}}` gives it a name that is not read, if the text is meant without"
-                    " them"
-                ),
+                hint=(f"{rename_away(key, column)}, if the text is meant without them"),
             )
 
 
@@ -320,7 +328,7 @@ def weight_of(value: Any, name: str) -> float:
             f"`{name}` is {shown}; expected a number from 0 to 1",
             hint=(
                 "0 is not learnt, 1 counts in full; divide larger weights by the largest, since only ratios count;"
-                f" `columns: {{{new}: {old}}}` gives it a name that is not read"
+                f" {rename_away(old, new)}"
             ),
         )
     return counted(weight)
@@ -351,7 +359,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
         elif looks_like_a_mask(key) or (role == "assistant" and JUDGES.fullmatch(key.lower())):
             read = "train" if isinstance(value, bool) else WEIGHT
             learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`; "
-            hint = f"`columns: {{{column}.note: {key}}}` gives it a name that is not read"
+            hint = rename_away(key, f"{column}.note")
             if marks_what_is_not_learnt(key):
                 learnt = "where it marks what is not learnt, write `train: false` into those turns; "
             raise DataError(
@@ -361,7 +369,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
         elif role != "tool" and speaks_against(key, value):
             raise DataError(
                 f"`{name}.{key}` seems to say that the turn is no good, and is not read",
-                hint=f"leave such rows out; `columns: {{{column}.note: {key}}}` gives it a name that is not read",
+                hint=f"leave such rows out; {rename_away(key, f'{column}.note')}",
             )
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
@@ -556,5 +564,5 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
         reads = f"`columns: {{{listed}}}` reads it" if listed else "write it into a turn"
         raise DataError(
             f"`{name}` seems to be {what}, and is not read: its text is in no turn",
-            hint=f"{reads}; `columns: {{note: {name}}}` gives it a name that is not read",
+            hint=f"{reads}; {rename_away(name)}",
         )

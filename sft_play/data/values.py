@@ -83,6 +83,11 @@ def words_in(value: Any) -> Iterator[str]:
         yield from (words for part in value for words in words_in(part))
 
 
+def rename_away(old: str, new: str = "note") -> str:
+    """Return, for a hint, the `columns` by which a column, or a turn's key (`new` is `messages.note`), is not read."""
+    return f"`columns: {{{new}: {old}}}` gives it a name that is not read"
+
+
 def is_list(value: Any) -> bool:
     """Return whether a value is a list, of whatever type a reader makes them."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
