@@ -31,7 +31,7 @@ from sft_play.plan.request import (  # noqa: E402
     DoesNotFitError,
     Request,
 )
-from sft_play.plan.sources import LAN, MADE_FOR  # noqa: E402
+from sft_play.plan.sources import MADE_FOR  # noqa: E402
 
 QUOTED = {
     "rtx4090_sli": (6, 4),
@@ -125,69 +125,6 @@ def _quoted(claim: Claim) -> str:
     return f"{micro} x {accumulation} | {peak / GIB:.1f} of {room / GIB:.1f}: {verdict}"
 
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "weights": ("frozen", "quant_state"),
-    "adapters": ("adapters",),
-    "optimizer": ("optimizer",),
-    "gradients": ("gradients",),
-    "activations": ("activations", "recompute"),
-    "logits": ("logits",),
-    "rest": ("buffers", "casts", "dequantised", "workspace", "context", "fragmentation"),
-}
-
-
-def groups(plan: Plan, rank: int) -> dict[str, float]:
-    """Return a rank's GB (1e9 bytes, as people quote them) by kind, and their `sum`."""
-    parts = plan.ranks[rank].memory_bytes
-    sizes = {name: sum(parts.get(part, 0) for part in members) / 1e9 for name, members in GROUPS.items()}
-    return sizes | {"sum": sum(sizes.values())}
-
-
-def _gb(value: float) -> str:
-    return f"{value:.1f}" if value >= 0.05 else f"{value:.3f}"
-
-
-def llama() -> str:
-    """Return a table of Llama-2-7B QLoRA on an 8 GB GPU, with the figures that people quote."""
-    plan = plan_of("home_lan", LAN, batch_size=1, grad_accum=8)
-    sizes = groups(plan, 1)
-    quoted = {
-        "weights": "2.8",
-        "adapters": "0.5",
-        "optimizer": "2.0",
-        "gradients": "2.0",
-        "activations": "2.5",
-        "logits": "",
-        "rest": "",
-        "sum": "10",
-    }
-    lines = ["| part, GB | people quote | plan, a rank with 8 GB |", "|---|---|---|"]
-    lines += [f"| {name} | {quoted[name]} | {_gb(sizes[name])} |" for name in sizes]
-    room = plan.ranks[1].capacity_bytes / 1e9
-    return "\n".join(lines) + f"\n\nRoom on such a card (94 % of what programs see): {room:.1f} GB."
-
-
-def gemma() -> str:
-    """Return a table of Gemma-27B QLoRA on two H200s, as quoted and as planned."""
-    quoted, chosen = plan_of("h200_pair", "2xH200", batch_size=4, grad_accum=4), plan_of("h200_pair", "2xH200")
-    quoted_sizes, chosen_sizes = groups(quoted, 0), groups(chosen, 0)
-    quoted_figures = {"weights": "13.5", "sum": "13.5"}
-    shape = [f"{plan.ranks[0].micro_batch} x {plan.ranks[0].accumulation}" for plan in (quoted, chosen)]
-    how = ["recomputing" if plan.gradient_checkpointing else "keeping all" for plan in (quoted, chosen)]
-    lines = [
-        (
-            f"| part, GB per GPU | people quote, 4 x 4 | plan for {shape[0]}, {how[0]} | plan on its own: {shape[1]},"
-            f" {how[1]} |"
-        ),
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {quoted_figures.get(name, '')} | {_gb(quoted_sizes[name])} | {_gb(chosen_sizes[name])} |"
-        for name in quoted_sizes
-    ]
-    return "\n".join(lines)
-
-
 def catalogue() -> str:
     """Return a table of the GPU catalogue; `*` marks unconfirmed figures."""
     lines = ["| name | memory | bf16 |", "|---|---|---|"]
@@ -198,7 +135,7 @@ def catalogue() -> str:
 
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "docs/presets.md": {"table": table, "llama": llama, "gemma": gemma},
+    "docs/presets.md": {"table": table},
     "docs/hardware.md": {"catalogue": catalogue},
 }
 

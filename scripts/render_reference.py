@@ -287,9 +287,8 @@ def _json_part(part: Any, limits: Range) -> dict[str, Any]:
 AGENTS = """<!-- Rendered by `make render`; edit `scripts/render_reference.py`. -->
 # For coding agents
 
-SFT-Play fine-tunes language models: one YAML file, one `make` command. [docs/development.md](docs/development.md)
-shows the tree and the call path of a training run, [CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how
-messages are written.
+[docs/development.md](docs/development.md) shows the tree, the call path of a training run and the tests,
+[CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages and commits are written.
 
 ```bash
 make check
@@ -307,12 +306,11 @@ make render
 - Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a
   reason in the plan.
 - Names carry units (`memory_bytes`). Comments say why. Docstrings are one imperative sentence.
-- A bug fix starts with the failing test. Tests do not mock our own code. Code, test, documents and a line in
-  `CHANGELOG.md` come in one commit.
+- Tests do not mock our own code.
 
 ## Commands
 
-`make help` describes them, `.venv/bin/python -m sft_play NAME --help` lists the variables of one. Where each is:
+`.venv/bin/python -m sft_play NAME --help` lists a command's variables. Where each is:
 
 """
 

@@ -1,8 +1,8 @@
 """Memory of one rank by closed formulas, divided into named parts. Pure.
 
 Sources: saved activations per token and layer of Llama-style models under SDPA, checked against a trace of the real
-models to 0.1 % (table in docs/planning.md); nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et
-al. 2019, arXiv 1910.02054, and the sources of the pinned DeepSpeed).
+models to 0.1 %; nf4 from bitsandbytes' own layout; ZeRO and FSDP2 shards (Rajbhandari et al. 2019, arXiv 1910.02054,
+and the sources of the pinned DeepSpeed).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ is CUDA's allocator without expandable segments: 0.117, compared with 0.074 with
 """
 MAPPED_FRAGMENTATION = 0.05
 """The same share where tensors are mapped one by one: with recomputation on a CPU the heap would lose several times
-what is in use (docs/planning.md).
+what is in use (ADR 5).
 """
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03,

@@ -228,7 +228,7 @@ class Tries:
         return HardwareError(
             "memory ran out, and there is no newer checkpoint: another try would end in the same way",
             place=f"run {self.run.name}",
-            hint="docs/reliability.md lists what needs less memory; the job can be submitted again when that is fixed",
+            hint="docs/troubleshooting.md#cuda-out-of-memory says what saves memory; submit the job again with that",
         )
 
     def used_up(self) -> HardwareError:

@@ -39,7 +39,7 @@ from sft_play.training.ranks import TrainContext
 FP16_SCALE = 1024.0
 """Factor of gradients when sent in fp16: three digits from 6e-8 to 64 instead of from 6e-5 to 65,504.
 
-Gradients of a mean over tokens are small: docs/slow-networks.md shows how many a scale of one would lose.
+Gradients of a mean over tokens are small: a scale of one would lose many.
 """
 FP16_MOST = 65504.0
 ANCHOR, MOMENTUM, AVERAGE = "outer_anchor", "outer_momentum", "average"

@@ -1,4 +1,4 @@
-"""The memory formulas against figures that were traced from the real models or published (docs/planning.md)."""
+"""The memory formulas against figures that were traced from the real models or published."""
 
 from __future__ import annotations
 
