@@ -16,6 +16,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -70,6 +71,8 @@ MEMORY_PERHAPS = re.compile(
     r"|CUDA( driver)? error: (device not ready|unknown error)"  # WSL2
 )
 """Their messages for short memory and for other causes alike; they count only on a full GPU."""
+LOADER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: ([\w ]+)")
+"""torch's message (2.13, DataLoader.cpp) for a process that loads data; the signal is in the words of `strsignal`."""
 FULL_SHARE = 0.02
 """A GPU is full if less than this share of its memory is free."""
 
@@ -114,6 +117,14 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
         return {"code": LOST, "error": error, "what": what, "cause": "out_of_memory", "doing": activity.facts()}
     if isinstance(problem, OSError):
         return {"code": 3, "error": f"error: {problem.filename or run.path}: {problem.strerror or problem}"}
+    if killed := next(filter(None, (LOADER_KILLED.search(str(link)) for link in causes(problem))), None):
+        name = next((number.name for number in signal.Signals if signal.strsignal(number) == killed[1]), killed[1])
+        rank = f"rank {launched_world()[0]} ({socket.gethostname()})"
+        what = f"a process that loads data for {rank} was killed by {name} {activity}"
+        full = "/dev/shm was full, or " if name == "SIGBUS" else ""
+        hint = f"{full}memory ran out (`dmesg`); `train.dataloader_num_workers: 0` starts no such process"
+        error = f"error: {what}\n\nhint: {hint}"
+        return {"code": LOST, "error": error, "what": what, "cause": "killed", "doing": activity.facts()}
     error = f"{type(problem).__name__}: {problem}"
     return {"code": LOST, "error": error, "cause": PEER} if lost_its_peer(problem) else {"code": 1, "error": error}
 
