@@ -350,6 +350,10 @@ def refuse_early(job: Job) -> None:
         if job.node.count == 1 or job.has_met:
             raise
         return
+    for name in ("sitecustomize.py", "usercustomize.py") if plan.zero else ():
+        if (file := Path.cwd() / name).exists():  # accelerate adds this folder to the PYTHONPATH of DeepSpeed's workers
+            text = "DeepSpeed's workers would run it at their start"
+            raise HardwareError(text, place=str(file), hint="rename it, or start in another folder")
     if plan.device == "cuda":
         require_usable(job.hardware, indices_of(plan, job.node), job.environment(plan).variables)
 

@@ -21,6 +21,7 @@ from sft_play.errors import UserError
 from sft_play.plan.sources import MADE_FOR
 from sft_play.runs.folder import cache_folder, runs_folder
 from tests.conftest import ROOT, Program, environment
+from tests.launcher import tiny_config
 from tests.unit.test_config_call import refused
 
 TYPED: dict[str, tuple[list[str], str]] = {
@@ -172,6 +173,26 @@ def test_a_key_or_a_misspelt_name_in_the_environment_is_not_ignored(
     in_process: Program, name: str, message: str
 ) -> None:
     in_process("plan", "CONFIG=smoke", env={name: "5"}).refused(2, "error: environment: ", message)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("plan CONFIG=", 2),
+        ("plan CONFIG=smoke ACCELERATE_CONFIG=", 2),
+        ("plan CONFIG=smoke DEEPSPEED_CONFIG=", 2),
+        ("data CONFIG=demo.yaml DATA_TRAIN_PATH=", 4),
+        ("data CONFIG=demo.yaml DATA_CHAT_TEMPLATE=", 4),
+        ("setup-accelerate OUT=", 2),
+    ],
+)
+def test_a_pipe_or_a_device_is_no_file(in_process: Program, tmp_path: Path, tiny: Path, words: str, code: int) -> None:
+    """`<(command)` of a shell is a pipe, which gives what is in it only once."""
+    config, pipe = tiny_config(tmp_path, tiny), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    typed = words.replace("demo.yaml", str(config)).split()
+    in_process(*typed[:-1], f"{typed[-1]}{pipe}").refused(code, "error: ", str(pipe), "it is not a plain file")
+    assert pipe.is_fifo()
 
 
 @pytest.mark.cold
