@@ -18,6 +18,9 @@ endif
 override typed := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $(v))),$(v)))
 
 PYTHON ?= python3
+ifneq ($(filter environment%,$(origin VENV)),)
+$(error `VENV` is in the environment: type `make ... VENV=$(value VENV)`, or `unset VENV`)
+endif
 VENV := .venv
 # Lower-case names are this file's own, and `override` keeps them so: a variable that you type must never change a recipe.
 override define newline

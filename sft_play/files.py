@@ -33,8 +33,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write bytes like `write_text`."""
+    """Write bytes like `write_text`. Raise `OSError` for a pipe or a device, which the file would replace."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, NOT_PLAIN, str(path))
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         temporary = Path(name)
@@ -55,6 +57,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags for files of a run, which follow no link and wait for no pipe."""
+NOT_PLAIN = "it is not a plain file"
 DEEPEST = 100
 LARGEST_JSON_BYTES, LARGEST_LINES_BYTES, LONGEST_LINE_BYTES = 256 * 2**20, 4 * 2**30, 16 * 2**20
 TOO_DEEP = "it is nested too deeply"
@@ -99,7 +102,7 @@ def _checked(path: Path, flags: int, *, alone: bool = False) -> int:
     status = os.fstat(descriptor)
     reason = "it is a hard link" if status.st_nlink > 1 and alone else ""
     if not stat.S_ISREG(status.st_mode):
-        reason = "it is not a plain file"
+        reason = NOT_PLAIN
     if reason:
         os.close(descriptor)
         raise OSError(errno.EINVAL, reason, str(path))

@@ -116,8 +116,8 @@ def _check_options(options: Mapping[str, str]) -> None:
                 place=str(output),
                 hint=f"OUTPUT={as_typed(output.with_suffix('.jsonl'))}",
             )
-        if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
-            message = "`OUTPUT` cannot be written: it is a folder, or its folder does not exist or is not writable"
+        if (output.exists() and not output.is_file()) or not os.access(output.absolute().parent, os.W_OK):
+            message = "`OUTPUT` cannot be written: it is no plain file, or its folder does not exist or is not writable"
             raise UserError(message, place=str(output))
 
 

@@ -90,7 +90,7 @@ def config_path(name: str) -> Path:
     if path.suffix.lower() in DATA:
         hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
         raise UserError(f"`{name}` contains rows and is not a configuration", hint=hint)
-    if not path.is_file():
+    if not path.exists():
         near = names.closest_file(path, PRESETS)
         hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
         raise UserError(f"there is no file `{name}`", hint=hint or "CONFIG= takes a YAML file or a preset's name")

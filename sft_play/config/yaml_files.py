@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from sft_play.errors import UserError, printable
+from sft_play.files import open_plain
 
 BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
@@ -91,7 +92,7 @@ def read_yaml(path: Path) -> YamlNode:
 def read_text(path: Path) -> str:
     """Return the text of a configuration file. Raise `UserError` if it cannot be read or is not text."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path, follow=True) as file:
             content = file.read(LARGEST_FILE_BYTES + 1)  # never all of a model that was named by mistake
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)

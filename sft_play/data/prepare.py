@@ -8,7 +8,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 from collections import Counter, deque
@@ -37,7 +36,7 @@ from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_m
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError, raise_all
 from sft_play.files import text_sha256
-from sft_play.launch.process import raise_what_was_heard
+from sft_play.launch.process import leave_stops_to_parent, raise_what_was_heard
 from sft_play.model.tokenizer import DAY, base_stops, fix_day, write_chat, writes_day
 from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import cache_folder
@@ -569,9 +568,7 @@ _of_process: list[_Maker] = []
 def _begin(make: _Maker) -> None:
     """Set up a process of the pool."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are shared out already
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):  # sent to all; the parent decides
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_stops_to_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _of_process[:] = [make]
 

@@ -28,7 +28,7 @@ from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, split
 from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
 from sft_play.data.values import list_of
 from sft_play.errors import DataError, first_line
-from sft_play.files import read_json, text_sha256
+from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
@@ -234,6 +234,8 @@ def _find_files(source: DataSource) -> list[Path] | None:
         if not matches:
             raise DataError(f"no file matches `{source.path}`", hint=PATHS_COUNT)
         return choose_split(splits_of_glob(matches, path, source), source)
+    if path.exists():
+        raise DataError(NOT_PLAIN, place=source.path)
     if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
         raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
     return None

@@ -14,7 +14,6 @@ import hmac
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -242,7 +241,7 @@ def worker_environment(
     }
     # Slurm warns with SIGUSR1, perhaps every process of a job, which would kill torchrun but not its workers. Under
     # `nohup` torchrun must not handle SIGHUP, and its workers inherit that.
-    heard = ",".join(number.name for number in (*signals_to_hear(), signal.SIGQUIT))
+    heard = ",".join(number.name for number in signals_to_hear())
     chosen = ALWAYS | {
         "PET_SIGNALS_TO_HANDLE": heard,
         "OMP_NUM_THREADS": str(max(1, cpu_threads // len(ranks_of(plan, node)))),

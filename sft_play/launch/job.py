@@ -6,6 +6,7 @@ All of it is known before a run folder is touched, except for facts of other mac
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -350,6 +351,15 @@ def refuse_early(job: Job) -> None:
         if job.node.count == 1 or job.has_met:
             raise
         return
+    here = {name for _, name in socket.if_nameindex()}
+    asked = os.environ.get("GLOO_SOCKET_IFNAME") or ""
+    if plan.world_size > 1 and (missing := [name for name in asked.split(",") if name and name not in here]):
+        text = f"`GLOO_SOCKET_IFNAME` names `{missing[0]}`, but this machine has {', '.join(sorted(here))}"
+        raise HardwareError(text, place="environment", hint="unset it: the launcher chooses the interface")
+    for name in ("sitecustomize.py", "usercustomize.py") if plan.zero else ():
+        if (file := Path.cwd() / name).exists():  # accelerate adds this folder to the PYTHONPATH of DeepSpeed's workers
+            text = "DeepSpeed's workers would run it at their start"
+            raise HardwareError(text, place=str(file), hint="rename it, or start in another folder")
     if plan.device == "cuda":
         require_usable(job.hardware, indices_of(plan, job.node), job.environment(plan).variables)
 

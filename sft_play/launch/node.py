@@ -336,7 +336,7 @@ class Stop:
     """The requests to stop, and the workers that received them."""
 
     signals: list[int] = field(default_factory=list)
-    """The first signal, and a later Ctrl-C, which kills; schedulers repeat their signals, which changes nothing."""
+    """The first signal, and a later Ctrl-C or Ctrl-\\, which kills; schedulers repeat their signals in vain."""
     since: float = 0.0
     asked: set[psutil.Process] = field(default_factory=set)
 
@@ -346,7 +346,7 @@ class Stop:
         if not self.signals:
             self.signals.append(number)
             self.since = now
-        elif number == signal.SIGINT and now - self.since > SAME_SIGNAL_SECONDS:
+        elif number in (signal.SIGINT, signal.SIGQUIT) and now - self.since > SAME_SIGNAL_SECONDS:
             self.signals.append(number)
 
     @property

@@ -13,9 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that ask a command to stop: Ctrl-C, `kill` or a scheduler, Slurm's and LSF's early warnings, a closed
-terminal, and the limit of processor time (`ulimit -S -t`).
+STOPS = (
+    signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU,
+    signal.SIGALRM, *([signal.SIGPWR] if sys.platform == "linux" else []),
+)  # fmt: skip
+"""Signals that ask a command to stop: Ctrl-C, Ctrl-\\, `kill` or a scheduler, the early warnings of Slurm and LSF, a
+closed terminal, the limit of processor time (`ulimit -S -t`), Flux's limit of time, and a failing power supply.
 """
 REPEATED_SECONDS = 2.0
 """A repeated signal within this time is the same request, sent to this process and to all of its group."""
@@ -26,6 +29,12 @@ _heard: list[int] = []
 def signals_to_hear() -> list[signal.Signals]:
     """Return `STOPS`, without SIGHUP if `nohup` ignores it."""
     return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def leave_stops_to_parent() -> None:
+    """Ignore `STOPS` in a child process, since they may be sent to all; its parent ends it by SIGTERM."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 def stop_code(number: int) -> int:

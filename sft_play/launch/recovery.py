@@ -142,7 +142,7 @@ def announcement(
     """Return a line that says what happened, what changes and where the run continues."""
     what = outcome.first_line
     host = f" ({outcome.host})" if outcome.host else ""
-    where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and not what.startswith("rank ") else ""
+    where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and f"rank {outcome.rank} " not in what else ""
     changes = []
     if before.slots != after.slots:
         typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]

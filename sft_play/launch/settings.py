@@ -17,7 +17,7 @@ from sft_play.config.call import LARGEST_PORT, Call
 from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
 from sft_play.config.yaml_files import YamlNode, dump_yaml, fill, read_plain_yaml, read_yaml, wrap
 from sft_play.errors import HardwareError, UserError, raise_all, typed_here
-from sft_play.files import typed_path, write_text
+from sft_play.files import open_plain, typed_path, write_text
 from sft_play.launch.deepspeed import TEMPLATES, UserDeepSpeed, check_settings, load_user_json
 from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
@@ -387,7 +387,8 @@ def main(call: Call) -> int:
 def require_ours(path: Path, mark: str, command: str) -> None:
     """Raise `UserError` if `path` is a file that `command`, which writes `mark` at the top, did not write."""
     try:
-        ours = mark in path.read_text(encoding="utf-8", errors="replace")[:300]
+        with open_plain(path, follow=True) as file:
+            ours = mark.encode() in file.read(300)
     except OSError:  # writing the file will report the problem
         return
     if not ours:

@@ -42,8 +42,6 @@ PATTERNS = {
     "native": re.compile(
         r"terminate called after throwing an instance of 'std::bad_alloc'|Error out of memory at line \d+ in file \S+"
     ),
-    # torch 2.13, DataLoader.cpp: a loading process was killed.
-    "helper": re.compile(r"DataLoader worker .* killed by signal: Killed"),
 }
 """Messages of other programs that are parsed, since neither records nor exit codes have the fact.
 
@@ -144,13 +142,10 @@ def outcome_of(
         return _asked_to_stop(run, signals, failed, permanent, silent)
     if loss and loss.text and not (loss.cause == "agent" and memory_kill):
         return _observed(run, loss)
-    short = [
-        record
-        for record in failed
-        if record.get("cause") == OUT_OF_MEMORY or (memory_kill and PATTERNS["helper"].search(_error(record)))
-    ]
+    causes = {OUT_OF_MEMORY, "killed"} if memory_kill else {OUT_OF_MEMORY}  # killed: a process that loads data
+    short = [record for record in failed if record.get("cause") in causes]
     if short and (not permanent or short[0]["time"] <= permanent[0]["time"]):
-        return _out_of_memory(run, short[0])
+        return _recorded(run, {**short[0], "cause": OUT_OF_MEMORY})
     seen_first = loss.rank if loss and loss.cause == "failed" else None
     absent = [] if memory_kill else [r for r in failed if r.get("cause") == "not_joined" and r.get("blames") in silent]
     sure = [*absent, *(r for r in permanent if r["code"] not in (1, 3) or r["rank"] == seen_first)]
@@ -234,7 +229,11 @@ def _recorded(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
         text = f"{error}\n\n{why}; the log of rank {rank}: {log}; docs/troubleshooting.md#nccl-timeout"
         what = f"rank {rank} lost its connection to another rank ({error.partition(chr(10))[0][:100]})"
         return Outcome(code=record["code"], rank=rank, message=text, what=what, cause=PEER)
-    return Outcome(code=record["code"], rank=rank, message=f"{error}\n\n{_who(rank)} failed first; its log: {log}")
+    text = (
+        f"{error}\n\n{_who(rank)} {'ran out of memory' if cause == OUT_OF_MEMORY else 'failed first'}; its log: {log}"
+    )
+    facts = {key: record[key] for key in ("what", "cause", "doing") if key in record and record["code"] == LOST}
+    return Outcome(code=record["code"], rank=rank, message=text, **facts)
 
 
 def _observed(run: RunFolder, loss: Loss) -> Outcome:
@@ -243,13 +242,6 @@ def _observed(run: RunFolder, loss: Loss) -> Outcome:
     hint = f"{loss.hint}; {log}" if loss.hint else log
     text = "\n".join([f"error: {loss.text}; all ranks were stopped", *loss.lines])
     return Outcome(code=LOST, rank=loss.rank, message=f"{text}\n\nhint: {hint}", what=loss.text, cause=loss.cause)
-
-
-def _out_of_memory(run: RunFolder, record: Mapping[str, Any]) -> Outcome:
-    rank = record["rank"]
-    text = f"{_error(record)}\n\n{_who(rank)} ran out of memory; its log: {run.rank_log(rank)}"
-    doing, what = record.get("doing") or {}, str(record.get("what") or "")
-    return Outcome(code=LOST, rank=rank, message=text, what=what, cause=OUT_OF_MEMORY, doing=doing)
 
 
 def _vanished(run: RunFolder, rank: int, how: str, memory_kill: str | None) -> Outcome:

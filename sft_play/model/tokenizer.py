@@ -18,7 +18,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError, first_line
-from sft_play.files import read_object, text_sha256
+from sft_play.files import open_plain, read_object, text_sha256
 from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
@@ -188,7 +188,8 @@ def _chosen(value: str) -> tuple[str | None, str]:
             hint=f"did you mean `{close[0]}`? {names}" if close else names,
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_plain(path, follow=True) as stream:
+            text = stream.read().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"the chat template is not UTF-8 text (byte {error.start + 1})", place=str(path)) from None
     except OSError as error:

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -34,6 +35,7 @@ from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
+from sft_play.training.loading import SHARED_MEMORY_HINT
 from sft_play.training.process import Activity, launched_world, leave_record, log_alone, redirect
 from sft_play.training.stop_request import StopRequest
 
@@ -70,6 +72,13 @@ MEMORY_PERHAPS = re.compile(
     r"|CUDA( driver)? error: (device not ready|unknown error)"  # WSL2
 )
 """Their messages for short memory and for other causes alike; they count only on a full GPU."""
+LOADER_ENDED = re.compile(
+    rf"DataLoader worker \(pid \d+\) (?:is killed by signal: ([\w ]+)|exited .* with exit code {errno.ENOSPC}\b)"
+)
+"""torch's message (2.13, DataLoader.cpp) for a process that loads data: with the words of `strsignal`, or the exit code
+of `loading._end_loading`.
+"""
+LOADER_SECONDS = 1.0
 FULL_SHARE = 0.02
 """A GPU is full if less than this share of its memory is free."""
 
@@ -84,7 +93,7 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
     try:
         record["code"] = program(request, checkpoint, console)
     except Exception as problem:  # noqa: BLE001 - the outermost handler of a worker
-        record = verdict(problem, run, request.activity)
+        record = verdict(_end_of_loader(problem), run, request.activity)
         # On a stop request another rank may leave before this one.
         if request.heard is not None and record.get("cause") == PEER:
             record = {"code": stop_code(request.heard), "error": ""}
@@ -101,6 +110,18 @@ def contain(program: Program, run: RunFolder, checkpoint: Path | None) -> int:
     return code
 
 
+def _end_of_loader(problem: Exception) -> Exception:
+    """Return torch's error for a process that loads data if it is dying, else `problem`, which may be a connection to
+    it: torch raises its error by SIGCHLD, at once or while this waits.
+    """
+    if isinstance(problem, OSError | EOFError) and not getattr(problem, "filename", None):
+        try:
+            time.sleep(LOADER_SECONDS)
+        except RuntimeError as ended:
+            return ended
+    return problem
+
+
 def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str, Any]:
     """Return an error's record for the launcher: exit code, message, and for some errors the cause."""
     if isinstance(problem, UserError):
@@ -114,8 +135,24 @@ def verdict(problem: Exception, run: RunFolder, activity: Activity) -> dict[str,
         return {"code": LOST, "error": error, "what": what, "cause": "out_of_memory", "doing": activity.facts()}
     if isinstance(problem, OSError):
         return {"code": 3, "error": f"error: {problem.filename or run.path}: {problem.strerror or problem}"}
+    if ended := next(filter(None, (LOADER_ENDED.search(str(link)) for link in causes(problem))), None):
+        return _loader_ended(ended[1], activity)
     error = f"{type(problem).__name__}: {problem}"
     return {"code": LOST, "error": error, "cause": PEER} if lost_its_peer(problem) else {"code": 1, "error": error}
+
+
+def _loader_ended(words: str | None, activity: Activity) -> dict[str, Any]:
+    """Return the record for a process that loads data and was killed by a signal (`words`), or had no shared memory."""
+    if words is None:
+        error = "error: /dev/shm: no space is left for batches of the processes that load data"
+        return {"code": 3, "error": f"{error}\n\nhint: {SHARED_MEMORY_HINT}"}
+    name = next((number.name for number in signal.Signals if signal.strsignal(number) == words), words)
+    rank = f"rank {launched_world()[0]} ({socket.gethostname()})"
+    what = f"a process that loads data for {rank} was killed by {name} {activity}"
+    full = "/dev/shm was full, or " if name == "SIGBUS" else ""
+    hint = f"{full}memory ran out (`dmesg`); `train.dataloader_num_workers: 0` starts no such process"
+    error = f"error: {what}\n\nhint: {hint}"
+    return {"code": LOST, "error": error, "what": what, "cause": "killed", "doing": activity.facts()}
 
 
 def print_fault(problem: Exception, record: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.queues
 import multiprocessing.util
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from sft_play.errors import HardwareError
 from sft_play.launch.process import STOPS
 
+SHARED_MEMORY_HINT = "docker run --shm-size=8g, an emptyDir at /dev/shm; or `train.dataloader_num_workers: 0`"
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER = 103 - len("/pymp-12345678/listener-4194304-1000-12345678")
 """Bytes of a folder's path in which multiprocessing can open a socket, whose path (`sun_path`) has at most 107 bytes on
@@ -20,11 +22,16 @@ Linux and 103 on macOS.
 """
 
 
-def shorten_sockets() -> None:
+def prepare_loading() -> None:
     """Let this process and its children share tensors by sockets in a short folder if TMPDIR is too long.
 
-    Raise `HardwareError` if no short folder is writable.
+    Raise `HardwareError` if no short folder is writable, or no shared memory.
     """
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        text = f"processes that load data cannot use it: {error.strerror}"
+        raise HardwareError(text, place="/dev/shm", hint=SHARED_MEMORY_HINT) from error
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= LONGEST_FOLDER:
         return
@@ -58,4 +65,4 @@ def begin_loading(_worker: int = 0) -> None:
 
 def _end_loading(error: Exception, _batch: object) -> None:
     print(f"a batch could not be passed to its rank: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(errno.ENOSPC if "No space left on device" in str(error) else 1)

@@ -17,7 +17,7 @@ from sft_play.model.objective import PLAIN, Objective
 from sft_play.plan.epoch import row_order
 from sft_play.runs.prepared import PreparedSplit, row_integers
 from sft_play.training.balance import turns_of
-from sft_play.training.loading import begin_loading, shorten_sockets
+from sft_play.training.loading import begin_loading, prepare_loading
 from sft_play.training.ranks import Ranks, TrainContext
 
 NOT_FOR_THE_MODEL = ("targets", WEIGHTS, "rows", "lengths", "tokens")
@@ -88,7 +88,7 @@ def train_loader(
 ) -> DataLoaderShard:
     """Return the loader of this rank's micro-batches, marked so that accelerate does not divide them again."""
     if args.dataloader_num_workers:
-        shorten_sockets()
+        prepare_loading()
     loader = DataLoaderShard(
         dataset,
         device=args.device,

@@ -1,4 +1,4 @@
-"""Handle stop requests: the signals of `launch.process.STOPS`, SIGHUP not under `nohup`.
+"""Handle stop requests by signals (`launch.process.STOPS`).
 
 A thread reads the signals from a pipe, because a main thread that waits in a collective, or for a library to load,
 would not receive them. What a request leads to:
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft_play.launch.liveness import LIMITS
-from sft_play.launch.process import STOPS, signals_to_hear, stop_code
+from sft_play.launch.process import STOPS, leave_stops_to_parent, signals_to_hear, stop_code
 from sft_play.runs.folder import RunFolder
 from sft_play.training.process import Activity, leave_record
 
@@ -66,6 +66,7 @@ class StopRequest:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in signals_to_hear():
             signal.signal(number, _nothing)  # the byte in the pipe is what counts
+        signal.signal(signal.SIGALRM, lambda number, _: self.hear(number))  # the pipe also gets alarms of libraries
         os.register_at_fork(after_in_child=_as_child)
         threading.Thread(target=self._read, args=(reader,), name="requests to stop", daemon=True).start()
 
@@ -101,7 +102,7 @@ class StopRequest:
     def _read(self, reader: int) -> None:
         while received := os.read(reader, 64):
             for number in received:
-                if number in STOPS:  # the pipe also gets other signals that have handlers (SIGCHLD)
+                if number in STOPS and number != signal.SIGALRM:  # others have handlers too (SIGCHLD)
                     self.hear(number)
 
     def _wait(self) -> None:
@@ -161,7 +162,4 @@ def _as_child() -> None:
     """Reset signal handling in a forked process, which must not write into the pipe."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        leave_stops_to_parent()

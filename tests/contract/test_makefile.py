@@ -191,6 +191,14 @@ def test_a_folder_name_with_characters_special_to_make_or_a_shell_is_refused(val
     assert "give a path without spaces" in done.stderr
 
 
+def test_a_folder_in_the_environment_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CLEAN, "VENV", "other")
+    done = make("-n", "config")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "`VENV` is in the environment: type `make ... VENV=other`, or `unset VENV`" in done.stderr
+    assert make("-n", "config", "VENV=v", "-o", "v/.runtime").returncode == 0
+
+
 def test_make_passes_on_a_failing_exit_code() -> None:
     """The code of docs/launching.md is 2, which make does not pass on."""
     assert make(*HERE, "plan", "CONFIG=no.yaml").returncode == 1

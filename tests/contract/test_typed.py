@@ -21,6 +21,7 @@ from sft_play.errors import UserError
 from sft_play.plan.sources import MADE_FOR
 from sft_play.runs.folder import cache_folder, runs_folder
 from tests.conftest import ROOT, Program, environment
+from tests.launcher import tiny_config
 from tests.unit.test_config_call import refused
 
 TYPED: dict[str, tuple[list[str], str]] = {
@@ -174,6 +175,26 @@ def test_a_key_or_a_misspelt_name_in_the_environment_is_not_ignored(
     in_process("plan", "CONFIG=smoke", env={name: "5"}).refused(2, "error: environment: ", message)
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("plan CONFIG=", 2),
+        ("plan CONFIG=smoke ACCELERATE_CONFIG=", 2),
+        ("plan CONFIG=smoke DEEPSPEED_CONFIG=", 2),
+        ("data CONFIG=demo.yaml DATA_TRAIN_PATH=", 4),
+        ("data CONFIG=demo.yaml DATA_CHAT_TEMPLATE=", 4),
+        ("setup-accelerate OUT=", 2),
+    ],
+)
+def test_a_pipe_or_a_device_is_no_file(in_process: Program, tmp_path: Path, tiny: Path, words: str, code: int) -> None:
+    """`<(command)` of a shell is a pipe, which gives what is in it only once."""
+    config, pipe = tiny_config(tmp_path, tiny), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    typed = words.replace("demo.yaml", str(config)).split()
+    in_process(*typed[:-1], f"{typed[-1]}{pipe}").refused(code, "error: ", str(pipe), "it is not a plain file")
+    assert pipe.is_fifo()
+
+
 @pytest.mark.cold
 @pytest.mark.parametrize("file", ["yaml/__init__.py", "psutil.py", "transformers.py"])
 def test_a_file_of_pythonpath_in_a_librarys_place_is_named(program: Program, tmp_path: Path, file: str) -> None:
@@ -233,6 +254,12 @@ def test_typed_options_win_over_the_environment_and_empty_ones_are_ignored(in_pr
 def test_a_number_of_threads_that_is_none_is_refused_before_accelerate_reads_it(in_process: Program) -> None:
     done = in_process("train", "CONFIG=smoke", env={"OMP_NUM_THREADS": "4,2"})
     done.refused(2, "environment: `OMP_NUM_THREADS` is `4,2`; expected a number of threads")
+
+
+def test_a_network_interface_that_this_machine_lacks_is_named(in_process: Program, tmp_path: Path, tiny: Path) -> None:
+    words = ("train-distributed", "NUM_GPUS=2", f"CONFIG={tiny_config(tmp_path, tiny)}")
+    done = in_process(*words, env={"GLOO_SOCKET_IFNAME": "lo,eth99"})
+    done.refused(3, "environment: `GLOO_SOCKET_IFNAME` names `eth99`, but this machine has ", "unset it")
 
 
 @pytest.mark.parametrize("words", [["help"], ["config", "CONFIG=smoke", "JSON=1"]])

@@ -169,6 +169,9 @@ def test_files_of_the_working_folder_shadow_no_library(run: Run, tmp_path: Path,
     for name, command in (("one", "train-distributed"), ("two", "train-deepspeed")):
         run("sft-play", command, "NUM_GPUS=2", f"CONFIG={config}", f"RUN_NAME={name}", timeout=500)
     assert "one" in run("make", "runs") and "finished" in run("python", "-m", "sft_play", "runs")
+    (tmp_path / "sitecustomize.py").write_text("import pathlib\npathlib.Path('imported').touch()\n")
+    refused = ("sft-play", "train-deepspeed", "NUM_GPUS=2", f"CONFIG={config}", "RUN_NAME=three")
+    assert "sitecustomize.py: DeepSpeed's workers would run it" in run(*refused, code=3)
     assert not (tmp_path / "imported").exists()
 
 

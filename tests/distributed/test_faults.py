@@ -238,6 +238,27 @@ def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp
     assert done.code == 0 and len(metrics(launcher.runs / "one")) == 2, done.err
 
 
+@pytest.mark.skipif(not can_mount(), reason="needs root and mount namespaces")
+@pytest.mark.parametrize(
+    ("mount", "message"), [("size=64k", "no space is left for batches"), ("ro", "cannot use it: Read-only file system")]
+)
+def test_shared_memory_that_processes_that_load_data_cannot_use_is_named(
+    launcher: Launcher, mount: str, message: str
+) -> None:
+    command = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}", "RUN_NAME=one"]
+    script = f'umount -l /dev/shm; mount -t tmpfs -o {mount} none /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", *command, "TRAIN_DATALOADER_NUM_WORKERS=1"],
+        env=launcher.environment,
+        cwd=launcher.folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 3 and "error: /dev/shm: " in done.stderr and message in done.stderr, done.stderr
+
+
 @pytest.mark.cold
 def test_libraries_do_not_run_under_python_without_docstrings(launcher: Launcher) -> None:
     done = launcher("train", f"CONFIG={launcher.config}", "RUN_NAME=one", PYTHONOPTIMIZE="2")

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sft_play.launch.process import STOPS
 from tests.conftest import environment, metrics, ragged_rows, run_program
 from tests.launcher import Started, start
 
@@ -182,12 +183,12 @@ def test_ranks_leave_an_evaluation_together_and_the_same_command_continues(
 
 
 @pytest.mark.parametrize(
-    "numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGHUP), (signal.SIGXCPU,), (signal.SIGUSR2,)]
+    "numbers",
+    [(number,) for number in STOPS if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    + [(signal.SIGTERM, signal.SIGHUP)],
 )
 def test_a_session_that_ends_loses_nothing(double: Place, numbers: tuple[signal.Signals, ...]) -> None:
-    """A closed terminal sends SIGHUP to all processes, a login manager SIGTERM first; `ulimit -S -t` is SIGXCPU, LSF's
-    warning SIGUSR2.
-    """
+    """A closed terminal sends SIGHUP to all processes, a login manager SIGTERM first."""
     launch = double.start(f"session-{'-'.join(number.name for number in numbers)}")
     with launch:
         launch.wait_for(lambda: stepping(launch))

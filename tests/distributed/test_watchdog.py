@@ -73,6 +73,23 @@ def test_a_lost_process_is_named_and_everything_stops(
         assert (launch.events()[-1]["rank"], launch.events()[-1]["code"]) == (target, 75)
 
 
+def loaders(worker: psutil.Process) -> list[psutil.Process]:
+    return [child for child in worker.children() if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_a_run_restarts_if_a_process_that_loads_data_is_killed(variables: dict[str, str], config: str) -> None:
+    words = ("TRAIN_MAX_STEPS=40", "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_MAX_RESTARTS=1")
+    with start(variables, *TWO, config, *words, name="loader") as launch:
+        launch.wait_for_step(5)
+        for loader in loaders(launch.workers()[1]):
+            loader.kill()
+        code, output = launch.end()
+    assert code == 0, output
+    assert f"restarting: a process that loads data for {RANK_1} was killed by SIGKILL " in output, output
+    assert [row["step"] for row in metrics(launch.run)] == [*range(1, 41)]
+    assert [event["event"] for event in launch.events()] == ["started", "restarted", "finished"]
+
+
 def test_a_second_ctrl_c_kills_but_a_repeated_warning_does_not(variables: dict[str, str], config: str) -> None:
     with start({**variables, SCALE: "1"}, *LONG, config, name="twice") as launch:
         launch.wait_for_step(2)
@@ -111,12 +128,9 @@ def test_a_rank_that_waits_forever_is_named_with_the_stacks_of_all(variables: di
         variables, *LONG, config, "TRAIN_DATALOADER_NUM_WORKERS=1", "LAUNCH_HANG_SECONDS=8", name="hang"
     ) as launch:
         launch.wait_for_step(2)
-        helpers = [
-            child for child in launch.workers()[1].children() if "resource_tracker" not in " ".join(child.cmdline())
-        ]
-        assert helpers
-        for helper in helpers:
-            helper.suspend()
+        assert loaders(launch.workers()[1])
+        for loader in loaders(launch.workers()[1]):
+            loader.suspend()
         launch.lost(
             f"{RANK_1} made no step for",
             "rank 0",
