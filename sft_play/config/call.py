@@ -438,9 +438,10 @@ class _Parser:
     def refuse_untyped(self, environ: Mapping[str, str]) -> None:
         """Refuse what was set in the environment instead of typed: `NUM_NODES=2 TRAIN_EPOCHS=1 make train-distributed`.
 
-        Other programs set variables that begin as those of `slurm.` and `kubernetes.` do.
+        Other programs set variables that begin as those of `slurm.` and `kubernetes.` do, and HOST (tcsh, conda).
         """
         taken = [*(name for name in VARIABLES if self.takes(name)), *sorted(filter(self.takes, environ))]
+        taken = [name for name in taken if name != "HOST"]
         untyped = {
             name: option
             for option in dict.fromkeys(taken)

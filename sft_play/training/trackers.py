@@ -121,8 +121,8 @@ def _indent(text: str) -> str:
 # ends no run.
 
 
-END_SECONDS = 10.0
-"""How long the end of a training waits for a tracker."""
+END_SECONDS = 60.0
+"""How long the end of a training waits for a tracker; W&B sends what is left over a slow network."""
 IDS = "trackers.json"
 """File in the run's folder: tracker -> id of its run, which a resumed run continues."""
 
