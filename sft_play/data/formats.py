@@ -86,9 +86,12 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
-STANDS_FOR_NONE = re.compile(r"nan|<NA>|NaT|\\N|#(?:REF!|N/A|NAME\?|VALUE!|DIV/0!|NULL!|NUM!)")
+STANDS_FOR_NONE = re.compile(
+    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|BEZUG|WERT|ZAHL|NOM|VALEUR"
+    r"|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]"
+)
 """What pandas, databases and spreadsheets write where there is no value; a person may write other words."""
-NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null", re.IGNORECASE)
+NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
 """The same where a part of the prompt may be missing."""
 
 
@@ -386,7 +389,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_fragments(row, form, parts["messages"])
             parts |= _tools(row, parts["messages"])
-        return Example(place=place, form=form, source=source, group=group, unread=_unread(row, form, group_by), **parts)
+        unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
+        return Example(place=place, form=form, source=source, group=group, unread=unread, **parts)
     except DataError as error:
         error.place = error.place or place
         raise
@@ -394,8 +398,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         raise DataError("the row is nested too deeply", place=place) from None
 
 
-READ_BESIDES = frozenset({*SYSTEM, *REASONING, *TOOL_NAMES, WEIGHT, "history", "note", "path", "title"})
-"""Columns that formats read besides their own, documents' own, and the name for what is not read on purpose."""
+READ_BESIDES = frozenset({*SYSTEM, *REASONING, *TOOL_NAMES, WEIGHT, "history", "note"})
+"""Columns that formats read besides their own, and the name for what is not read on purpose."""
 READ_OF_TURNS = frozenset({*READ, *TURN_MASKS, *TOOL_NAMES, "note"})
 
 
@@ -500,7 +504,7 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
 def group_of(row: Row, column: str) -> str:
     """Return the value of `data.group_by`. Raise `DataError` if a row has none."""
     value = row.get(column)
-    if value is None:
+    if is_blank(value):
         problem = "is empty" if column in row else "is missing"
         raise DataError(
             f"`data.group_by` names the column `{column}`, which {problem}; the columns are {names_of(row)}",
