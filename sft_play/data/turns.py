@@ -278,7 +278,7 @@ MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|
 
 @functools.lru_cache(4096)
 def _looks_like_media(key: str) -> bool:
-    return MEDIA.fullmatch(key) is not None
+    return MEDIA.fullmatch(in_snake_case(key)) is not None
 
 
 def refuse_media(row: Mapping[str, Any], name: str = "") -> None:

@@ -110,6 +110,20 @@ def test_choices_are_known_by_the_letter_that_is_the_answer(column: str) -> None
         assert read({"question": "q", "answer": "a", column: "two"}).unread == (column,)
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({**PAIR, "Conversation ID": "1", "turnIndex": "2"}, "`turnIndex` is 2"),
+        ({**PAIR, "Image URL": "x.png"}, "`Image URL`"),
+        ({"messages": [USER, ANSWER, USER], "Model Response": "a"}, "`Model Response` seems to be the answer"),
+        ({"text": "hi", "Speaker": "User"}, "`Speaker` is `User`"),
+        ({**PAIR, "Retrieved Docs": "a passage"}, "`Retrieved Docs` seems to be a part of the prompt"),
+    ],
+)
+def test_names_of_columns_are_known_in_every_spelling(row: Row, problem: str) -> None:
+    assert problem in refused(row).message
+
+
 @pytest.mark.parametrize("answer", ["#NV", "#BEZUG!", "#¿NOMBRE?", "#VALEUR!", "#REF!", "#N/A"])
 def test_a_sheets_error_is_no_answer_in_any_language(answer: str) -> None:
     assert "stands for none" in refused({**PAIR, "completion": answer}).message
