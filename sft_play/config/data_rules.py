@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import ast
+import datetime
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sft_play.config.keys import variable_name
@@ -306,9 +308,8 @@ PARTS = (
     ast.Tuple,
     ast.Set,
 )
-FUNCTIONS = ("len", "blank", "has", "number", "column")
-NAMING = ("has", "column")
-"""Functions that take a column's name and not its value."""
+FUNCTIONS = ("len", "blank", "number", "has", "column")
+"""The last two take a column's name and not its value."""
 MISSING = object()
 
 
@@ -328,12 +329,14 @@ class Condition:
         """`name`: what messages call the expression; `syntax`: their examples."""
         self.expression, self.name, self.syntax = expression.strip(), name, syntax
         try:
-            parsed = ast.parse(self.expression, mode="eval")
-            self.names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
             columns = _Columns()
-            tree = columns.visit(parsed)
+            tree = columns.visit(ast.parse(self.expression, mode="eval"))
             self.columns = columns.names
             """Names of columns, dotted ones whole, that must be there."""
+            self.names = {part for name in columns.names | columns.sought for part in (name, name.partition(".")[0])}
+            """Those and the columns that need not be there; of dotted ones also what stands before the dot."""
+            if not self.names:
+                raise ValueError("it names no column")
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deeply") from None
@@ -346,13 +349,16 @@ class Condition:
                     f"the columns are {names_of(row)}",
                     hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
                 )
-            return _Cell(cell) if isinstance(cell, str) and NUMBER.fullmatch(cell) else cell
+            if isinstance(cell, datetime.date):  # or a time, of Arrow
+                cell = cell.isoformat().removesuffix("T00:00:00")
+            return _Text(cell) if isinstance(cell, str) else cell
 
         names = {
             "__builtins__": {},
             "len": len,
             "blank": lambda value: value is None or not value.strip(),
             "number": _number,
+            "text": _Text,
             "has": lambda name: look_up(row, name) not in (None, MISSING),
             "column": column,
         }
@@ -361,7 +367,8 @@ class Condition:
         except (TypeError, ValueError, AttributeError) as error:
             raise self._error(str(error)) from None
         if not isinstance(verdict, bool):
-            raise self._error(f"it gives {kind_of(verdict)}, not true or false")
+            gives = "text" if isinstance(verdict, str) else kind_of(verdict)
+            raise self._error(f"it gives {gives}, not true or false")
         return verdict
 
     def _error(self, problem: str) -> DataError:
@@ -369,20 +376,74 @@ class Condition:
 
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?|true|false", re.IGNORECASE)
+DATE = re.compile(r"\d{1,2}([./-])\d{1,2}\1\d{2,4}.*", re.DOTALL)
+"""A date that does not begin with its year."""
+TRUTHS = (
+    *(("true", "false"), ("yes", "no"), ("1", "0"), ("t", "f"), ("y", "n"), ("wahr", "falsch"), ("ja", "nein")),
+    *(
+        ("vrai", "faux"),
+        ("oui", "non"),
+        ("verdadero", "falso"),
+        ("sí", "no"),
+        ("vero", "falso"),
+        ("✓", "✗"),
+        ("✔", "✘"),
+    ),
+)
+"""What tables write for true and false."""
 
 
-class _Cell(str):
-    """A number, or true or false, as text: it is unequal to any number, so comparing them would keep wrong rows."""
+class _Text(str):
+    """A text, of a column or in quotes. What would keep wrong rows raises `TypeError`: comparing it with a number that
+    it writes or with no text at all, ordering numbers and dates by their letters, and taking `no` for true.
+    """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, (bool, int, float)):
-            raise TypeError(f'the column contains text: write `"{self}"` in quotes, or `number(...)`')
-        return str.__eq__(self, other)
+        if isinstance(other, str):
+            return str.__eq__(self, other)
+        if other is None and not self.strip():
+            raise TypeError("an empty text is compared with null: write `blank(...)`, which is true of both")
+        if other is None or (isinstance(other, (bool, int, float)) and not NUMBER.fullmatch(self)):
+            return False
+        raise TypeError(
+            f'`"{self}"` is text and is compared with {kind_of(other)}: quotes mean text, and `number(...)` reads the'
+            " number in a column's text"
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+    def __bool__(self) -> bool:
+        if any(self.lower() in pair for pair in TRUTHS):
+            raise TypeError(f'`"{self}"` is text, and neither true nor false: compare it, `NAME == "{self}"`')
+        return len(self) > 0
+
+    def _ordered(self, other: object, order: Callable[[Any, Any], bool]) -> bool:
+        if not isinstance(other, str):
+            raise TypeError(f'`"{self}"` is text and is compared with {kind_of(other)}: write `number(...)`')
+        if DATE.fullmatch(self) or DATE.fullmatch(other):
+            raise TypeError(f'dates are ordered by their letters, which only `"2024-12-31"` allows, not `"{self}"`')
+        try:
+            numbers = order(float(self), float(other))
+        except ValueError:
+            numbers = order(str(self), str(other))
+        if numbers != order(str(self), str(other)):
+            raise TypeError(f'`"{self}"` and `"{other}"` are ordered by their letters: write `number(...)`, no quotes')
+        return numbers
+
+    def __lt__(self, other: object) -> bool:
+        return self._ordered(other, operator.lt)
+
+    def __le__(self, other: object) -> bool:
+        return self._ordered(other, operator.le)
+
+    def __gt__(self, other: object) -> bool:
+        return self._ordered(other, operator.gt)
+
+    def __ge__(self, other: object) -> bool:
+        return self._ordered(other, operator.ge)
 
     __hash__ = str.__hash__
 
@@ -392,8 +453,14 @@ class _Columns(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.sought: set[str] = set()
+        """Columns that need not be there."""
 
     def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Set):  # which would compare hashes
+            node = ast.List(node.elts, ast.Load())
+        if text := _quoted(node):
+            return ast.Call(ast.Name("text", ast.Load()), [ast.Constant(text)], [])
         if name := _dotted(node):
             self.names.add(name)
             return ast.Call(ast.Name("column", ast.Load()), [ast.Constant(name)], [])
@@ -401,16 +468,18 @@ class _Columns(ast.NodeTransformer):
         if isinstance(node, ast.Call):
             function = _dotted(node.func)
             argument = node.args[0] if len(node.args) == 1 and not node.keywords else None
-            if argument and function in NAMING and (column := _quoted(argument) or _dotted(argument)):
-                self.names |= {column} if function == "column" else set()
+            if argument and function == "has" and (column := _quoted(argument) or _dotted(argument)):
+                self.sought.add(column)
                 return ast.Call(node.func, [ast.Constant(column)], [])
-            if argument and function in FUNCTIONS and function not in NAMING:
+            if argument and function in FUNCTIONS[:3]:
                 return ast.Call(node.func, [self.visit(argument)], [])
             raise ValueError(f"{shown} is not a function of one value; there are {', '.join(FUNCTIONS)}")
         if isinstance(node, (ast.Is, ast.IsNot)):  # meant for `None`, where `==` is equivalent
             return ast.Eq() if isinstance(node, ast.Is) else ast.NotEq()
         if not isinstance(node, PARTS):
             raise ValueError(f"{shown} is not part of the language")
+        if isinstance(node, ast.BoolOp) and any(isinstance(value, ast.Constant) for value in node.values):
+            raise ValueError(f"{shown} joins a value and no condition; a list is written `NAME in [...]`")
         if (
             isinstance(node, ast.Compare)
             and isinstance(node.ops[-1], (ast.In, ast.NotIn))
@@ -422,9 +491,13 @@ class _Columns(ast.NodeTransformer):
 
 
 def _dotted(node: ast.AST) -> str:
-    """Return the name of a column, `lang` or `meta.lang`, or an empty string for another expression."""
+    """Return the name of a column, `lang`, `meta.lang` or `column("a b")`, or an empty string for another
+    expression.
+    """
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Call) and _dotted(node.func) == "column" and len(node.args) == 1 and not node.keywords:
+        return _quoted(node.args[0]) or _dotted(node.args[0])
     head = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
     return f"{head}.{node.attr}" if isinstance(node, ast.Attribute) and head else ""
 

@@ -24,7 +24,10 @@ OLE = b"\xd0\xcf\x11\xe0"
 
 _INVISIBLE = re.compile("[\u00ad\u200b\u2060\ufeff]")
 """Soft hyphen, zero-width space, word joiner, byte order mark. Joiners that scripts and emoji need stay."""
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""What colours a terminal's text."""
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+_XML = re.compile(rb"\s*(?:<\?xml|<(\w+)\b[^>]*>.*</\1>\s*\Z)", re.DOTALL)
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
@@ -60,7 +63,7 @@ def clean(text: str) -> str:
     Indentation stays, since code and lists need it; spaces at line ends and more than one blank line go.
     """
     text = unicodedata.normalize(
-        "NFC", text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n").replace("\v", "\n")
+        "NFC", _ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n").replace("\v", "\n")
     )
     text = _SPACES.sub(" ", _INVISIBLE.sub("", text)).replace("\u2028", "\n").replace("\u2029", "\n\n")
     if any(unicodedata.category(mark) == "Cc" for mark in set(text) - {"\n", "\t"}):
@@ -73,7 +76,8 @@ def _plain(data: bytes, place: str) -> Document:
     refuse_wide(data[:4], place)
     refuse_other_text(data, place)
     try:
-        return Document(text=data.decode("utf-8-sig"))
+        note = "it is XML, whose marks are learnt as they stand" if _XML.match(data) else None
+        return Document(text=data.decode("utf-8-sig"), note=note)
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start)
         return Document(

@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
+from sft_play.data.judged import in_snake_case
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
 from sft_play.data.turns import MASKS as TURN_MASKS
@@ -86,9 +87,12 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
-STANDS_FOR_NONE = re.compile(r"nan|<NA>|NaT|\\N|#(?:REF!|N/A|NAME\?|VALUE!|DIV/0!|NULL!|NUM!)")
+STANDS_FOR_NONE = re.compile(
+    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|BEZUG|WERT|ZAHL|NOM|VALEUR"
+    r"|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]"
+)
 """What pandas, databases and spreadsheets write where there is no value; a person may write other words."""
-NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null", re.IGNORECASE)
+NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
 """The same where a part of the prompt may be missing."""
 
 
@@ -142,7 +146,8 @@ def _chat(column: str) -> Callable[[Row], Parts]:
     def parts(row: Row) -> Parts:
         turns = chat_turns(row[column], column)
         waits = turns and turns[-1]["role"] != "assistant"
-        answers = (name for name, value in row.items() if LAST_ANSWER.fullmatch(name.lower()) and not is_blank(value))
+        filled = (name for name, value in row.items() if not is_blank(value))
+        answers = (name for name in filled if LAST_ANSWER.fullmatch(in_snake_case(name)))
         if waits and (after := next(answers, None)):
             raise DataError(
                 f"`{after}` seems to be the answer to the last of `{column}`, and is not read",
@@ -233,7 +238,8 @@ def _history(pairs: Any) -> list[Message]:
 
 def _text(row: Row) -> Parts:
     text = _words(row["text"], "text")
-    if speaker := next((name for name in SPEAKERS if str(row.get(name)).lower() in ROLE_NAMES), None):
+    speakers = (name for name in row if in_snake_case(name) in SPEAKERS)
+    if speaker := next((name for name in speakers if str(row[name]).lower() in ROLE_NAMES), None):
         raise DataError(
             f"`{speaker}` is `{row[speaker]}`: the row seems to be a turn of a conversation",
             hint=f"make one row of each conversation, `messages`; `columns: {{note: {speaker}}}` learns turns alone",
@@ -386,7 +392,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_fragments(row, form, parts["messages"])
             parts |= _tools(row, parts["messages"])
-        return Example(place=place, form=form, source=source, group=group, unread=_unread(row, form, group_by), **parts)
+        unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
+        return Example(place=place, form=form, source=source, group=group, unread=unread, **parts)
     except DataError as error:
         error.place = error.place or place
         raise
@@ -394,8 +401,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         raise DataError("the row is nested too deeply", place=place) from None
 
 
-READ_BESIDES = frozenset({*SYSTEM, *REASONING, *TOOL_NAMES, WEIGHT, "history", "note", "path", "title"})
-"""Columns that formats read besides their own, documents' own, and the name for what is not read on purpose."""
+READ_BESIDES = frozenset({*SYSTEM, *REASONING, *TOOL_NAMES, WEIGHT, "history", "note"})
+"""Columns that formats read besides their own, and the name for what is not read on purpose."""
 READ_OF_TURNS = frozenset({*READ, *TURN_MASKS, *TOOL_NAMES, "note"})
 
 
@@ -424,8 +431,8 @@ RENDERED = re.compile(
     re.DOTALL,
 )
 """A prompt as the templates of model families write it, up to where the answer begins."""
-CONVERSATION_ID = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread)_?id", re.IGNORECASE)
-TURN_NUMBER = re.compile("(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?", re.IGNORECASE)
+CONVERSATION_ID = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread)_?id")
+TURN_NUMBER = re.compile("(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?")
 
 
 def _refuse_fragments(row: Row, form: str, messages: Sequence[Message]) -> None:
@@ -437,9 +444,9 @@ def _refuse_fragments(row: Row, form: str, messages: Sequence[Message]) -> None:
             "a question has the marks of a chat template already, and would get them twice",
             hint="write the words alone, or the turns separately; the template is applied when the data are prepared",
         )
-    if form in ("messages", "sharegpt") or not any(map(CONVERSATION_ID.fullmatch, row)):
+    if form in ("messages", "sharegpt") or not any(map(CONVERSATION_ID.fullmatch, map(in_snake_case, row))):
         return
-    numbers = {name: str(value) for name, value in row.items() if TURN_NUMBER.fullmatch(name)}
+    numbers = {name: str(value) for name, value in row.items() if TURN_NUMBER.fullmatch(in_snake_case(name))}
     if later := next((name for name, text in numbers.items() if text.isdecimal() and int(text) > 1), None):
         raise DataError(
             f"`{later}` is {row[later]}: the row seems to continue the conversation of an earlier one, and would be"
@@ -500,7 +507,7 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
 def group_of(row: Row, column: str) -> str:
     """Return the value of `data.group_by`. Raise `DataError` if a row has none."""
     value = row.get(column)
-    if value is None:
+    if is_blank(value):
         problem = "is empty" if column in row else "is missing"
         raise DataError(
             f"`data.group_by` names the column `{column}`, which {problem}; the columns are {names_of(row)}",

@@ -6,21 +6,23 @@ A rule gives the `filter` that keeps what is good, or nothing where the value sa
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from keyword import iskeyword
 from typing import Any
 
+from sft_play.config.data_rules import TRUTHS
 from sft_play.data.layout import WORDS
 
 Keep = Callable[[str, Any], str]
 
-TRUTHS = (("true", "false"), ("yes", "no"), ("1", "0"), ("t", "f"), ("y", "n"))
-"""What tables write for true and false."""
-
 
 def _in_words(value: Any, *, true: bool) -> str:
     """Return what a table that writes `value`, true or false, would write for `true`; nothing for other values."""
+    if value in ("x", "X"):  # a cross, and nothing elsewhere
+        return str(value) if true else ""
     pair = next((pair for pair in TRUTHS if isinstance(value, str) and value.lower() in pair), None)
     if pair is None:
         return ""
@@ -35,6 +37,8 @@ def _yes_or_no(column: str, value: Any) -> str:
 
 
 def _opposite(column: str, value: Any) -> str:
+    if value in ("x", "X"):
+        return f"blank({column})"
     if isinstance(value, str):
         return f'{column} == "{word}"' if (word := _in_words(value, true=False)) else ""
     return f"not {column}" if isinstance(value, bool) else f"{column} == 0" if value in (0, 1) else ""
@@ -58,13 +62,11 @@ def keep_number(column: str, value: Any) -> str:
         finite = value is not None and math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
         finite = False
-    return (
-        f"number({column}) >= {value}"
-        if finite and isinstance(value, str)
-        else f"{column} >= {value}"
-        if finite
-        else ""
-    )
+    if isinstance(value, str):
+        return (
+            f"number({column}) >= {value}" if finite else f'{column} in ["{value}"]' if RATED.fullmatch(value) else ""
+        )
+    return f"{column} >= {value}" if finite else ""
 
 
 def _held_out(column: str, value: Any) -> str:
@@ -89,13 +91,16 @@ def _if_filled(column: str, value: Any) -> str:
     return "" if not value or isinstance(value, (bool, int, float)) else f"not has({column})"
 
 
+RATED = re.compile(r"\s*-?\d+(?:[.,]\d+)?\s*(?:%|/\s*\d+)?\s*|[★☆⭐\ufe0f]+")
+"""Ratings that are no number for Python: `4,5`, `95 %`, `4/5`, `★★★`."""
 HOLDOUT = re.compile(r"\bhold-?out\b|\bheld[-_ ]?out\b|\bunseen\b", re.IGNORECASE)
 BAD = re.compile(
     r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false|discard\w*|deleted"
 )
 ENDED = re.compile(
     r"deleted?|removed?|spam|low|poor|error|length|max_?(?:output_)?tokens|(?:model_)?context_window_exceeded"
-    r"|content_filter|safety|recitation|cancell?ed|incomplete|interrupted"
+    r"|content_filter|safety|recitation|cancell?ed|incomplete|interrupted|draft|obsolete|outdated|deprecated"
+    r"|withdrawn|retracted|superseded|duplicate"
 )
 """Words that a status has, or the reason why an answer ended, but classes have too."""
 JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
@@ -145,7 +150,7 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
 )
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones."""
 HELD_OUT: Sequence[tuple[re.Pattern[str], Keep]] = (
-    (re.compile(r"_?(?:data_?set_)?(?:split|subset|set|partition|fold|phase)"), _held_out),
+    (re.compile(r"_?(?:data_?(?:set)?_?)?(?:split|subset|set|partition|fold|phase)"), _held_out),
     (re.compile(r"is_(?:test|validation|val|eval)"), _opposite),
     (re.compile(r"(?:is_)?(?:hold_?out|held_?out)|is_dev"), _if_true),
     (re.compile(r"(?:is|in)_train(?:ing)?"), _if_false),
@@ -157,7 +162,18 @@ HELD_OUT: Sequence[tuple[re.Pattern[str], Keep]] = (
 def keepers(column: str, chat: bool) -> tuple[Keep, ...]:
     """Return the rules for a column; `chat`: of a conversation, which may be judged."""
     rules = (*HELD_OUT, *(JUDGED if chat else ()))
-    return tuple(keep for pattern, keep in rules if pattern.fullmatch(column.lower()))
+    return tuple(keep for pattern, keep in rules if pattern.fullmatch(in_snake_case(column)))
+
+
+@functools.lru_cache(4096)
+def in_snake_case(name: str) -> str:
+    """Return a column's name as Python would write it: `is_correct` for `isCorrect`, `Is Correct` and `is-correct`."""
+    return re.sub(r"[^\w*]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).strip()).lower()
+
+
+def in_filter(column: str) -> str:
+    """Return how a `filter` names a column."""
+    return column if column.isidentifier() and not iskeyword(column) else f"column({json.dumps(column)})"
 
 
 def speaks_against(key: str, value: Any) -> bool:

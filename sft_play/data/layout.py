@@ -30,8 +30,15 @@ WORDS = {
     for split, words in KEYWORDS.items()
 }
 SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
-ABOUT_DATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""Files that describe data sets and hold no row."""
+ABOUT_DATA = frozenset(
+    {
+        *("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+        *("package.json", "package-lock.json", "tsconfig.json", "composer.json"),
+    }
+)
+"""Files that describe data sets and programs, and hold no row."""
+INSTALLED = frozenset({"node_modules", "site-packages", "__pycache__", "__MACOSX"})
+"""Folders of what others wrote, which a folder of documents does not mean."""
 NO_SPLIT = ""
 """Stands for files that belong to no split, where others do."""
 README_KEYS = frozenset(
@@ -57,8 +64,9 @@ def splits_of_folder(folder: Path, source: DataSource) -> Splits:
         raise DataError(
             f"`config: {source.config}` is given, but no README with `configs` is in the folder", place=source.path
         )
+    own = [path for path in files if INSTALLED.isdisjoint(path.relative_to(folder).parts)]
     for endings in (TABLES, DOCUMENTS):
-        rows = [path for path in files if kind(path) in endings and path.name not in ABOUT_DATA]
+        rows = [path for path in own if kind(path) in endings and path.name not in ABOUT_DATA]
         if rows:
             require_inside(rows, folder)
             return by_names(rows, folder, documents=endings is DOCUMENTS)
@@ -85,6 +93,7 @@ def choose_split(splits: Splits, source: DataSource) -> list[Path]:
         " it names"
     )
     if source.split is not None:
+        hint = "only splits of hub datasets have slices; `rows: 500` takes so many" if "[" in source.split else hint
         raise DataError(f"there is no split `{source.split}`: {shown}", place=source.path, hint=hint)
     if len(names) > 1:
         raise DataError(f"there are several splits: {shown}", place=source.path, hint=hint)
@@ -94,11 +103,12 @@ def choose_split(splits: Splits, source: DataSource) -> list[Path]:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Return the files of a folder at any depth, without hidden ones."""
+    """Return the files of a folder at any depth, without hidden ones; also links that lead to none."""
     return [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
+        if (path.is_file() or path.is_symlink())
+        and not any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
     ]
 
 

@@ -43,6 +43,7 @@ from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import (
     HUB,
     KEY_BYTES,
+    QUESTIONS,
     Prepared,
     PreparedSplit,
     ResolvedModel,
@@ -355,11 +356,15 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 weighted=writer.weighted,
                 uses=writer.uses,
                 spellings=writer.spellings(),
+                placeholders=writer.placeholders,
+                asked_again=writer.asked_again(),
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             if part.name == "validation":
-                manifest["overlap"] = {"with": "train", "rows": count_trained(bytes(writer.keys), train.folder)}
+                rows = count_trained(bytes(writer.keys), train.folder)
+                asked = count_trained(bytes(writer.questions), train.folder, QUESTIONS) - rows
+                manifest["overlap"] = {"with": "train", "rows": rows, "questions": max(0, asked)}
             writer.publish(manifest)
 
 

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,7 @@ BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 RULES = ({"-"}, {"-", "+"}, {"="})
 """What database clients draw below a header."""
+MOST_IN_A_CELL = 32_767
 BLANK_QUOTE = re.compile(r'[ \t]+"[^"]*"\s*$')
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
@@ -55,8 +56,8 @@ def read_file(path: Path, skip: Callable[[str, str], None] = lambda *_: None) ->
         raise DataError(
             f"files ending in `{ending}` are not read" if ending else "a file whose name has no ending is not read",
             place=str(path),
-            hint=f"plain text is `.txt`; all that is read: {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed "
-            f"({', '.join(COMPRESSED)})",
+            hint="plain text is `.txt`, and sheets and databases can be saved as `.csv`; all that is read:"
+            f" {', '.join((*TABLES, *DOCUMENTS))}; each may be compressed ({', '.join(COMPRESSED)})",
         )
     try:
         yield from _rows_of(path, ending, skip)
@@ -225,30 +226,9 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 last = reader.line_num
                 if header and isinstance(first := row[header[0]], str) and first.startswith("\ufeff"):
                     row[header[0]] = first.removeprefix("\ufeff")
-                if list(row.values()) == header:
-                    joined = DataError(
-                        "the row repeats the header: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
-                    )
-                    yield f"{path}:{last}", joined
-                    continue
-                if (
-                    None in row or None in row.values()
-                ):  # surplus values are a list under `None`; missing ones are `None`
-                    have = len(row.pop(None, None) or []) + sum(value is not None for value in row.values())
-                    place, by = f"{path}:{last}", MARKS.get(mark, f"`{mark}`")
-                    problem = (
-                        f"the row has another number of columns than the header: {have} and not {len(header)},"
-                        f" separated by {by}"
-                    )
-                    yield place, DataError(problem, place=place, hint=QUOTES)
-                    continue
-                if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
-                    problem = f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text"
-                    yield f"{path}:{last}", DataError(problem, place=f"{path}:{last}", hint="remove the blank")
-                    continue
-                if set("".join(row.values())) in RULES:
-                    problem = "the row is a rule below the header, and no values"
-                    yield f"{path}:{last}", DataError(problem, place=f"{path}:{last}", hint=LEAVE_OUT)
+                if wrong := _problem_of(row, header, mark):
+                    place = f"{path}:{last}"
+                    yield place, DataError(wrong[0], place=place, hint=wrong[1])
                     continue
                 text = "|".join(row.values())  # a quoted value may span lines; the row is looked for where it begins
                 ends = text.count("\r") + text.count("\n") - text.count("\r\n")
@@ -261,20 +241,47 @@ def _read_csv(path: Path) -> Iterator[Placed]:
             raise DataError(f"is not CSV: {error}", place=place, hint=QUOTES) from None
 
 
+def _problem_of(row: Mapping[Any, Any], header: Sequence[str], mark: str) -> tuple[str, str] | None:
+    """Return what is wrong with a row of a CSV file, and a hint; surplus values are a list under `None`, missing ones
+    are `None`.
+    """
+    if None in row or None in row.values():
+        have = len(row.get(None) or ()) + sum(value is not None for name, value in row.items() if name is not None)
+        by = MARKS.get(mark, f"`{mark}`")
+        return (
+            f"the row has another number of columns than the header: {have} and not {len(header)}, separated by {by}",
+            f"the header reads {names_of(header)}; {QUOTES}",
+        )
+    if all(value.strip().casefold() == name.strip().casefold() for name, value in row.items()):
+        return "the row repeats the header: two files were joined", LEAVE_OUT
+    if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
+        return (
+            f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text",
+            "remove the blank",
+        )
+    if set("".join(row.values())) in RULES:
+        return "the row is a rule below the header, and no values", LEAVE_OUT
+    if cut := next((name for name, value in row.items() if len(value) == MOST_IN_A_CELL), None):
+        return f"`{cut}` has {MOST_IN_A_CELL:,} characters, where Excel cuts a cell: its end is missing", LEAVE_OUT
+    lines = mark.join(row.values()).split("\n") if mark == "\t" else []
+    if len(lines) > 1 and all(line.count(mark) == len(header) - 1 for line in lines):
+        return f"a quote joins {len(lines)} lines that each have the columns of a row", QUOTES
+    return None
+
+
 def _separator(path: Path) -> str:
     """Return what separates the columns: the first mark that gives the header several and the row after it as many,
-    else a comma.
+    else a comma, or a tab in a `.tsv`.
     """
-    if kind(path) == ".tsv":
-        return "\t"
+    marks = "\t,;|" if kind(path) == ".tsv" else ",;\t|"
     with open_bytes(path) as stream:
         beginning = stream.read(HEADER_BYTES).decode("utf-8-sig", "replace")
     widths = {}
-    for mark in ",;\t|":
+    for mark in marks:
         rows = list(islice((row for row in csv.reader(io.StringIO(beginning, newline=""), delimiter=mark) if row), 2))
         widths[mark] = [len(row) for row in rows]
     several = [mark for mark, columns in widths.items() if columns and columns[0] > 1]
-    return next((mark for mark in several if len(set(widths[mark])) == 1), several[0] if several else ",")
+    return next((mark for mark in several if len(set(widths[mark])) == 1), several[0] if several else marks[0])
 
 
 def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Placed]:

@@ -23,7 +23,7 @@ from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
-from sft_play.data.judged import keep_number, keepers
+from sft_play.data.judged import in_filter, keep_number, keepers
 from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
 from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
 from sft_play.data.values import list_of
@@ -33,7 +33,7 @@ from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
 
-OTHER_FILE = "no file of the kind that is read here"
+OTHER_FILE = "another kind of file, a link to a folder, or of an installed package"
 """Why a file gives nothing to learn."""
 OF_NO_SPLIT = "a file whose name means no split, where others do"
 SHOWN_FAULTS = 5
@@ -280,7 +280,9 @@ def _refuse_hub_options(source: DataSource, *allowed: str) -> None:
     for name in ("split", "config", "revision"):
         if name not in allowed and getattr(source, name) is not None:
             raise DataError(
-                f"`{name}: {getattr(source, name)}` is set, but only hub datasets have it", place=source.path
+                f"`{name}: {getattr(source, name)}` is set, but only hub datasets have it",
+                place=source.path,
+                hint="`rows: 500` takes so many" if name == "split" else None,
             )
     if source.streaming:
         raise DataError(
@@ -364,7 +366,9 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
             judging = (
                 (column, keep) for column in sorted(row.keys() - heeded - read) for keep in keepers(column, chat)
             )
-            conditions = ((column, keep(column, row[column]), keep is keep_number) for column, keep in judging)
+            conditions = (
+                (column, keep(in_filter(column), row[column]), keep is keep_number) for column, keep in judging
+            )
             if judged := next((parts for parts in conditions if parts[1]), None):
                 column, condition, by_degree = judged
                 weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""
@@ -375,9 +379,9 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                         place=place,
                         hint=weighs
                         + (
-                            f"`filter: has({column})` keeps all, `filter: {condition}` only what is good"
+                            f"`filter: has({in_filter(column)})` keeps all, `filter: {condition}` only what is good"
                             if by_degree  # a rating may be what is to be learnt
-                            else f"`filter: {condition}` keeps what is good, `filter: has({column})` all"
+                            else f"`filter: {condition}` keeps what is good, `filter: has({in_filter(column)})` all"
                         ),
                     ),
                 )
@@ -424,11 +428,12 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     row = {**row, **{name: value for name in columns.values() if (value := look_up(row, name)) is not MISSING}}
     missing = sorted({name for name in columns.values() if name not in row})
     if missing:
+        swapped = ", ".join(f"{new}: {old}" for old, new in columns.items())
         raise DataError(
             f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are"
             f" {names_of(row)}",
             hint=(
-                f"the other way round: `columns: {{{', '.join(f'{new}: {old}' for old, new in columns.items())}}}`"
+                f"the other way round: `columns: {{{swapped}}}`; files with these names need their own source"
                 if all(name in row for name in columns)
                 else "write `columns: {question: name in the file}`"
             ),

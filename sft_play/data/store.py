@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import statistics
 from array import array
@@ -32,12 +33,17 @@ from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
-from sft_play.runs.prepared import KEYS
+from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
 from sft_play.text import plural
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHOWN_SPELLINGS = 5
+PLACEHOLDER = re.compile(
+    r"n/?a\.?|n\. ?a\.|none|null|nil|[-–—_.?*…]+|to ?do|tbd|xxx+|[(\[<]\w{4,7}[)\]>]|placeholder|no answer",
+    re.IGNORECASE,
+)
+"""Answers that sheets and people write instead of leaving a cell empty, and that may be meant: `(blank)`."""
 MOST_UNREAD = 200
 SHOWN_UNREAD = 12
 """Columns of a source that the terminal names; the manifest has more."""
@@ -151,10 +157,12 @@ def split_manifest(
     weighted: int = 0,
     uses: Mapping[str, int] = MappingProxyType({}),
     spellings: Sequence[Mapping[str, int]] = (),
+    placeholders: Mapping[str, int] = MappingProxyType({}),
+    asked_again: int = 0,
 ) -> dict[str, Any]:
     """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
-    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`; `spellings`: see
-    `SplitWriter.spellings`.
+    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`; `spellings`,
+    `placeholders`, `asked_again`: see `SplitWriter`.
     """
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
@@ -191,6 +199,8 @@ def split_manifest(
         "weighted_rows": weighted,
         "new_tokens": dict(uses),
         "spellings": list(spellings),
+        "placeholders": dict(placeholders),
+        "asked_again": asked_again,
     }
 
 
@@ -252,6 +262,15 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
         alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
         lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
+    if maybe := [f"`{answer}` ({rows:,})" for answer, rows in manifest["placeholders"].items()]:
+        lines.append(f"  warning: answers that may stand for none: {', '.join(maybe[:SHOWN_SPELLINGS])}")
+    if (again := manifest["asked_again"]) and name == "training":
+        lines.append(f"  rows with the question of an earlier row: {again:,}")
+    if asked := manifest.get("overlap", {}).get("questions"):
+        lines.append(
+            f"  rows with a question of the training data: {asked:,}; `data.group_by` keeps rows that belong together"
+            " on one side"
+        )
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
@@ -403,6 +422,10 @@ class SplitWriter:
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.answers: Counter[str] = Counter()
         """Spelling of an answer -> rows; counted until they are too many for labels."""
+        self.placeholders: Counter[str] = Counter()
+        """Answers that may stand for none -> rows."""
+        self.questions = bytearray()
+        """`KEY_BYTES` of a hash of what is read before the last answer, for each row that has one."""
         self.keys = bytearray()
         """`KEY_BYTES` for each example that gave a row."""
 
@@ -430,6 +453,10 @@ class SplitWriter:
             self.trained.append(row.trained)
             if row.reference and len(self.answers) <= MOST_LABELS:
                 self.answers[row.reference] += 1
+            if PLACEHOLDER.fullmatch(row.reference):
+                self.placeholders[row.reference] += 1
+            if len(row.prompt_ids):
+                self.questions += hashlib.blake2b(row.prompt_ids.tobytes(), digest_size=KEY_BYTES).digest()
             values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, row.weights)
             self._waiting.append(values)
             self._tokens_waiting += int(length)
@@ -452,6 +479,11 @@ class SplitWriter:
             alike.setdefault(label_of(text), {})[text] = rows
         return [spelt for spelt in alike.values() if len(spelt) > 1]
 
+    def asked_again(self) -> int:
+        """Return the number of rows whose question an earlier row has too."""
+        halves = np.frombuffer(bytes(self.questions), "<u8")[::2]  # half a hash tells them apart, in less memory
+        return len(halves) - len(np.unique(halves))
+
     def fingerprint(self) -> str:
         """Return a sha256 over lengths, tokens, labels and weights of all rows, in order."""
         digests = [*self._digests, *([self._of_weights] if self.weighted else [])]
@@ -467,6 +499,7 @@ class SplitWriter:
         for name, content in ((LENGTHS, self.lengths), (SOURCES, self.sources), (LABELS, self.trained)):
             write_bytes(self._scratch / name, np.asarray(content, "<i4").tobytes())
         write_bytes(self._scratch / KEYS, bytes(self.keys))
+        write_bytes(self._scratch / QUESTIONS, bytes(self.questions))
         state: dict[str, Any] = {
             "_data_files": [{"filename": ARROW}],
             "_fingerprint": self.fingerprint()[:16],

@@ -135,8 +135,15 @@ TEXT_OF_ANOTHER_KIND = (
     (re.compile(rb"\s*\{\\rtf"), "is RTF", "save it as plain text or docx"),
     (re.compile(rb"\s*<(?:!doctype html|html)", re.IGNORECASE), "is HTML", "give it the ending `.html`"),
     (re.compile(rb"%PDF-"), "is a PDF", "give it the ending `.pdf`"),
+    (re.compile(rb"%!PS"), "is PostScript", "`ps2pdf` makes a PDF of it"),
+    (re.compile(rb".*?\x1b\$[@B]", re.DOTALL), "is ISO-2022-JP, and not UTF-8 text", "`iconv -f ISO-2022-JP` reads it"),
 )
 """How documents begin that are no plain text, what they are, and what to do."""
+
+
+CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})
+LEAST_TEXT = 0.9
+"""Share of a text's bytes that are no control characters."""
 
 
 def refuse_other_text(data: bytes, place: str) -> None:
@@ -144,6 +151,13 @@ def refuse_other_text(data: bytes, place: str) -> None:
     for begins, problem, hint in TEXT_OF_ANOTHER_KIND:
         if begins.match(data):
             raise DataError(problem, place=place, hint=hint)
+    printed = data.translate(None, CONTROLS)
+    if printed.strip() and len(printed) < LEAST_TEXT * len(data):
+        raise DataError(
+            "has so many control characters that it is no UTF-8 text",
+            place=place,
+            hint="text in UTF-16 can be converted: `iconv -f UTF-16LE -t UTF-8 OLD > NEW`",
+        )
     lines = data.strip().split(b"\n", 1)
     for text in (lines[0], data) if lines[0][:1] in (b"{", b"[") else ():
         try:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
-from sft_play.data.judged import speaks_against
+from sft_play.data.judged import in_snake_case, speaks_against
 from sft_play.data.readers import LEAVE_OUT, Filled
 from sft_play.data.values import (
     SHOWN,
@@ -82,7 +82,7 @@ PARTS_BY_NAME: Mapping[str, re.Pattern[str]] = {
     ),
     "what follows the answer": re.compile("suffix", re.IGNORECASE),
     "a choice": re.compile(
-        "choices|options|(?:option|choice)_?[1-4]|(?:option|choice)_?[a-d]|(?-i:[A-D])", re.IGNORECASE
+        "choices|options|(?:option|choice)_?[1-5]|(?:option|choice|op)_?[a-e]|(?-i:[A-E])", re.IGNORECASE
     ),
 }
 """What a column is by its name, if the answer follows from it; also those that are read."""
@@ -278,7 +278,7 @@ MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|
 
 @functools.lru_cache(4096)
 def _looks_like_media(key: str) -> bool:
-    return MEDIA.fullmatch(key) is not None
+    return MEDIA.fullmatch(in_snake_case(key)) is not None
 
 
 def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
@@ -531,7 +531,8 @@ def is_filled(value: Any, within: bool) -> bool:
 @functools.lru_cache(4096)
 def part_by_name(column: str) -> str:
     """Return what a column is by its name, if the answer follows from it, else nothing."""
-    return next((what for what, names in PARTS_BY_NAME.items() if names.fullmatch(column)), "")
+    spelt = (column, in_snake_case(column))
+    return next((what for what, names in PARTS_BY_NAME.items() if any(map(names.fullmatch, spelt))), "")
 
 
 def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequence[Message]) -> None:
@@ -539,25 +540,23 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
 
     `read` are the columns of the row's format.
     """
+    last = messages[-1]["content"].strip().lower()
     for name, value in row.items():
-        if not (what := part_by_name(name)) or name in read or is_blank(value):
+        named = last in [*"abcde"] and in_snake_case(name).rpartition("_")[2] == last  # `B` and `choice_b` for B
+        what = part_by_name(name) or ("a choice" if named else "")
+        if not what or name in read or is_blank(value):
             continue
         rendered = all(isinstance(text, str) for text in (value, row[read[0]])) and row[read[0]].strip() in value
         texts = [text for turn in messages for text in (turn["content"], turn.get("reasoning_content", ""))]
         if rendered or not lacks(value, texts):  # the question in a template, or what the turns contain
             continue
         columns: dict[str, str] = {}
-        if not isinstance(value, str):
-            pass
-        elif what == "a system turn":
+        texts_alone = all(isinstance(row[column], str) for column in (name, *read))
+        if what == "a system turn" and isinstance(value, str):
             columns = {"system": name}
-        elif what == "a thought" and len(read) > 1:
+        elif what == "a thought" and len(read) > 1 and isinstance(value, str):
             columns = {"reasoning_content": name}
-        elif (
-            what == "a part of the prompt"
-            and len(read) > 1
-            and all(isinstance(row[column], str) for column in (name, *read))
-        ):
+        elif what == "a part of the prompt" and len(read) > 1 and texts_alone:
             parts = (name, read[0]) if name.lower().startswith("instruction") else (read[0], name)
             columns = dict(zip(("instruction", "input", "output"), (*parts, read[-1]), strict=True))
         listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)

@@ -20,7 +20,8 @@ SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
-        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else None)
+        within = None if isinstance(value, Mapping) or is_list(value) else "write it as text, in quotes"
+        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else within)
     if "\0" in value:
         raise DataError(f"`{name}` contains a NUL character ({value.index(chr(0)) + 1}), which no text has")
     if not value.isascii():

@@ -107,7 +107,7 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert first["trained_tokens"] + second["trained_tokens"] == summary["train"]["split"]["label_tokens"]
     assert summary["train"]["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
     assert len(first["content_sha256"]) == 64
-    assert summary["validation"]["overlap"] == {"with": "train", "rows": 2}
+    assert summary["validation"]["overlap"] == {"with": "train", "rows": 2, "questions": 0}
     assert summary["validation"]["sources"][0]["dropped"] == {"longer than model.max_seq_len": 1}
     assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
     assert "rows that are in the training data too: 2" in done.err
@@ -122,6 +122,24 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert refused.code == 2 and "has 512 positions" in refused.err and "MODEL_MAX_SEQ_LEN=512 at most" in refused.err
     none = data(f"data.train_path: {train}", "data.validation: []")
     assert none.code == 0 and none.json["validation"] is None
+
+
+def test_what_may_be_no_answer_and_questions_that_come_again_are_counted(tmp_path: Path, data: Data) -> None:
+    rows = [{"prompt": f"q{i}", "completion": answer} for i, answer in enumerate(("a", "N/A", "n/a", "b", "c"))]
+    train = write_rows(tmp_path / "train.jsonl", [*rows, {"prompt": "q0", "completion": "other"}])
+    validation = write_rows(tmp_path / "held.jsonl", [rows[0], {"prompt": "q3", "completion": "not b"}])
+    done = data(f"data.train_path: {train}", f"data.val_path: {validation}")
+    assert "answers that may stand for none: `N/A` (1), `n/a` (1)" in done.err
+    assert "rows with the question of an earlier row: 1" in done.err
+    assert "rows with a question of the training data: 1; `data.group_by`" in done.err
+    assert done.json["train"]["asked_again"] == 1 and done.json["train"]["placeholders"] == {"N/A": 1, "n/a": 1}
+
+
+def test_columns_that_text_is_learnt_without_are_named_but_not_those_of_documents(tmp_path: Path, data: Data) -> None:
+    rows = write_rows(tmp_path / "a.jsonl", [{"title": "Berlin", "text": "It is a city."}])
+    assert f"not read of {rows}: title (1)" in data(f"data.train_path: {rows}", "tuning.task: cpt").err
+    (tmp_path / "a.html").write_text("<html><head><title>t</title></head><body>Words of a page.</body></html>")
+    assert "not read" not in data(f"data.train_path: {tmp_path / 'a.html'}", "tuning.task: cpt").err
 
 
 def test_a_second_preparation_reads_the_cache_without_heavy_packages(tmp_path: Path, tiny: Path) -> None:

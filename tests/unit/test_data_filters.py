@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 
 from sft_play.config.data_rules import Condition
@@ -17,6 +19,10 @@ ROW = {
     "n": "12.5",
     "my name": 1,
     "meta": {"by": {"age": 3}, "x": None},
+    "flag": "No",
+    "made": datetime.datetime(2024, 3, 1),
+    "day": "01.03.2024",
+    "empty": "",
 }
 
 
@@ -36,6 +42,9 @@ ROW = {
         ('column("my name") == 1', True),
         ("has(elsewhere) and elsewhere > 3", False),
         ('lang != 1 and n != "13" and n in ["12.5"]', True),
+        ('score != "n/a" and lang in {"en"} and text and not empty and not none', True),
+        ('made > "2024-02-28" and made != "2024-03-02" and made == "2024-03-01"', True),
+        ('n >= "12" and not blank(column("text")) and has(column("my name"))', True),
     ],
 )
 def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:
@@ -54,6 +63,10 @@ def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:
         ("has(score + 1)", "is not a function"),
         ("[c for c in text] == []", "is not part of the language"),
         ('lang in "de"', "looks for a piece of a text; a list is written"),
+        ('column("lang") in "de"', "looks for a piece of a text; a list is written"),
+        ('lang == "de" or "en"', "joins a value and no condition"),
+        ('lang == ("de" or "en")', "joins a value and no condition"),
+        ("1 < 2", "it names no column"),
         ("(" * 900 + "ok" + ")" * 900, "`filter` "),
     ],
 )
@@ -71,8 +84,20 @@ def test_expressions_outside_the_language_are_refused_before_they_run(expression
         ("none > 3", "not supported between"),
         ("score", "it gives a number, not true or false"),
         ("number(lang) > 1", "could not convert"),
-        ("n != 12.5", 'the column contains text: write `"12.5"` in quotes'),
-        ("n not in [0, 1]", "the column contains text"),
+        ("n != 12.5", '`"12.5"` is text and is compared with a number: quotes mean text, and `number(...)`'),
+        ("n not in [0, 1]", "is text and is compared with a number"),
+        ("n > 3", "is text and is compared with a number"),
+        ('score != "0"', "is text and is compared with a number"),
+        ('score not in {"0"}', "is text and is compared with a number"),
+        ('ok != "false"', "is text and is compared with true"),
+        ('tags != "x"', "is text and is compared with a list"),
+        ('tags not in ["x"]', "is text and is compared with a list"),
+        ("not flag and score > 3", "is text, and neither true nor false"),
+        ("n or score > 3", "it gives text"),
+        ('n >= "3"', "are ordered by their letters: write `number(...)`"),
+        ('day >= "01.02.2024"', "dates are ordered by their letters"),
+        ("empty or text", "it gives text"),
+        ("empty is not None", "an empty text is compared with null: write `blank(...)`"),
     ],
 )
 def test_a_condition_that_fails_on_a_row_is_an_error_of_that_row(expression: str, message: str) -> None:

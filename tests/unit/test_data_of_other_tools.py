@@ -58,6 +58,12 @@ def kept(folder: Path, rows: list[Row], **options: Any) -> int:
         ({"is_train": False}, {"is_train": True}),
         ({"split": "held-out"}, {"split": "train"}),
         ({"is_holdout": True}, {"is_holdout": False}),
+        ({"IsHoldout": "True"}, {"IsHoldout": "False"}),
+        ({"Data Split": "Test"}, {"Data Split": "train"}),
+        ({"review-status": "Draft"}, {"review-status": "Published"}),
+        ({"Published": "FALSCH"}, {"Published": "WAHR"}),
+        ({"archived": "✓"}, {"archived": "✗"}),
+        ({"Marked As Duplicate": "", "deleted": "x"}, {"Marked As Duplicate": "", "deleted": ""}),
     ],
 )
 def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: Row, tmp_path: Path) -> None:
@@ -71,6 +77,57 @@ def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: R
     condition = re.findall(r"`filter: (.+?)`", errors[0].hint or "")[0]
     assert kept(tmp_path, rows, filter=condition) == 1
     assert kept(tmp_path, [{**PAIR, "label": "low", "state": "Ohio"}]) == 1, "a class is no status"
+
+
+@pytest.mark.parametrize(
+    ("column", "good", "bad", "condition"),
+    [
+        ("isCorrect", "VRAI", "FAUX", 'isCorrect == "VRAI"'),
+        ("Is Correct", "ja", "nein", 'column("Is Correct") == "ja"'),
+        ("approved", "x", "", 'approved == "x"'),
+        ("Human Rating", 5, 1, 'column("Human Rating") >= 5'),
+        ("score", "4,5", "1,0", 'score in ["4,5"]'),
+        ("rating", "★★★★", "★", 'rating in ["★★★★"]'),
+    ],
+)
+def test_a_judgement_is_known_in_every_spelling_and_in_the_words_of_sheets(
+    column: str, good: Any, bad: Any, condition: str, tmp_path: Path
+) -> None:
+    rows = [{**PAIR, column: good}, {"prompt": "q2", "completion": "a2", column: bad}]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    [error, *_] = [row for _, row in read_source(DataSource(path=str(path))) if isinstance(row, DataError)]
+    assert f"`{column}` seems to say" in error.message and f"`filter: {condition}`" in (error.hint or "")
+    assert kept(tmp_path, rows, filter=condition) == 1
+
+
+@pytest.mark.parametrize("column", ["b", "answer_b", "choice_b", "opb", "Option B", "option 2"])
+def test_choices_are_known_by_the_letter_that_is_the_answer(column: str) -> None:
+    row = {"question": "q", "answer": "B", column: "two"}
+    assert f"`{column}` seems to be a choice" in refused(row).message
+    assert read({"question": "q (b) two", "answer": "B", column: "two"}).messages
+    if column in ("b", "answer_b"):
+        assert read({"question": "q", "answer": "a", column: "two"}).unread == (column,)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({**PAIR, "Conversation ID": "1", "turnIndex": "2"}, "`turnIndex` is 2"),
+        ({**PAIR, "Image URL": "x.png"}, "`Image URL`"),
+        ({"messages": [USER, ANSWER, USER], "Model Response": "a"}, "`Model Response` seems to be the answer"),
+        ({"text": "hi", "Speaker": "User"}, "`Speaker` is `User`"),
+        ({**PAIR, "Retrieved Docs": "a passage"}, "`Retrieved Docs` seems to be a part of the prompt"),
+    ],
+)
+def test_names_of_columns_are_known_in_every_spelling(row: Row, problem: str) -> None:
+    assert problem in refused(row).message
+
+
+@pytest.mark.parametrize("answer", ["#NV", "#BEZUG!", "#¿NOMBRE?", "#VALEUR!", "#REF!", "#N/A"])
+def test_a_sheets_error_is_no_answer_in_any_language(answer: str) -> None:
+    assert "stands for none" in refused({**PAIR, "completion": answer}).message
+    assert read({**PAIR, "completion": f"{answer} is an error"}).messages
 
 
 @pytest.mark.parametrize(

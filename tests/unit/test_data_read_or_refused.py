@@ -568,7 +568,13 @@ def test_lists_of_messages_in_the_text_of_a_table_are_read_as_turns() -> None:
     assert "is text that is not JSON" in python.message and "json.dumps" in (python.hint or "")
 
 
-@pytest.mark.parametrize("value", ["nan", "<noinput>", "NaN"])
+@pytest.mark.parametrize("value", ["nan", "<noinput>", "NaN", "None", "N/A"])
 def test_words_that_stand_for_no_input_are_refused(value: str) -> None:
     assert "which stands for none" in refused({"instruction": "q", "input": value, "output": "a"}).message
     assert read({"instruction": "q", "input": "none", "output": "a"}).messages
+
+
+@pytest.mark.parametrize("value", [3, 0.5, True, datetime.date(2024, 1, 1)])
+def test_answers_that_are_no_text_lead_to_quotes(value: Any) -> None:
+    error = refused({"prompt": "q", "completion": value})
+    assert "expected text" in error.message and error.hint == "write it as text, in quotes"

@@ -210,6 +210,49 @@ def test_a_folder_yields_its_tables_or_else_its_documents_sorted_by_name(tmp_pat
     )
 
 
+def test_a_folder_names_links_and_what_programs_installed_and_does_not_read_them(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    own = write(folder / "README.md", b"ours")
+    others = [
+        write(folder / "node_modules" / "lib" / "README.md", b"theirs"),
+        write(folder / "package.json", b'{"name": "x"}'),
+        write(folder / "venv" / "site-packages" / "x" / "LICENSE.txt", b"theirs"),
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    left_out = LeftOut()
+    assert [place for place, _ in read_source(DataSource(path=str(folder)), skipped=left_out)] == [str(own)]
+    assert left_out.places == {OTHER_FILE: sorted([*map(str, others), str(folder / "link")])}
+    (folder / "gone.md").symlink_to("nowhere.md")
+    assert refused(folder).place == str(folder / "gone.md")
+
+
+def test_slices_of_local_files_and_names_that_only_some_files_have_lead_to_what_works(tmp_path: Path) -> None:
+    path = write(tmp_path / "data" / "train.jsonl", LINES)
+    for place in (path, path.parent):
+        assert "`rows: 500`" in (refused(place, split="train[:50%]").hint or "")
+    write(tmp_path / "a.csv", b"frage,antwort\nq,a\n")
+    write(tmp_path / "b.csv", b"question,answer\nq,a\n")
+    error = refused(tmp_path / "*.csv", columns={"question": "frage", "answer": "antwort"})
+    assert error.place == f"{tmp_path / 'b.csv'}:2" and "need their own source" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.csv", "prompt,completion\nq,a\n Prompt ,Completion\n", "the row repeats the header"),
+        ("a.csv", f"prompt,completion\nq,{'x' * 32_767}\n", "`completion` has 32,767 characters, where Excel cuts"),
+        ("a.tsv", 'prompt\tcompletion\n"abc\tx1\ndef"\ty1\n', "a quote joins 2 lines that each have the columns"),
+        ("a.csv", "FAQ of 2024\nprompt,completion\nq,a\n", "2 and not 1, separated by commas"),
+    ],
+)
+def test_rows_of_sheets_that_are_no_rows_are_refused(name: str, content: str, problem: str, tmp_path: Path) -> None:
+    assert problem in refused(write(tmp_path / name, content.encode())).message
+    two_lines = write(tmp_path / "b.tsv", b'prompt\tcompletion\n"q\ny"\ta\n')
+    assert rows_of(two_lines) == [{"prompt": "q\ny", "completion": "a"}]
+    assert rows_of(write(tmp_path / "commas.tsv", b"prompt,completion\nq,a\n")) == [{"prompt": "q", "completion": "a"}]
+
+
 # ---- Columns, filter, rows
 
 

@@ -133,6 +133,7 @@ def test_encrypted_files_are_errors_but_an_empty_password_opens(tmp_path: Path) 
         ("{\\rtf1\\ansi words}", "is RTF"),
         ("<!DOCTYPE html>\n<html><body>404</body></html>", "is HTML"),
         ("%PDF-1.4\n", "is a PDF"),
+        ("%!PS-Adobe-3.0\n", "is PostScript"),
     ],
 )
 def test_plain_text_of_another_kind_is_refused_with_its_ending(content: str, problem: str, tmp_path: Path) -> None:
@@ -142,6 +143,26 @@ def test_plain_text_of_another_kind_is_refused_with_its_ending(content: str, pro
     assert caught.value.message == problem and caught.value.place == str(tmp_path / "a.txt") and caught.value.hint
     (tmp_path / "b.md").write_text(f"An example:\n\n{content}")
     assert read(tmp_path / "b.md").text.startswith("An example:")
+
+
+@pytest.mark.parametrize("content", ["Привет".encode("utf-16-le"), b"name" + bytes(60) + b"0644" + bytes(60) + b"text"])
+def test_what_is_mostly_control_characters_is_no_text(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match="so many control characters"):
+        read_document(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes("Text: 日本語".encode("iso-2022-jp"))
+    with pytest.raises(DataError, match="is ISO-2022-JP"):
+        read_document(tmp_path / "a.txt")
+
+
+def test_colours_of_a_terminal_are_removed_and_marks_of_xml_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\x1b[1;31mred\x1b[0m [31m")
+    assert read(tmp_path / "a.txt").text == "red [31m"
+    for words in ("<?xml version='1.0'?>\n<page>x</page>", '<doc id="1">\nBerlin\n</doc>\n'):
+        (tmp_path / "a.txt").write_text(words)
+        assert "is XML" in str(read(tmp_path / "a.txt").note) and read(tmp_path / "a.txt").text == words.strip()
+    (tmp_path / "a.md").write_text("<p>A logo</p>\n\n# Pumps <x>")
+    assert read(tmp_path / "a.md").note is None
 
 
 def test_html_in_utf8_that_does_not_say_so_has_the_right_title_and_its_folded_answers(tmp_path: Path) -> None:
