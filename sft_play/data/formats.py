@@ -13,8 +13,8 @@ from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
-from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.turns import (
+    CLOSE,
     READ,
     REASONING,
     ROLE_NAMES,
@@ -33,6 +33,7 @@ from sft_play.data.turns import (
     tools_of,
     weight_of,
 )
+from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.values import SPEAKERS, is_blank, is_list, list_of, parse_json, rename_away, text_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
@@ -381,7 +382,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         if "messages" in parts:
             _refuse_mask(row)
             _take_thought(row, form, parts["messages"])
-            if any(turn.get("reasoning_content") and "</think>" in turn["content"] for turn in parts["messages"]):
+            if any(turn.get("reasoning_content") and CLOSE in turn["content"] for turn in parts["messages"]):
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_fragments(row, form, parts["messages"])

@@ -33,7 +33,7 @@ from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.runs.prepared import KEYS
-from sft_play.text import plural
+from sft_play.text import list_some, plural
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -140,25 +140,12 @@ class SourceTally:
 
 
 def split_manifest(
-    sources: Sequence[DataSource],
-    tallies: Sequence[SourceTally],
-    *,
-    lengths: array[int],
-    of_source: array[int],
-    trained: array[int],
-    contents: Sequence[str | None],
-    fingerprint: str,
-    weighted: int = 0,
-    uses: Mapping[str, int] = MappingProxyType({}),
-    spellings: Sequence[Mapping[str, int]] = (),
+    writer: SplitWriter, sources: Sequence[DataSource], tallies: Sequence[SourceTally], contents: Sequence[str | None]
 ) -> dict[str, Any]:
-    """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
-    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`; `spellings`: see
-    `SplitWriter.spellings`.
-    """
-    described = []
+    """Return the manifest of a split; `contents`: a hash of each source's files."""
+    described, lengths, trained = [], writer.lengths, writer.trained
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
-        mine = [number == index for number in of_source]
+        mine = [number == index for number in writer.sources]
         described.append(tally.manifest(source, list(compress(lengths, mine)), sum(compress(trained, mine)), content))
     split = {
         "path": "",
@@ -168,7 +155,7 @@ def split_manifest(
         "label_tokens": sum(trained),
         "longest": max(lengths),
         "median": int(statistics.median(lengths)),
-        "fingerprint": fingerprint,
+        "fingerprint": writer.fingerprint(),
         "most_labels": max(trained),
         "truncated": sum(tally.cut for tally in tallies),
         "sources": [
@@ -188,9 +175,9 @@ def split_manifest(
         "split": split,
         "length_quantiles": quantiles,
         "sources": described,
-        "weighted_rows": weighted,
-        "new_tokens": dict(uses),
-        "spellings": list(spellings),
+        "weighted_rows": writer.weighted,
+        "new_tokens": writer.uses,
+        "spellings": writer.spellings(),
     }
 
 
@@ -282,8 +269,7 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
     for source in sources if name == "training" else ():
         columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
         if columns:
-            others = f", and {len(columns) - SHOWN_UNREAD} more" if len(columns) > SHOWN_UNREAD else ""
-            lines.append(f"  not read of {source['name']}: {', '.join(columns[:SHOWN_UNREAD])}{others}")
+            lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
     if nulls := sum(source["nulls_unsure"] for source in sources):
         lines.append(
             f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"

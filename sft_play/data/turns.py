@@ -35,6 +35,8 @@ Message = dict[str, Any]
 """`role` and `content`; optionally `train` (`False`: this turn is not learnt; between 0 and 1: how much its tokens
 count), `tool_calls`, `tool_call_id`, `name`, `reasoning_content`."""
 
+OPEN, CLOSE = "<think>", "</think>"
+"""What encloses a thought where the template does not say: most families, and people's own data."""
 ROLES = ("system", "user", "assistant", "tool")
 CALLS = "calls"
 """Stands for the roles whose words are calls of tools, as JSON."""

@@ -33,7 +33,7 @@ from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
-from sft_play.text import as_typed
+from sft_play.text import as_typed, list_some
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and not taken for an option."""
@@ -223,10 +223,8 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
             raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
-    runs = all_runs()
-    listing = ", ".join(run.name for run in runs[:10]) or "none"
-    rest = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
-    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{rest}")
+    listing = list_some([run.name for run in all_runs()], 10) or "none"
+    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}")
 
 
 def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:

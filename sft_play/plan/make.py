@@ -184,7 +184,7 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
     """
     speeds: list[tuple[float, str]] = []
     tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
-    if request.config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+    if request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing:
         tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
     for words, changed in tried if plan.seconds_per_step else ():
         other = try_plan(request, changed)
