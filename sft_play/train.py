@@ -23,7 +23,7 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.files import write_json
 from sft_play.launch.liveness import MARK
-from sft_play.launch.recovery import restarts
+from sft_play.launch.run_folder import restarts
 from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
@@ -135,7 +135,7 @@ def build_trainer(
 
     from sft_play.data import WEIGHTS
     from sft_play.data.batches import Collator
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
     from sft_play.evaluation.while_training import WhileTraining
     from sft_play.model.load import load_for_training
     from sft_play.training.arguments import training_arguments, wants_tensorboard

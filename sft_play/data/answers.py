@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from sft_play.data.turns import CLOSE, OPEN
+from sft_play.data import CLOSE, OPEN
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 

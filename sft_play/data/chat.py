@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
-from sft_play.data.turns import CLOSE, OPEN, Message
+from sft_play.data import CLOSE, OPEN, Message
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, NotAcceptedError, write_chat

@@ -11,16 +11,16 @@ from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
+from sft_play.data import CLOSE, Message
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
+from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.turns import (
-    CLOSE,
     READ,
     REASONING,
     ROLE_NAMES,
     TOOL_NAMES,
     WEIGHT,
-    Message,
     calls_undescribed,
     chat_turns,
     describes_tools,
@@ -33,7 +33,6 @@ from sft_play.data.turns import (
     tools_of,
     weight_of,
 )
-from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.values import SPEAKERS, is_blank, is_list, list_of, parse_json, rename_away, text_of
 from sft_play.errors import DataError
 from sft_play.files import text_sha256

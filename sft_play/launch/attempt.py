@@ -38,7 +38,7 @@ from sft_play.launch.panel import is_terminal, show_live
 from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import launch_facts, newest_checkpoint
-from sft_play.launch.run_folder import explain_disk_errors, record_event
+from sft_play.launch.run_folder import RECOVERED, explain_disk_errors, record_event, recoveries
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
 from sft_play.plan.detect import detect
@@ -61,7 +61,7 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
-    job, plan = agree(job, prepared, run, recovery.recoveries(run))
+    job, plan = agree(job, prepared, run, recoveries(run))
     first = step_of(job.checkpoint) if job.checkpoint else 0
     budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=first)
     with explain_disk_errors(run):
@@ -76,8 +76,8 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
                     return following.outcome or outcome
                 job = _restart(job, run, following, newest, alone=alone)
                 if job.machines or following.less:
-                    recoveries = (*plan.recoveries, following.facts) if following.less else plan.recoveries
-                    job, plan = agree(job, prepared, run, recoveries)
+                    less = (following.facts,) if following.less else ()
+                    job, plan = agree(job, prepared, run, (*plan.recoveries, *less))
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
                 outcome = run_attempt(job, plan, run, event=None)
@@ -154,7 +154,7 @@ def _with_less(
     changed = recovery.facts(before, plan, outcome, checkpoint)
     text = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
     less = {name: getattr(reduced, name) for name in recovery.LESS}
-    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less)
+    return Following(again=True, message=text, event=RECOVERED, facts=changed, less=less)
 
 
 def worker_arguments(

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
+RECOVERED, RESTARTED = "recovered", "restarted"
 EVENT: Mapping[str, Any] = {
     "event": str,
     "time": float,
@@ -257,6 +258,22 @@ def remove_left(run: RunFolder, ranks: range) -> None:
     of_launchers = (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report)
     for path in (*of_launchers, *map(run.rank_exit, ranks), run.stamp, run.training_metrics):
         remove_half_written(path)
+
+
+def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
+    """Return the changes of a run after memory ran out, oldest first."""
+    return _events(run, RECOVERED, ("rank", "cause", "doing", "before", "after", "checkpoint"))
+
+
+def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
+    """Return the restarts of a run, oldest first."""
+    return _events(run, RESTARTED, ("rank", "cause", "error", "checkpoint"))
+
+
+def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
+    """Return the fields of events that plan, stamp and `training_metrics.json` keep."""
+    events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
+    return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> N
     """Raise `DataError` if prepared rows contain a token without an embedding, which a tokenizer may have."""
     if max(tokenizer.get_vocab().values()) < embeddings:
         return
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
 
     for split in (prepared.train, prepared.validation):
         if split is not None and (foreign := Rows(split.path).first_token_from(embeddings)):

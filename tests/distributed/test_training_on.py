@@ -185,7 +185,7 @@ def test_one_step_equals_that_of_peft(place: Place, settings: dict[str, Any], tm
 
 
 def load_rows(folder: str) -> list[dict[str, Any]]:
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
 
     rows = Rows(folder, ("input_ids", "labels", "row"))
     return [
