@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +32,7 @@ from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
-from sft_play.text import as_typed, list_some
+from sft_play.text import as_typed, list_some, tell
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and not taken for an option."""
@@ -158,12 +157,10 @@ def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise _not_writable(run, error) from error
-            print(
+            tell(
                 f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not"
                 " be detected; do not start one\n\nhint: mount it with locks (Lustre: `-o flock`; NFS: without"
-                " `nolock`, or with `local_lock=flock`), or set RUNS_DIR",
-                file=sys.stderr,
-                flush=True,
+                " `nolock`, or with `local_lock=flock`), or set RUNS_DIR"
             )
         try:
             own.truncate(0)
@@ -317,11 +314,10 @@ SPARE_BYTES = 64 * 2**20
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Return the size of a checkpoint: trained weights (for `full`, the complete model) and optimizer states."""
-    shards_weights = plan.strategy in {"zero3", "fsdp2"}
     sizes = 0
     for name, shards in (
-        ("adapters", shards_weights),
-        ("trained", shards_weights),
+        ("adapters", plan.gathers),
+        ("trained", plan.gathers),
         ("optimizer", plan.sharded),
     ):
         values = [int(rank.memory_bytes.get(name, 0)) for rank in plan.ranks]

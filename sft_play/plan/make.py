@@ -265,7 +265,7 @@ def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", o
     `moment` and `operation` come from a trace; without them the peak of the formula counts.
     """
     rank = tightest(plan.ranks)
-    setup = replace(plan, stage=rank.rank % len(plan.stages) if plan.stages else None)
+    setup = plan.on(rank.rank)
     if not moment:
         moments = rank_moments(config, shape, setup, rank.worst_rows)
         moment = max(moments, key=lambda name: sum(moments[name].values()))
