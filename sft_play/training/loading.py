@@ -6,12 +6,12 @@ import multiprocessing.queues
 import multiprocessing.util
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 from sft_play.errors import HardwareError
 from sft_play.launch.process import STOPS
+from sft_play.text import tell
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LONGEST_FOLDER = 103 - len("/pymp-12345678/listener-4194304-1000-12345678")
@@ -57,5 +57,5 @@ def begin_loading(_worker: int = 0) -> None:
 
 
 def _end_loading(error: Exception, _batch: object) -> None:
-    print(f"a batch could not be passed to its rank: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    tell(f"a batch could not be passed to its rank: {type(error).__name__}: {error}")
     os._exit(1)
