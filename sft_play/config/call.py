@@ -135,6 +135,12 @@ class Call:
         note_consent(loaded)
         return loaded
 
+    def with_defaults(self, values: Mapping[str, str]) -> Call:
+        """Return the call with these values for keys that were not typed."""
+        typed, origin = {override.key for override in self.overrides}, f"make {self.command}"
+        ours = (Override(key=key, text=text, origin=origin) for key, text in values.items() if key not in typed)
+        return dataclasses.replace(self, overrides=(*ours, *self.overrides))
+
     def port(self, name: str) -> int | None:
         """Return a port, or `None` if it was not typed. Raise `UserError`."""
         port = self.integer(name, minimum=1)

@@ -176,6 +176,15 @@ def _command(call: Call, rehearsal: Rehearsal) -> str:
     return typed_here(" ".join(["make", target, *map(as_typed, (*options, *overrides))]))
 
 
+MEASURED_ALONE = {
+    "train.save_strategy": "no",
+    "train.eval_strategy": "no",
+    "train.load_best_model_at_end": "false",
+    "train.report_to": "none",
+}
+"""Values of keys for a run that is made for its measurements."""
+
+
 def usual_strategy(call: Call) -> CommandStrategy:
     """Return the strategy of a command that implies none: one process, or several with several GPUs or if asked for."""
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
