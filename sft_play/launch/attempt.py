@@ -393,8 +393,8 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
         words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in taken.items())
         if time.monotonic() > deadline:
             tell(
-                f"\nwarning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows"
-                " the programs that hold it"
+                f"\nwarning: {words} still held after {LIMITS.free_memory:.0f} s; continuing"
+                "\n\nhint: `nvidia-smi` shows the programs that hold it"
             )
             return
         if not announced:

@@ -414,8 +414,8 @@ def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Proces
     else:
         names = ", ".join(f"process {member.pid}" for member in survivors)
         tell(
-            f"\nwarning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may"
-            " stay taken"
+            f"\nwarning: SIGKILL has not ended {names}"
+            "\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
         )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
