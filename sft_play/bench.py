@@ -8,21 +8,14 @@ import json
 from dataclasses import replace
 
 from sft_play.config.call import Call
-from sft_play.config.layers import Override, preset_path
+from sft_play.config.layers import preset_path
 from sft_play.launch.commands import finish, start_run
+from sft_play.launch.rehearse import MEASURED_ALONE
 from sft_play.plan.detect import detect
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.gate import read_facts
 
-SHORT = {
-    "train.max_steps": "10",
-    "train.logging_steps": "1",
-    "train.save_strategy": "no",
-    "train.eval_strategy": "no",
-    "train.load_best_model_at_end": "false",
-    "train.report_to": "none",
-}
-"""Values of keys that were not typed."""
+SHORT = {"train.max_steps": "10", "train.logging_steps": "1", **MEASURED_ALONE}
 
 
 def main(call: Call) -> int:
@@ -30,10 +23,9 @@ def main(call: Call) -> int:
     exit code.
     """
     call = replace(call, options={"CONFIG": str(preset_path("quickstart")), **call.options})
-    typed, hardware = {override.key for override in call.overrides}, detect()
-    ours = (Override(key=key, text=text, origin="make bench") for key, text in SHORT.items() if key not in typed)
+    hardware = detect()
     several = (call.integer("NUM_GPUS", minimum=1) or (len(hardware.devices) if hardware.kind == "cuda" else 1)) > 1
-    run, outcome = start_run(replace(call, overrides=(*ours, *call.overrides)), "auto" if several else "single")
+    run, outcome = start_run(call.with_defaults(SHORT), "auto" if several else "single")
     if outcome.code:
         return finish(call, run, outcome)
     if call.json:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import names_of
+from sft_play.data import Message
 from sft_play.data.answers import call_text
 from sft_play.data.formats import FORMATS, understand
 from sft_play.data.readers import TABLES, Placed, read_file
 from sft_play.data.sources import Faults, rename
 from sft_play.data.streams import kind, open_bytes
-from sft_play.data.turns import CALLS, ROLE_NAMES, Message, part_by_name
+from sft_play.data.turns import CALLS, ROLE_NAMES, part_by_name
 from sft_play.data.values import list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import finite, write_text

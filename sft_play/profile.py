@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypedDict
 
 from sft_play.config.call import Call
-from sft_play.config.layers import Override, config_path
+from sft_play.config.layers import config_path
 from sft_play.config.load import load_config
 from sft_play.config.reader import misfit
 from sft_play.config.schema import ProfileSettings
 from sft_play.errors import UserError
 from sft_play.files import read_object
 from sft_play.launch.commands import finish, start_run
-from sft_play.launch.rehearse import usual_strategy
+from sft_play.launch.rehearse import MEASURED_ALONE, usual_strategy
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import RunFolder
 from sft_play.text import table
@@ -112,23 +111,11 @@ def _short(call: Call) -> Call:
     """Return the call of a run that ends with the profile; `start_run` refuses a call without a configuration."""
     if not (name := call.options.get("CONFIG")):
         return call
-
-    def with_ours(values: Mapping[str, str]) -> tuple[Override, ...]:
-        typed = {override.key for override in call.overrides}
-        ours = [Override(key=key, text=text, origin="make profile") for key, text in values.items() if key not in typed]
-        return (*ours, *call.overrides)
-
     asked, values = ProfileSettings(), dict[str, str]()
     with contextlib.suppress(UserError):  # raised again below
         asked = load_config(config_path(name), call.overrides).config.train.profile
     if not asked.steps:
         values = {"train.profile.start": str(START), "train.profile.steps": str(STEPS)}
-        asked = load_config(config_path(name), with_ours(values)).config.train.profile
-    values |= {
-        "train.max_steps": str(asked.start + asked.steps - 1),
-        "train.save_strategy": "no",
-        "train.eval_strategy": "no",
-        "train.load_best_model_at_end": "false",
-        "train.report_to": "none",
-    }
-    return replace(call, overrides=with_ours(values))
+        asked = load_config(config_path(name), call.with_defaults(values).overrides).config.train.profile
+    values |= {"train.max_steps": str(asked.start + asked.steps - 1), **MEASURED_ALONE}
+    return call.with_defaults(values)

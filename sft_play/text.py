@@ -40,7 +40,7 @@ def as_typed(word: object) -> str:
 def list_some(parts: Sequence[str], most: int) -> str:
     """Return the first `most` parts and the number of the others: `a, b and 3 more`."""
     rest = len(parts) - most
-    return ", ".join(parts[:most]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(parts[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def plural(count: int, noun: str) -> str:

@@ -23,7 +23,7 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.files import write_json
 from sft_play.launch.liveness import MARK
-from sft_play.launch.recovery import restarts
+from sft_play.launch.run_folder import restarts
 from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
@@ -66,7 +66,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
         activity.write_phase("loading")
     config, plan, prepared = read_run(run)
     from sft_play.training.checkpoint_files import publish_model
-    from sft_play.training.ranks import check_start, check_world, ranks_together
+    from sft_play.training.ranks import check_world, ranks_together
 
     heart.join(config.launch)
     stamp = settle_stamp(run, config, plan, prepared, checkpoint)
@@ -74,7 +74,6 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
     context, saver = trainer.context, trainer.saver
     check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     saver.together = ranks_together(context)
-    check_start(context.ranks, checkpoint)
     if context.ranks.first:
         clean_up(run)
     trainer.accelerator.wait_for_everyone()
@@ -131,20 +130,16 @@ def build_trainer(
 
     Raise `DataError` if the validation rows cannot yield `train.metric_for_best_model`.
     """
-    from transformers import PrinterCallback, ProgressCallback
-
     from sft_play.data import WEIGHTS
     from sft_play.data.batches import Collator
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
     from sft_play.evaluation.while_training import WhileTraining
     from sft_play.model.load import load_for_training
-    from sft_play.training.arguments import training_arguments, wants_tensorboard
+    from sft_play.training.arguments import training_arguments
     from sft_play.training.loss import sampler_of
-    from sft_play.training.metrics import MetricsFile, Progress
+    from sft_play.training.metrics import MetricsFile
     from sft_play.training.ranks import TrainContext, join_ranks
-    from sft_play.training.states.layout import ShardProof
-    from sft_play.training.stopping import MissedEvaluation, Patience, StepEnds, StopOnRequest
-    from sft_play.training.trackers import Curves, tracker_callbacks
+    from sft_play.training.stopping import MissedEvaluation, StepEnds, StopOnRequest
     from sft_play.training.trainer import SftTrainer
 
     run = request.run
@@ -152,16 +147,20 @@ def build_trainer(
     ranks = join_ranks(plan, args)
     model, tokenizer = load_for_training(config, plan, prepared)
     parts = _split_model(model, config, plan, ranks)
-    metrics = MetricsFile(run.metrics) if ranks.first else None
     context = TrainContext(
-        config=config, plan=plan, run=run, stamp=stamp, ranks=ranks, activity=request.activity, metrics=metrics
+        config=config,
+        plan=plan,
+        run=run,
+        stamp=stamp,
+        ranks=ranks,
+        activity=request.activity,
+        metrics=MetricsFile(run.metrics) if ranks.first else None,
     )
     assert prepared.train is not None
     rows = Rows(prepared.train.path, ("input_ids", "labels", WEIGHTS, "row"))
     held_out = Rows(prepared.validation.path) if prepared.validation else None
-    stop, shard_proof, patience = StopOnRequest(request, ranks), ShardProof(), Patience(context)
-    ends = StepEnds(plan.steps_per_epoch)
-    while_training = WhileTraining(context, stop, shard_proof, prepared.validation)
+    stop, ends = StopOnRequest(request, ranks), StepEnds(plan.steps_per_epoch)
+    while_training = WhileTraining(context, stop, prepared.validation)
     if held_out is not None:
         while_training.require_best(held_out)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -169,8 +168,6 @@ def build_trainer(
         context,
         sampler=sampler_of(context, prepared.train, rows),
         stop=stop,
-        shard_proof=shard_proof,
-        patience=patience,
         parts=parts,
         evaluate_rows=while_training.evaluate,
         model=model,
@@ -179,27 +176,37 @@ def build_trainer(
         data_collator=Collator(plan.layout, pad, plan.attn_implementation, plan.device, ranks.part),
         train_dataset=rows,
         eval_dataset=held_out,
-        callbacks=[ends, stop, shard_proof, patience],
+        callbacks=[ends, stop],
     )
-    for printing in (PrinterCallback, ProgressCallback):  # replaced by `Progress`
+    _add_reporting(trainer, console)
+    trainer.add_callback(MissedEvaluation(trainer, ends))
+    return trainer
+
+
+def _add_reporting(trainer: SftTrainer, console: TextIO | None) -> None:
+    """Replace transformers' printing callbacks by ours: on rank 0 metrics, curves, trackers and progress."""
+    from transformers import PrinterCallback, ProgressCallback
+
+    from sft_play.training.arguments import wants_tensorboard
+    from sft_play.training.metrics import Progress
+    from sft_play.training.trackers import Curves, tracker_callbacks
+
+    context = trainer.context
+    config, run = context.config, context.run
+    for printing in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(printing)
-    if metrics is not None:
-        trainer.add_callback(metrics)
+    if context.metrics is not None:
+        trainer.add_callback(context.metrics)
         if wants_tensorboard(config):
             trainer.add_callback(Curves(run))
         for tracker in tracker_callbacks(config, run):
             trainer.add_callback(tracker)
-        trainer.add_callback(
-            Progress(
-                None if config.train.extra.get("disable_tqdm") else console, log_alone(), panel=PANEL in os.environ
-            )
-        )
-    if config.train.profile.steps and ranks.rank in config.train.profile.ranks:
+        shown = None if config.train.extra.get("disable_tqdm") else console
+        trainer.add_callback(Progress(shown, log_alone(), panel=PANEL in os.environ))
+    if config.train.profile.steps and context.ranks.rank in config.train.profile.ranks:
         from sft_play.training.profiling import Profiler
 
         trainer.add_callback(Profiler(context, trainer.watch))
-    trainer.add_callback(MissedEvaluation(trainer, ends))
-    return trainer
 
 
 def _split_model(model: Any, config: Config, plan: Plan, ranks: Ranks) -> Slicer | Pipeline | None:
@@ -301,7 +308,7 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     config, plan, prepared = read_run(run)
     import torch
 
-    from sft_play.data.store import write_rows
+    from sft_play.data.rows import write_rows
     from sft_play.plan.sources import Probed
     from sft_play.training.ranks import check_world
 

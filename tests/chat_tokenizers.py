@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, Message
 from sft_play.data.chat import Encoded
 from sft_play.data.formats import Example
 from sft_play.data.tokens import EncodedExample, Encoder
-from sft_play.data.turns import Message
 from sft_play.model.tokenizer import chat_format, load_tokenizer
 from sft_play.runs.prepared import ChatFormat
 

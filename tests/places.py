@@ -37,6 +37,12 @@ class Place:
             check=False,
         )
 
+    def train(self, name: str, *words: str, command: str = "train") -> Path:
+        """Train a run of the configuration to its end, and return its folder."""
+        done = self.run(command, f"CONFIG={self.config}", f"RUN_NAME={name}", *words)
+        assert done.returncode == 0, done.stderr
+        return self.folder / "runs" / name
+
     def call(self, *words: str) -> Done:
         """Run a command in this process, for refusals, which need no separate one."""
         return call_program(list(words), self.environment)

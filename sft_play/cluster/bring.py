@@ -45,7 +45,7 @@ from sft_play.files import text_sha256
 from sft_play.plan.hardware import GIB
 from sft_play.runs.folder import RunFolder, cache_folder, hub_cache, require_plain, runs_folder
 from sft_play.runs.prepared import Prepared
-from sft_play.text import bar, plural, tell
+from sft_play.text import bar, list_some, plural, tell
 
 SECONDS = 6 * 3600.0
 """Time limit of one transfer, which may be a large model over a slow network."""
@@ -137,8 +137,7 @@ def mark(host: Host, marker: str, names: Iterable[str]) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    others = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(f"`{name}`" for name in sorted(names)[:MOST_NAMED]) + others
+    return list_some([f"`{name}`" for name in sorted(names)], MOST_NAMED)
 
 
 # ---- rsync

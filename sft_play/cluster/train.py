@@ -59,10 +59,17 @@ from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
 from sft_play.launch.panel import is_terminal, live_panel
 from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
-from sft_play.launch.recovery import CONTROLLED, RESTARTED
-from sft_play.launch.recovery import EVENT as RECOVERED
+from sft_play.launch.recovery import CONTROLLED
 from sft_play.launch.resume import check_overrides
-from sft_play.launch.run_folder import choose_name, find_run, has_started, last_plan, read_events
+from sft_play.launch.run_folder import (
+    RECOVERED,
+    RESTARTED,
+    choose_name,
+    find_run,
+    has_started,
+    last_plan,
+    read_events,
+)
 from sft_play.launch.runs import holders
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.launch.verdict import LOST

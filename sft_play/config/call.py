@@ -30,6 +30,7 @@ from sft_play.runs.adapters import settle_parents
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
 from sft_play.runs.origin import UNSLOTH_HINT, has_unsloth
+from sft_play.text import tell
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
@@ -130,9 +131,15 @@ class Call:
         if loaded.config.tuning.backend == "unsloth" and not (run and saved.config.tuning.backend != "unsloth"):
             enter_unsloth(self.command)
         for notice in loaded.notices:
-            print(f"note: {notice}", file=sys.stderr)
+            tell(f"note: {notice}")
         note_consent(loaded)
         return loaded
+
+    def with_defaults(self, values: Mapping[str, str]) -> Call:
+        """Return the call with these values for keys that were not typed."""
+        typed, origin = {override.key for override in self.overrides}, f"make {self.command}"
+        ours = (Override(key=key, text=text, origin=origin) for key, text in values.items() if key not in typed)
+        return dataclasses.replace(self, overrides=(*ours, *self.overrides))
 
     def port(self, name: str) -> int | None:
         """Return a port, or `None` if it was not typed. Raise `UserError`."""

@@ -29,6 +29,7 @@ from typing import (
 )
 
 from sft_play.config.yaml_files import FLOAT, YamlNode, scalar_text, wrap
+from sft_play.text import list_some
 
 LARGEST_INTEGER = 2**31 - 1
 """Maximum of a key without a `Range.maximum`, so that it fits into 32 bits."""
@@ -391,6 +392,4 @@ MOST_NAMES = 100
 
 def names_of(row: Iterable[str]) -> str:
     """Return the names of a row's columns in backticks, at most the first `MOST_NAMES`."""
-    names = list(row)
-    rest = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
-    return (", ".join(f"`{name}`" for name in names[:MOST_NAMES]) or "none") + rest
+    return list_some([f"`{name}`" for name in row], MOST_NAMES) or "none"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from sft_play.data import CLOSE, OPEN
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import end_of_turn_ids, write_chat
 
@@ -23,8 +24,6 @@ NAMES = ("qFirstz", "qSecondz")
 """Of two functions; none of these texts occurs in a template."""
 ARGUMENTS = {"qKeyaz": "qValueaz", "qKeybz": "qValuebz"}
 QUESTION = {"role": "user", "content": "question"}
-OPEN, CLOSE = "<think>", "</think>"
-"""What encloses a thought where the template does not say: most families, and people's own data."""
 _NAME = re.compile(r"\s*([\w.:-]+)")
 
 
@@ -202,13 +201,11 @@ def _written(
     """Return the generation prompt and what the template writes of an answer after it, up to the end of the turn; empty
     for none.
     """
-    import jinja2
-
     options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
         prompt = write_chat(tokenizer, [QUESTION], add_generation_prompt=True, **options)
         full = write_chat(tokenizer, [QUESTION, {"role": "assistant", **turn}], **options)
-    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError, DataError):
+    except DataError:
         return "", ""
     answer = full[len(_common_start(prompt, full)) :]
     starts = [answer.rfind(mark) + len(mark) for mark in (WORDS, *ARGUMENTS.values()) if mark in answer]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
-from sft_play.data.turns import Message
+from sft_play.data import CLOSE, OPEN, Message
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
-from sft_play.model.tokenizer import MARKER, write_chat
+from sft_play.model.tokenizer import MARKER, NotAcceptedError, write_chat
 
 KNOWN_TAILS = 8
 _ENDED_THOUGHT = re.compile(r"\s*(<think>)?.*</think>\s*", re.DOTALL)
@@ -259,23 +259,18 @@ class Renderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
         """Return the text of a conversation, with the generation prompt if `prompt`. Raise `DataError`."""
-        import jinja2
-
+        turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            turns = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-            options: dict[str, Any] = {"tools": list(tools)} if tools else {}
             return write_chat(self.tokenizer, turns, add_generation_prompt=prompt, **options)
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        except NotAcceptedError as error:
             if not messages:
                 raise DataError(
                     "the conversation begins with an answer, and the chat template writes no prompt for it",
                     hint="set `train: false` on that turn to exclude it, or put a question before it",
                 ) from error
-            roles = ", ".join(m["role"] for m in messages)
-            raise DataError(
-                f"the chat template does not accept this conversation ({roles}): {error}",
-                hint="`data.chat_template` chooses another template",
-            ) from error
+            error.hint = "`data.chat_template` chooses another template"
+            raise
 
 
 def turn_weight(turn: Message) -> float:
@@ -322,8 +317,8 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
     """
     generation_prompt = prompt[len(head) :]
     if not (prompt.startswith(head) and full.startswith(head)) or generation_prompt.count(
-        "<think>"
-    ) > generation_prompt.count("</think>"):
+        OPEN
+    ) > generation_prompt.count(CLOSE):
         r1 = "`data.chat_template: deepseek_r1`" if "<\uff5cAssistant\uff5c>" in prompt else "`data.chat_template`"
         raise DataError(
             f"the chat template does not begin turn {number} with its own generation prompt, {_NOT_EXACT}",
@@ -334,7 +329,7 @@ def _after_prompt(prompt: str, head: str, full: str, number: int) -> int:
 
 def _holds(body: str, words: str, lead: str) -> bool:
     """Return whether `body` is an answer's text after what the template writes before answers, or after a thought."""
-    own = words.rpartition("</think>")[2]
+    own = words.rpartition(CLOSE)[2]
     for text in (words, words.strip(), words.lstrip(), words.rstrip(), own, own.strip(), own.lstrip(), own.rstrip()):
         if text and body.endswith(text):
             before = body[: len(body) - len(text)]
@@ -438,24 +433,19 @@ def template_sha256(tokenizer: Any) -> str | None:
     """
     if not tokenizer.chat_template:
         return None
-    import jinja2
-
     for turns in (CONVERSATION, CONVERSATION[1:]):
         try:
             written = [
                 write_chat(tokenizer, turns[:length], add_generation_prompt=prompt, day=DAY)
                 for length, prompt in ((len(turns), False), (len(turns) - 1, True))
             ]
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+        except NotAcceptedError:
             continue
         return text_sha256(json.dumps(written))
     return None
 
 
 # Thoughts of a reasoning model in its turns, and which of them a chat template leaves out of what is learnt.
-
-
-CLOSE = "</think>"
 
 
 def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
@@ -475,7 +465,7 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
     lost = 0
     for index in turns if loss_on == "all" else answers_to_learn(messages, loss_on):
         before, closed, _ = messages[index]["content"].partition(CLOSE)
-        within = before.rpartition("<think>")[2] if closed else ""
+        within = before.rpartition(OPEN)[2] if closed else ""
         lost += (messages[index].get("reasoning_content") or within).strip() not in "\0".join(learnt)
     return lost
 
@@ -571,7 +561,7 @@ def check_answer(
         raise DataError(
             f"the chat template does not write the calls of turn {number} before the end of the turn", hint=HINT
         )
-    words = message["content"].rpartition("</think>")[2].strip()
+    words = message["content"].rpartition(CLOSE)[2].strip()
     if words not in learnt:
         raise DataError(
             f"the chat template does not write the text of turn {number} next to its calls",

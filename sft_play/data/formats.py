@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
+from sft_play.data import CLOSE, Message
 from sft_play.data.judged import in_snake_case
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
@@ -21,7 +22,6 @@ from sft_play.data.turns import (
     ROLE_NAMES,
     TOOL_NAMES,
     WEIGHT,
-    Message,
     calls_undescribed,
     chat_turns,
     describes_tools,
@@ -387,7 +387,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
         if "messages" in parts:
             _refuse_mask(row)
             _take_thought(row, form, parts["messages"])
-            if any(turn.get("reasoning_content") and "</think>" in turn["content"] for turn in parts["messages"]):
+            if any(turn.get("reasoning_content") and CLOSE in turn["content"] for turn in parts["messages"]):
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_fragments(row, form, parts["messages"])

@@ -345,20 +345,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
             gatherer.refuse_what_cannot_be_trained(sum(each.examples for each in gatherers))
         for gatherer in gatherers:
             part, writer = gatherer.part, gatherer.writer
-            manifest = split_manifest(
-                part.sources,
-                gatherer.tallies,
-                lengths=writer.lengths,
-                of_source=writer.sources,
-                trained=writer.trained,
-                contents=part.contents,
-                fingerprint=writer.fingerprint(),
-                weighted=writer.weighted,
-                uses=writer.uses,
-                spellings=writer.spellings(),
-                placeholders=writer.placeholders,
-                asked_again=writer.asked_again(),
-            )
+            manifest = split_manifest(writer, part.sources, gatherer.tallies, part.contents)
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             if part.name == "validation":

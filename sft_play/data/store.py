@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sft_play.config.data_rules import Condition
@@ -34,7 +33,7 @@ from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
-from sft_play.text import plural
+from sft_play.text import list_some, plural
 
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -146,27 +145,12 @@ class SourceTally:
 
 
 def split_manifest(
-    sources: Sequence[DataSource],
-    tallies: Sequence[SourceTally],
-    *,
-    lengths: array[int],
-    of_source: array[int],
-    trained: array[int],
-    contents: Sequence[str | None],
-    fingerprint: str,
-    weighted: int = 0,
-    uses: Mapping[str, int] = MappingProxyType({}),
-    spellings: Sequence[Mapping[str, int]] = (),
-    placeholders: Mapping[str, int] = MappingProxyType({}),
-    asked_again: int = 0,
+    writer: SplitWriter, sources: Sequence[DataSource], tallies: Sequence[SourceTally], contents: Sequence[str | None]
 ) -> dict[str, Any]:
-    """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
-    prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`; `spellings`,
-    `placeholders`, `asked_again`: see `SplitWriter`.
-    """
-    described = []
+    """Return the manifest of a split; `contents`: a hash of each source's files."""
+    described, lengths, trained = [], writer.lengths, writer.trained
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
-        mine = [number == index for number in of_source]
+        mine = [number == index for number in writer.sources]
         described.append(tally.manifest(source, list(compress(lengths, mine)), sum(compress(trained, mine)), content))
     split = {
         "path": "",
@@ -176,7 +160,7 @@ def split_manifest(
         "label_tokens": sum(trained),
         "longest": max(lengths),
         "median": int(statistics.median(lengths)),
-        "fingerprint": fingerprint,
+        "fingerprint": writer.fingerprint(),
         "most_labels": max(trained),
         "truncated": sum(tally.cut for tally in tallies),
         "sources": [
@@ -196,11 +180,11 @@ def split_manifest(
         "split": split,
         "length_quantiles": quantiles,
         "sources": described,
-        "weighted_rows": weighted,
-        "new_tokens": dict(uses),
-        "spellings": list(spellings),
-        "placeholders": dict(placeholders),
-        "asked_again": asked_again,
+        "weighted_rows": writer.weighted,
+        "new_tokens": writer.uses,
+        "spellings": writer.spellings(),
+        "placeholders": dict(writer.placeholders),
+        "asked_again": writer.asked_again(),
     }
 
 
@@ -301,8 +285,7 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
     for source in sources if name == "training" else ():
         columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
         if columns:
-            others = f", and {len(columns) - SHOWN_UNREAD} more" if len(columns) > SHOWN_UNREAD else ""
-            lines.append(f"  not read of {source['name']}: {', '.join(columns[:SHOWN_UNREAD])}{others}")
+            lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
     if nulls := sum(source["nulls_unsure"] for source in sources):
         lines.append(
             f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"
@@ -520,52 +503,3 @@ class SplitWriter:
             if not (self.folder / MANIFEST).is_file():
                 raise
         sync_path(self.folder.parent)
-
-
-# Prepared rows, read without `datasets`: that package imports pandas, a second of processor time for every rank.
-
-
-class Rows:
-    """The rows of a folder that `data.store` or `datasets.save_to_disk` wrote, mapped from disk.
-
-    `rows[7]` is a row as a dictionary, `rows["labels"]` yields a column. `columns` limits what a row contains.
-    """
-
-    def __init__(self, folder: str | Path, columns: Sequence[str] = ()) -> None:
-        """Raise `FileNotFoundError` if there are no rows."""
-        files = sorted(Path(folder).glob("*.arrow"))
-        if not files:
-            raise FileNotFoundError(2, "no rows here", str(folder))
-        table = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files)
-        self._table = table.select([name for name in table.column_names if not columns or name in columns])
-        self.column_names = self._table.column_names
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, key: int | str) -> Any:
-        if isinstance(key, str):
-            return (value.as_py() for value in self._table.column(key))
-        return {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
-
-    def first_token_from(self, number: int) -> tuple[int, int] | None:
-        """Return the first token of this number or a higher one in what is read or prompted, and the source of its
-        row.
-        """
-        for name in {"input_ids", "prompt_ids"} & set(self.column_names):
-            if (pc.max(pc.list_flatten(self._table.column(name))).as_py() or 0) >= number:
-                rows = zip(self[name], self["source"], strict=True)
-                return next((token, source) for row, source in rows for token in row or () if token >= number)
-        return None
-
-    def __getitems__(self, keys: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows of a micro-batch, none for an empty one; `DataLoader` asks for this."""
-        return [self[key] for key in keys]
-
-
-def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows where `Rows` finds them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(rows)
-    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
-        stream.write_table(table)

@@ -11,10 +11,10 @@ from typing import Any
 
 from sft_play.config.data_rules import refused_format
 from sft_play.config.schema import Config
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, Message
 from sft_play.data.chat import Encoded, Renderer, RowText, lost_thoughts
 from sft_play.data.formats import Example
-from sft_play.data.turns import Message, counted
+from sft_play.data.turns import counted
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import adds_bos, end_of_turn_ids
 

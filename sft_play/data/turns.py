@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
+from sft_play.data import Message
 from sft_play.data.judged import in_snake_case, speaks_against
 from sft_play.data.readers import LEAVE_OUT, Filled
 from sft_play.data.values import (
@@ -30,10 +31,6 @@ from sft_play.data.values import (
     text_of,
 )
 from sft_play.errors import DataError
-
-Message = dict[str, Any]
-"""`role` and `content`; optionally `train` (`False`: this turn is not learnt; between 0 and 1: how much its tokens
-count), `tool_calls`, `tool_call_id`, `name`, `reasoning_content`."""
 
 ROLES = ("system", "user", "assistant", "tool")
 CALLS = "calls"

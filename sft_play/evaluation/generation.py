@@ -18,10 +18,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from sft_play.data import Message
 from sft_play.data.answers import AnswerParts, marks_of, parts_of
 from sft_play.data.chat import check_written, has_tools
-from sft_play.data.turns import Message
-from sft_play.errors import DataError
 from sft_play.model.rope import switch_length, switches_within
 from sft_play.model.tokenizer import ends_of_answers, write_chat
 from sft_play.plan.shape import PROMPTED_ALONE
@@ -67,18 +66,14 @@ def prompt_ids(
     Raise `DataError` if the chat template refuses the conversation (roles that it does not know, or in a wrong order)
     or omits its tools, a call or a result.
     """
-    import jinja2
 
     def render(turns: Sequence[Message], offered: Sequence[Any] | None, prompt: bool) -> str:
         options: dict[str, Any] = {"tools": list(offered)} if offered else {}
         return write_chat(tokenizer, turns, add_generation_prompt=prompt, **options, **variables)
 
-    try:
-        if has_tools(messages, tools):
-            check_written(messages, tools, render)
-        text = render(messages, tools, True)
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise DataError(f"the chat template does not accept this conversation: {error}") from error
+    if has_tools(messages, tools):
+        check_written(messages, tools, render)
+    text = render(messages, tools, True)
     # The template writes its own special tokens; the tokenizer must not add a second BOS.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sft_play.config.schema import Config
 from sft_play.data.batches import Batch, Collator
-from sft_play.data.store import Rows
+from sft_play.data.rows import Rows
 from sft_play.evaluation.held_out_answers import (
     GenerationResult,
     answer_rows,

@@ -18,11 +18,7 @@ from sft_play.runs.prepared import PreparedSplit
 from sft_play.text import tell
 from sft_play.training.faults import ran_out_of_memory
 from sft_play.training.ranks import PeerError, TrainContext, named
-from sft_play.training.states.layout import ShardProof
 from sft_play.training.stopping import EvaluationStopped, StopOnRequest
-
-SHARDED = ("zero3", "fsdp2")
-"""Strategies in which every forward pass is a collective."""
 
 
 @dataclass(slots=True)
@@ -31,7 +27,6 @@ class WhileTraining:
 
     context: TrainContext
     stop: StopOnRequest
-    shard_proof: ShardProof
     split: PreparedSplit | None
     speed_shown: bool = False
 
@@ -94,7 +89,7 @@ class WhileTraining:
             rows, self.split, batch_size=size, collate=trainer.data_collator, measure=measure, ranks=self.context.ranks
         )
         model.train()
-        self.shard_proof.rows_scored = scored
+        trainer.shard_proof.rows_scored = scored
         return held_out
 
     def _try_answers(self, trainer: Trainer, rows: Any, ready: list[int], held_out: HeldOut) -> GenerationResult | None:
@@ -135,7 +130,7 @@ class WhileTraining:
                 config,
                 batch_size=size,
                 ranks=context.ranks,
-                synced=context.plan.strategy in SHARDED or context.ranks.copies > 1,
+                synced=context.plan.gathers or context.ranks.copies > 1,
                 stop=self.stop,
                 alive=context.activity.get_on,
             )

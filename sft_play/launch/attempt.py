@@ -35,10 +35,10 @@ from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import WORKER_MODULE, supervise
 from sft_play.launch.panel import is_terminal, show_live
-from sft_play.launch.process import announce, bind_to_parent, raise_what_was_heard
+from sft_play.launch.process import bind_to_parent, raise_what_was_heard
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import launch_facts, newest_checkpoint
-from sft_play.launch.run_folder import explain_disk_errors, record_event
+from sft_play.launch.run_folder import RECOVERED, explain_disk_errors, record_event, recoveries
 from sft_play.launch.settings import accelerate_yaml
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
 from sft_play.plan.detect import detect
@@ -51,6 +51,7 @@ from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import OWN, RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.progress import PANEL, notify
+from sft_play.text import tell
 
 
 def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
@@ -61,7 +62,7 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
-    job, plan = agree(job, prepared, run, recovery.recoveries(run))
+    job, plan = agree(job, prepared, run, recoveries(run))
     first = step_of(job.checkpoint) if job.checkpoint else 0
     budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=first)
     with explain_disk_errors(run):
@@ -76,8 +77,8 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
                     return following.outcome or outcome
                 job = _restart(job, run, following, newest, alone=alone)
                 if job.machines or following.less:
-                    recoveries = (*plan.recoveries, following.facts) if following.less else plan.recoveries
-                    job, plan = agree(job, prepared, run, recoveries)
+                    less = (following.facts,) if following.less else ()
+                    job, plan = agree(job, prepared, run, (*plan.recoveries, *less))
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
                 outcome = run_attempt(job, plan, run, event=None)
@@ -99,7 +100,7 @@ def _restart(job: Job, run: RunFolder, following: Following, newest: Callable[[]
 
     A machine that is `alone` connects to node 0 again, which may come back.
     """
-    print(f"\n{following.message}", file=sys.stderr, flush=True)
+    tell(f"\n{following.message}")
     if following.less:
         job = job.with_request(replace(job.options.request, **following.less))
     facts = {**({"launch": launch_facts(job.options)} if following.less else {}), **following.facts}
@@ -154,7 +155,7 @@ def _with_less(
     changed = recovery.facts(before, plan, outcome, checkpoint)
     text = recovery.announcement(config, before, plan, outcome, checkpoint, budget.retries)
     less = {name: getattr(reduced, name) for name in recovery.LESS}
-    return Following(again=True, message=text, event=recovery.EVENT, facts=changed, less=less)
+    return Following(again=True, message=text, event=RECOVERED, facts=changed, less=less)
 
 
 def worker_arguments(
@@ -343,7 +344,7 @@ def probe(job: Job, run: RunFolder, prepared: Prepared) -> None:
         if load_probe(path):
             return
         micro = max(rank.micro_batch for rank in plan.ranks)
-        print(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...", file=sys.stderr, flush=True)
+        tell(f"probe: {STEPS} steps with the longest rows, micro-batch {micro} ...")
         short = replace(plan, steps=STEPS, steps_per_epoch=STEPS, warmup_steps=0)
         write_launch_files(quiet, short, folder)
         variables = job.environment(short).variables
@@ -361,7 +362,7 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
         raise SystemExit(outcome.code)
     if outcome.cause != OUT_OF_MEMORY:
         raise HardwareError(f"the probe failed: {outcome.message}", hint="SOURCE=trace plans without one")
-    print("probe: memory ran out; trying less", file=sys.stderr)
+    tell("probe: memory ran out; trying less")
     return [
         Probed(
             rank=rank.rank,
@@ -391,13 +392,13 @@ def wait_until_free(before: Hardware, devices: Collection[int]) -> None:
     while taken := _held(before, detect(), devices):
         words = ", ".join(f"{size / GIB:.1f} GiB on cuda:{index}" for index, size in taken.items())
         if time.monotonic() > deadline:
-            announce(
-                f"warning: {words} still held after {LIMITS.free_memory:.0f} s; continuing\n\nhint: `nvidia-smi` shows"
-                " the programs that hold it"
+            tell(
+                f"\nwarning: {words} still held after {LIMITS.free_memory:.0f} s; continuing"
+                "\n\nhint: `nvidia-smi` shows the programs that hold it"
             )
             return
         if not announced:
-            announce(f"waiting for the memory of ended processes to be freed: {words}")
+            tell(f"\nwaiting for the memory of ended processes to be freed: {words}")
         announced = True
         time.sleep(LIMITS.look)
 

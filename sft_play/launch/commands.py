@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -122,7 +121,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         remove_left(run, range(before.world_size))
         if first_node and not run.report.is_file():
             _write_report(run)
-        print(f"{run.path} is complete; nothing is left to train", file=sys.stderr)
+        tell(f"{run.path} is complete; nothing is left to train")
         return Outcome(code=0)
     options = options_of_run(call, run, before)
     # A checkpoint that was brought to this machine may be outdated.
@@ -137,15 +136,12 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             options = without_batch_numbers(job.options) if note else job.options
             job = replace(job, loaded=loaded, options=options)
             if note:
-                print(note, file=sys.stderr)
+                tell(note)
             refuse_fewer_steps(loaded.config, before, checkpoint)
         if job.node.rank == 0:  # node 0 plans for all
             if (world := job.world_size(before)) != before.world_size and "NUM_GPUS" not in call.options:
                 had = plural(before.world_size, "process")
-                print(
-                    f"note: `{run.name}` ran with {had}, and continues with {world}; `NUM_GPUS` says how many",
-                    file=sys.stderr,
-                )
+                tell(f"note: `{run.name}` ran with {had}, and continues with {world}; `NUM_GPUS` says how many")
             refuse_early(job)
         home = job.home(run)
         with restore_on_error(home.config), restore_on_error(home.prepared):
@@ -184,9 +180,9 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     """Report how a run ended and what to do next; return the exit code."""
     write_cause(outcome)
     if outcome.message:
-        print(f"\n{outcome.message}", file=sys.stderr)
+        tell(f"\n{outcome.message}")
     if outcome.stop:
-        print(f"\n{describe_stop(outcome.stop)}", file=sys.stderr)
+        tell(f"\n{describe_stop(outcome.stop)}")
     if outcome.code in (LOST, 130, 143) and not os.environ.get(recovery.CONTROLLED):
         elsewhere = bool(call.integer("NODE_RANK", minimum=0)) and not run.checkpoints.is_dir()
         where = f"; its checkpoints are on node 0 ({call.options.get('MASTER_ADDR')})" if elsewhere else ""
@@ -202,7 +198,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     elif outcome.code == 0:
         print(f"\ndone: {run.path}\n{_what_is_there(call, run)}" + (f"\n  report   {report}" if report else ""))
     elif report:
-        print(f"report: {report}", file=sys.stderr)
+        tell(f"report: {report}")
     return outcome.code
 
 
@@ -214,7 +210,7 @@ def _write_report(run: RunFolder) -> None:
         try:
             write_report(run)
         except Exception as error:  # noqa: BLE001 a week of training must not fail because of its report
-            print(f"no report was written: {error}", file=sys.stderr)
+            tell(f"no report was written: {error}")
 
 
 def _what_is_there(call: Call, run: RunFolder) -> str:

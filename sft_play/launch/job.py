@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +51,7 @@ from sft_play.plan.shape import ModelShape
 from sft_play.plan.sources import parse_source, plan_for
 from sft_play.runs.folder import RunFolder, accelerate_default
 from sft_play.runs.prepared import Prepared
+from sft_play.text import tell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ def read_options(
 def leave_gpus(path: Path | None = None) -> None:
     """Hide GPUs from this process and its children, and report it if the file at `path` causes that."""
     if path and not all_hidden():
-        print(f"note: `{path}` asks for the CPU, so GPUs are left alone, as by CUDA_VISIBLE_DEVICES=", file=sys.stderr)
+        tell(f"note: `{path}` asks for the CPU, so GPUs are left alone, as by CUDA_VISIBLE_DEVICES=")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -160,13 +160,10 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: Command
     ):
         asks.append(f"`{strategy}`")
     if not asks or asked_strategy == "single":
-        print(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}", file=sys.stderr)
+        tell(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}")
         return None
     left_out = f"{NO_DEFAULT_FILE} leaves it out"
-    print(
-        f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}",
-        file=sys.stderr,
-    )
+    tell(f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}")
     return path
 
 
@@ -386,10 +383,9 @@ def _node(options: LaunchOptions) -> Node:
     shorten_name_lookups()
     if request.node_rank == 0:
         if not is_of_this_machine(options.master_address):
-            print(
+            tell(
                 f"note: `MASTER_ADDR` `{options.master_address}` is not an address of this machine; the others look for"
-                " node 0 there",
-                file=sys.stderr,
+                " node 0 there"
             )
         require_free_port(port, hint="choose another MASTER_PORT, the same on every node")
     # The interface is known after the meeting, whose connections it carries; MASTER_ADDR may resolve to 127.0.1.1.

@@ -25,10 +25,11 @@ import psutil
 from sft_play.files import is_gone, open_own, remove_half_written, tail
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
 from sft_play.launch.machines import Machines
-from sft_play.launch.process import STOPS, announce, bind_to_parent, hear_signals
+from sft_play.launch.process import STOPS, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, Outcome, Standings, hang, launcher_log, outcome_of, standing
 from sft_play.runs.folder import RunFolder, folder_gone
+from sft_play.text import tell
 
 LONGEST_LOOK = 1.0
 """Longest time between two looks, in seconds, that counts: a suspended launcher must not blame its workers."""
@@ -283,9 +284,7 @@ def _wait(
                 stop.ask(process, watch)
         if stop.requested and not announced:
             announced = True
-            announce(
-                "stopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them"
-            )
+            tell("\nstopping: the workers finish their step, save a checkpoint and leave; Ctrl-C once more kills them")
         elsewhere = watch.machines.ended_elsewhere(stopping=stop.requested) if watch.machines and not killed else None
         if isinstance(elsewhere, int):
             stop.note(elsewhere)
@@ -294,7 +293,7 @@ def _wait(
         if not killed and (why := _reason_to_kill(stop, watch, ended)) is not None:
             killed = True
             if why:
-                announce(why)
+                tell(f"\n{why}")
             kill_descendants(process, others)
         time.sleep(AGENT_POLL_SECONDS)
     if process.returncode < 0 and not killed and not stop.requested:
@@ -414,9 +413,9 @@ def kill_descendants(process: subprocess.Popen[bytes], others: Set[psutil.Proces
             break
     else:
         names = ", ".join(f"process {member.pid}" for member in survivors)
-        announce(
-            f"warning: SIGKILL has not ended {names}\n\nhint: the kernel waits for a device or a disk; their memory may"
-            " stay taken"
+        tell(
+            f"\nwarning: SIGKILL has not ended {names}"
+            "\n\nhint: the kernel waits for a device or a disk; their memory may stay taken"
         )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)

@@ -19,7 +19,7 @@ from sft_play.launch.runs import age_of, node_of, state_of
 from sft_play.runs.folder import WHOLE_BYTES, RunFolder, measured, metric_rows
 from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import clock, findings, line_of, seconds_left
-from sft_play.text import figure
+from sft_play.text import figure, tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -173,10 +173,7 @@ def main(call: Call) -> int:
     """
     run = find_named_run(call)
     if node := node_of(run):
-        print(
-            f"note: this is node {node} of `{run.name}`; its steps are recorded on node 0: type the command there",
-            file=sys.stderr,
-        )
+        tell(f"note: this is node {node} of `{run.name}`; its steps are recorded on node 0: type the command there")
     if not call.json and is_terminal(sys.stdout):
         with live_panel(sys.stdout, run, lambda: _state_seen(run)):
             while _state_seen(run) in UNDER_WAY:

@@ -175,8 +175,3 @@ def end_make(code: int) -> int:
     sys.stdout.flush()
     os.kill(os.getppid(), signal.SIGQUIT)
     return 0
-
-
-def announce(text: str) -> None:
-    """Print a message to stderr, after an empty line."""
-    print(f"\n{text}", file=sys.stderr, flush=True)

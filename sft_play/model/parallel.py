@@ -92,7 +92,7 @@ class Slicer:
 
     def cut(self, model: nn.Module) -> None:
         """Slice a model, adapters included, that is the same on every rank. Raise `UserError`."""
-        base = base_of(model)
+        base = without_adapters(model)
         decoder = base.get_decoder()
         for pattern, style in families_plan(base.config.get_text_config()).items():
             name_pattern = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
@@ -321,14 +321,14 @@ class Skipped(nn.Module):
         return (hidden, *(None,) * (self.answers - 1)) if self.answers else hidden
 
 
-def base_of(model: Any) -> Any:
+def without_adapters(model: Any) -> Any:
     """Return the model without its adapters' wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def list_of_layers(model: Any) -> tuple[nn.Module, str]:
     """Return the module with the text model's list of layers, and its name there. Raise `ValueError` if none."""
-    base = base_of(model)
+    base = without_adapters(model)
     count = base.config.get_text_config().num_hidden_layers
     for module in base.get_decoder().modules():
         for name, child in module.named_children():
@@ -406,7 +406,7 @@ def outline_of(model: Any) -> Any:
 
 def freeze_others(model: Any) -> None:
     """Freeze the model's last norm in stages before the last, which trains it."""
-    base = base_of(model)
+    base = without_adapters(model)
     if not isinstance(base.get_output_embeddings(), nn.Identity):
         return
     holder, name = list_of_layers(base)
@@ -421,7 +421,7 @@ class Stage:
 
     def __init__(self, model: Any, first: int, last: int) -> None:
         """Take a `model` of `stage_class`, with or without adapters."""
-        base = base_of(model)
+        base = without_adapters(model)
         text = base.config.get_text_config()
         self.model, self.base, self.decoder = model, base, base.get_decoder()
         self.begins, self.ends = first == 0, last == text.num_hidden_layers

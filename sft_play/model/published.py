@@ -100,7 +100,7 @@ def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False
 
 def base_of(model: Any) -> Base:
     """Return the `Base` that `note_base` stored, also for a model with adapters."""
-    base: Base = getattr(parallel.base_of(model), BASE)
+    base: Base = getattr(parallel.without_adapters(model), BASE)
     return base
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +28,7 @@ from sft_play.plan.architecture import is_scratch, label, scratch_architecture, 
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.runs.stamp import MADE
+from sft_play.text import tell
 
 FORMAT = "1"
 """Increased when the same settings, or the same text, would give another folder."""
@@ -83,7 +83,7 @@ def _random(config: Config) -> ResolvedModel:
             raise DataError(
                 f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(own), hint=hint
             )
-        print(f"making the random weights of {label(settings)}, this once", file=sys.stderr, flush=True)
+        tell(f"making the random weights of {label(settings)}, this once")
         tokenizer.save_pretrained(str(folder))
         _write_weights(folder, architecture, tokenizer, config.train.seed)
 
@@ -194,11 +194,7 @@ def train_tokenizer(sources: Sequence[DataSource], vocab_size: int, seed: int = 
     """
 
     def train(folder: Path) -> None:
-        print(
-            f"training a tokenizer of {vocab_size:,} tokens on the training data, this once",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell(f"training a tokenizer of {vocab_size:,} tokens on the training data, this once")
         _train(sources, vocab_size, seed, folder)
 
     used = [[identify(source)[0], seed if source.rows is not None else None] for source in sources]

@@ -107,11 +107,9 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
 
 def _after(tokenizer: Any, turn: Mapping[str, Any]) -> list[int]:
     """Return the tokens that the template writes after `MARKER` in an answer, none if it does not write `MARKER`."""
-    import jinja2
-
     try:
         text = write_chat(tokenizer, [{"role": "user", "content": "question"}, {"role": "assistant", **turn}])
-    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError):
+    except NotAcceptedError:
         return []
     after = text.rsplit(MARKER, 1)[1] if MARKER in text else ""
     return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if after.strip() else []
@@ -339,14 +337,20 @@ class _OutOfTime(BaseException):
     """Not an `Exception`, because jinja and pypdf swallow those in places."""
 
 
+class NotAcceptedError(DataError):
+    """A conversation that a chat template does not accept."""
+
+
 def write_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, day: date | None = None, **options: Any
 ) -> str:
     """Return the text that the tokenizer's chat template writes, with `day` as today.
 
-    Raise `EndlessError` for a template that takes too long, `DataError` for one that needs too much memory, and
-    whatever the template raises.
+    Raise `NotAcceptedError` for a conversation that the template does not accept, `EndlessError` for a template that
+    takes too long, `DataError` for one that needs too much memory.
     """
+    import jinja2
+
     place = str(getattr(tokenizer, "name_or_path", None) or "chat template")
     # gpt-oss's template reads `thinking`; transformers 5.17 does not pass that name, later releases do.
     turns = [
@@ -362,6 +366,9 @@ def write_chat(
     except (RecursionError, MemoryError) as error:
         what = "nests without end" if isinstance(error, RecursionError) else "needs more memory than there is"
         raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
+    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        roles = ", ".join(str(turn["role"]) for turn in messages)
+        raise NotAcceptedError(f"the chat template does not accept this conversation ({roles}): {error}") from error
 
 
 WANTS_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")

@@ -104,20 +104,7 @@ def decide(request: Request) -> Plan:
     steps, per_epoch = step_count(request, reasons)
     eval_rows = 8 if kind == "cpu" else max(1, min(32, 2 * min(rows_that_fit)))
     eval_rows = eval_rows if config.eval.batch_size == "auto" else config.eval.batch_size
-    if notice := explain_global_batch(config.train, len(request.data_devices), request.unit):
-        warnings.append(notice)
-    if shape.router_loss:
-        warnings.append(ROUTER_LOSS)
-    if config.train.loss != "nll" or config.train.label_smoothing_factor:
-        smoothed = (
-            f", smoothed by {config.train.label_smoothing_factor:g}" if config.train.label_smoothing_factor else ""
-        )
-        warnings.append(f"what is minimised is `{config.train.loss}`{smoothed}; evaluation measures the cross-entropy")
-    if config.train.optim not in ("auto", setup.optim):
-        warnings.append(
-            f"`train.optim: {config.train.optim}` does not run: its states cannot be sharded by {setup.strategy};"
-            f" {setup.optim} does"
-        )
+    warnings += _notices(request, setup)
     plan = Plan(
         **asdict(setup),
         num_nodes=launch.num_nodes,
@@ -138,6 +125,23 @@ def decide(request: Request) -> Plan:
         notices=tuple(warnings),
     )
     return with_forecast(plan, request, division)
+
+
+def _notices(request: Request, setup: Setup) -> Iterator[str]:
+    """Yield what the user may not expect: a batch that grows, losses and optimizers other than those typed."""
+    train = request.config.train
+    if notice := explain_global_batch(train, len(request.data_devices), request.unit):
+        yield notice
+    if request.shape.router_loss:
+        yield ROUTER_LOSS
+    if train.loss != "nll" or train.label_smoothing_factor:
+        smoothed = f", smoothed by {train.label_smoothing_factor:g}" if train.label_smoothing_factor else ""
+        yield f"what is minimised is `{train.loss}`{smoothed}; evaluation measures the cross-entropy"
+    if train.optim not in ("auto", setup.optim):
+        yield (
+            f"`train.optim: {train.optim}` does not run: its states cannot be sharded by {setup.strategy};"
+            f" {setup.optim} does"
+        )
 
 
 def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) -> Setup:
@@ -205,7 +209,7 @@ def _rank_plans(request: Request, division: Division) -> tuple[RankPlan, ...]:
             division.slots[group],
             request.rank_room[rank] if division.setup.stages else request.room[group],
         )
-        parts = request.parts(request.on(division.setup, rank), max(1, micro))
+        parts = request.parts(division.setup.on(rank), max(1, micro))
         peak, most = sum(parts.values()), max(1, min(MOST_ROWS, largest[group]))
         plans.append(
             RankPlan(
@@ -230,9 +234,9 @@ def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) ->
     if setup.layout == "flattened" and not setup.pack_tokens:
         # Flattened rows are padded where their mask would not fit.
         cases.append(replace(setup, layout=choices.padded_layout(request)))
-    kinds = {(request.on(setup, rank.rank).stage, rank.micro_batch, rank.capacity_bytes): rank for rank in ranks}
+    kinds = {(setup.on(rank.rank).stage, rank.micro_batch, rank.capacity_bytes): rank for rank in ranks}
     return min(
-        max(request.longest(request.on(case, rank.rank), rank.micro_batch, rank.capacity_bytes, most) for case in cases)
+        max(request.longest(case.on(rank.rank), rank.micro_batch, rank.capacity_bytes, most) for case in cases)
         for rank in kinds.values()
     )
 

@@ -184,7 +184,7 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
     """
     speeds: list[tuple[float, str]] = []
     tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
-    if request.config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+    if request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing:
         tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
     for words, changed in tried if plan.seconds_per_step else ():
         other = try_plan(request, changed)
@@ -265,7 +265,7 @@ def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", o
     `moment` and `operation` come from a trace; without them the peak of the formula counts.
     """
     rank = tightest(plan.ranks)
-    setup = replace(plan, stage=rank.rank % len(plan.stages) if plan.stages else None)
+    setup = plan.on(rank.rank)
     if not moment:
         moments = rank_moments(config, shape, setup, rank.worst_rows)
         moment = max(moments, key=lambda name: sum(moments[name].values()))

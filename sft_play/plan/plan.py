@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from sft_play.config.reader import misfit, record_of
 from sft_play.config.schema import Config
@@ -115,6 +115,10 @@ class Setup:
     """Layers of each pipeline stage, whose ranks are neighbours; empty without a pipeline."""
     stage: int | None = None
     """Index of the stage that this setup describes; `None` for the one that needs most memory."""
+
+    def on(self, rank: int) -> Self:
+        """Return the setup of a rank: in a pipeline, that of its stage."""
+        return replace(self, stage=rank % len(self.stages)) if self.stages else self
 
     @property
     def stage_count(self) -> int:

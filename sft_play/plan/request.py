@@ -142,10 +142,6 @@ class Request:
         prepared = None if "model.max_seq_len" in keys else self.prepared  # rows of another length
         return replace(self, config=config, prepared=prepared, typed=lambda key: key in keys or self.typed(key))
 
-    def on(self, setup: Setup, rank: int) -> Setup:
-        """Return the setup of a rank: in a pipeline, that of its stage."""
-        return replace(setup, stage=rank % len(setup.stages)) if setup.stages else setup
-
     def parts(self, setup: Setup, micro_batch: int) -> dict[str, int]:
         """Return the bytes of every part of a rank at its peak."""
         return self.memory(self.config, self.shape, setup, micro_batch)
@@ -161,7 +157,7 @@ class Request:
     def largest(self, setup: Setup) -> tuple[int, ...]:
         """Return the most rows that fit each rank, or all stages of each pipeline; 0 if not even one row fits."""
         if setup.stages:
-            each = [self.largest_in(self.on(setup, rank), room) for rank, room in enumerate(self.rank_room)]
+            each = [self.largest_in(setup.on(rank), room) for rank, room in enumerate(self.rank_room)]
             return self._least_of_groups(each)
         rows_by_room = {room: self.largest_in(setup, room) for room in set(self.room)}
         return tuple(rows_by_room[room] for room in self.room)

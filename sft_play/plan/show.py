@@ -78,7 +78,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
 
 def _layout(plan: Plan) -> str:
     """Return how ranks share a model, and the strategy between groups: `tensor parallel 4, ddp of 2 groups`."""
-    layers, groups = ", ".join(map(str, plan.stages)), plan.world_size // plan.group_size
+    layers, groups = ", ".join(map(str, plan.stages)), plan.data_world
     within = [f"pipeline of {len(plan.stages)} stages ({layers} layers)"] if plan.stages else []
     within += [
         f"{name} parallel {ranks}"
@@ -93,7 +93,7 @@ def _layout(plan: Plan) -> str:
 def _batch(plan: Plan, micro: str) -> str:
     """Return how the rows of a step are divided; for packs, with the largest number of micro-steps."""
     accumulation = max(rank.accumulation for rank in plan.ranks)
-    groups, unit = plan.world_size // plan.group_size, "rank" if plan.group_size == 1 else "group"
+    groups, unit = plan.data_world, "rank" if plan.group_size == 1 else "group"
     if plan.pack_tokens:
         where = f" on each of {plural(groups, unit)}" if groups > 1 else ""
         packs = f"{micro} {'pack' if micro == '1' else 'packs'} of up to {plan.row_tokens:,} tokens"

@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from sft_play.config.reader import misfit
 from sft_play.errors import CheckpointError
 from sft_play.files import file_sha256, read_json, sync_path, text_sha256, write_json
 from sft_play.runs.folder import cache_folder
-from sft_play.text import gib
+from sft_play.text import gib, tell
 
 NAME = "manifest.json"
 PART = re.compile(r"\.manifest-rank(\d+)\.json")
@@ -350,7 +349,7 @@ def digests_of(paths: Sequence[Path], what: str) -> list[str]:
     unread = [Path(name) for name, fact in facts.items() if recorded.get(name, [None])[:-1] != fact]
     size = sum(int(facts[str(path)][0]) for path in unread)
     if size > WORTH_SAYING_BYTES and os.environ.get("RANK", "0") == "0":
-        print(f"reading {size / 2**30:.0f} GiB of {what} for their checksums, this once", file=sys.stderr, flush=True)
+        tell(f"reading {size / 2**30:.0f} GiB of {what} for their checksums, this once")
     with ThreadPoolExecutor(HASHED_TOGETHER) as pool:  # hashing releases the GIL
         digests = dict(zip(map(str, unread), pool.map(file_sha256, unread), strict=True))
     entries = {name: [*fact, digests.get(name) or recorded[name][-1]] for name, fact in facts.items()}

@@ -10,7 +10,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,7 +22,7 @@ from sft_play.config.metrics import OF_LOSS, label_of_metric
 from sft_play.errors import without_tokens
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.gate import read_facts
-from sft_play.text import Finding
+from sft_play.text import Finding, tell
 
 Row = Mapping[str, Any]
 PANEL = "SFT_PLAY_PANEL"
@@ -249,7 +248,7 @@ def _send(target: str, body: str) -> None:
 
 
 def _not_sent(why: str) -> None:
-    print(f"warning: `launch.notify` was not sent: {why}", file=sys.stderr, flush=True)
+    tell(f"warning: `launch.notify` was not sent: {why}")
 
 
 def _run(command: str, body: str) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.answers import OPEN, AnswerParts, marks_of, parts_of
+from sft_play.data import OPEN
+from sft_play.data.answers import AnswerParts, marks_of, parts_of
 from sft_play.data.turns import chat_turns, tools_of
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids

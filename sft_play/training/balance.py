@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from sft_play.config.schema import Config
 from sft_play.data.batches import GlobalBatchSampler, Shares
 from sft_play.plan.batch import Cost, Slots, share_out, spans, step_seconds
 from sft_play.plan.plan import Plan, RankPlan
+from sft_play.text import tell
 from sft_play.training.metrics import Lap, Stopwatch
 from sft_play.training.ranks import TrainContext
 
@@ -244,7 +244,7 @@ class Balancer(TrainerCallback):
         paces, unit = paces_of(self.chooser.sums), "packs" if self.context.plan.pack_tokens else "rows"
         now, then = spans(self.chooser.rows, after), spans(self.chooser.rows, before)
         change = describe(paces, now, then, "shares of packs" if unit == "packs" else unit)
-        print(f"from step {first} on: {change}", file=sys.stderr, flush=True)
+        tell(f"from step {first} on: {change}")
         facts = {"from_step": first, "shares": after, unit: now, "seconds_per_token": paces}
         self.context.add_row(kind="balance", step=step, **facts)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part
 from sft_play.runs.stamp import Stamp
+from sft_play.text import tell
 from sft_play.training.ranks import TrainContext
 from sft_play.training.states import States
 from sft_play.training.states.layout import storage_of, whole_shape
@@ -153,7 +153,7 @@ def _best(run: RunFolder, best_step: int | None, last_step: int) -> tuple[str | 
     message = (
         f"the best checkpoint is damaged: {best.name}: {reason}; `model/` has the weights of step {last_step} instead"
     )
-    print(f"warning: {run.checkpoints}: {message}", file=sys.stderr, flush=True)
+    tell(f"warning: {run.checkpoints}: {message}")
     return None, last_step
 
 

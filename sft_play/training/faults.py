@@ -35,6 +35,7 @@ from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
+from sft_play.text import tell
 from sft_play.training.loading import SHARED_MEMORY_HINT
 from sft_play.training.process import Activity, launched_world, leave_record, log_alone, redirect
 from sft_play.training.stop_request import StopRequest
@@ -341,7 +342,7 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 leave_record(self.run, self.rank, {"code": LOST, "error": text, "cause": "agent", "blames": None})
         with contextlib.suppress(OSError, ValueError):
-            print(f"error: {text}; rank {self.rank} exits", file=sys.stderr, flush=True)
+            tell(f"error: {text}; rank {self.rank} exits")
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()

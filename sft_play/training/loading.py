@@ -7,12 +7,12 @@ import multiprocessing.queues
 import multiprocessing.util
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 from sft_play.errors import HardwareError
 from sft_play.launch.process import STOPS
+from sft_play.text import tell
 
 SHARED_MEMORY_HINT = "docker run --shm-size=8g, an emptyDir at /dev/shm; or `train.dataloader_num_workers: 0`"
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -64,5 +64,5 @@ def begin_loading(_worker: int = 0) -> None:
 
 
 def _end_loading(error: Exception, _batch: object) -> None:
-    print(f"a batch could not be passed to its rank: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    tell(f"a batch could not be passed to its rank: {type(error).__name__}: {error}")
     os._exit(errno.ENOSPC if "No space left on device" in str(error) else 1)

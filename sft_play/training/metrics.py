@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -25,6 +24,7 @@ from transformers import TrainerCallback
 from sft_play.files import append_text, disk_problem, finite, read_json_lines, sync_path, write_text
 from sft_play.plan.detect import Shown, all_hidden, gpu_memory, open_nvml, shown_gpus
 from sft_play.runs.progress import line_of
+from sft_play.text import tell
 
 TRAIN_KEYS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "mfu", "rank_", "node_")
 """Beginnings of the logged keys of a training row; those of each rank or machine begin with `rank_` or `node_`."""
@@ -65,11 +65,7 @@ class MetricsFile(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step and not self.path.is_file() and state.is_world_process_zero:
-            print(
-                f"warning: {self.path}: the file is missing; a new one starts after step {state.global_step}",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"warning: {self.path}: the file is missing; a new one starts after step {state.global_step}")
         drop_later_rows(self.path, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -86,7 +82,7 @@ class MetricsFile(TrainerCallback):
         except OSError as error:
             if not self._warned:
                 lost = "rows are lost until there is space; training continues"
-                print(f"warning: {self.path}: {disk_problem(error)}; {lost}", file=sys.stderr, flush=True)
+                tell(f"warning: {self.path}: {disk_problem(error)}; {lost}")
             self._warned = True
         else:
             self._warned = False
@@ -274,7 +270,7 @@ class Sampler:
             nvml = None if all_hidden() else open_nvml()
             gpus = shown_gpus(nvml)[0] if nvml else []
         except Exception as error:  # noqa: BLE001 - errors are of many kinds, and a curve is never worth a run
-            print(f"note: the GPU cannot be sampled: {error}", file=sys.stderr)
+            tell(f"note: the GPU cannot be sampled: {error}")
             return
         while gpus and self.samples:
             self.look(nvml, gpus[self.place % len(gpus)])
@@ -287,7 +283,7 @@ class Sampler:
                 value = float(read(nvml, gpu))
             except Exception as error:  # noqa: BLE001 - NVML's errors are of many kinds
                 del self.samples[name]
-                print(f"note: `{name}` of GPU {gpu.number} is not sampled any more: {error}", file=sys.stderr)
+                tell(f"note: `{name}` of GPU {gpu.number} is not sampled any more: {error}")
                 continue
             with self._lock:
                 self._sums.setdefault(name, []).append(value)

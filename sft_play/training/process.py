@@ -222,7 +222,7 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
     hides_datasets = sys.modules.setdefault("datasets", None) is None  # type: ignore[arg-type]
     from transformers import Trainer  # noqa: F401 - brings the others
 
-    if plan.strategy.startswith("zero"):
+    if plan.zero:
         import deepspeed.ops
 
         # On a CPU it would compile an all-reduce for inference, which no training calls (0.19.8, `comm/torch.py`).

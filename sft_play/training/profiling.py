@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 
 from sft_play.files import write_json
+from sft_play.text import tell
 from sft_play.training.metrics import Lap, Stopwatch
 from sft_play.training.ranks import TrainContext
 
@@ -55,10 +55,7 @@ class Profiler(TrainerCallback):
         if self.profile:
             self.profile.stop()
         if not self.done:
-            print(
-                f"note: `train.profile` measured nothing: step {self.settings.start} did not run here",
-                file=sys.stderr,
-            )
+            tell(f"note: `train.profile` measured nothing: step {self.settings.start} did not run here")
 
     def _keep(self, trace: profile) -> None:
         """Write the trace and its summary: seconds per step, and how they are spent."""

@@ -6,14 +6,13 @@ never pickles, which would run a peer's code.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,10 +20,10 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, HardwareError, first_line
+from sft_play.errors import HardwareError, first_line
 from sft_play.launch.environment import VARIABLE, key_here, proof, proves
 from sft_play.plan.plan import DISTRIBUTED_TYPE, Plan
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import OWN, RunFolder
 from sft_play.runs.stamp import Stamp
 from sft_play.training.metrics import MetricsFile
 from sft_play.training.process import Activity, launched_world
@@ -266,46 +265,14 @@ def check_world(plan: Plan, accelerator: Any, gpus: int) -> None:
 def ranks_together(context: TrainContext) -> tuple[int, ...]:
     """Return the ranks that see the run folder of rank 0, the same on each. Collective with several machines.
 
-    The disk itself is tested: rank 0 writes a file with a random name, and the others look for it. Raise
-    `CheckpointError` if checkpoints could not be complete, because machines with separate run folders hold parts.
+    The launchers have tested that (`launch.agreement.meet`): they see it on node 0, and on other machines whose own
+    folder is inside it. They have refused others where every machine writes a part of each checkpoint.
     """
-    plan, ranks, folder = context.plan, context.ranks, context.run.path
-    if plan.num_nodes == 1 or plan.world_size == 1:
+    plan, ranks = context.plan, context.ranks
+    if plan.num_nodes == 1:
         return tuple(range(plan.world_size))
-    mark: str | None = None
-    if ranks.first:
-        # A folder that cannot be written is reported, with a better message, when a checkpoint is saved.
-        with contextlib.suppress(OSError):
-            name = f".seen-{secrets.token_hex(8)}"
-            (folder / name).touch()
-            mark = name
-    mark = ranks.broadcast(mark)
-    seen = ranks.gather(mark is None or (folder / mark).exists())
-    if ranks.first and mark is not None:
-        with contextlib.suppress(OSError):
-            (folder / mark).unlink()
-    apart = [str(rank) for rank, sees in enumerate(seen) if not sees]
-    if apart and plan.sharded and context.config.train.save_strategy != "no":
-        raise CheckpointError(
-            f"under {plan.strategy} every machine writes a part of each checkpoint, and rank {', '.join(apart)} cannot"
-            " see the run folder of rank 0",
-            hint=(
-                "set RUNS_DIR to a folder that all machines share, or use `make train-distributed` with"
-                " `launch.strategy: ddp`, or set `train.save_strategy: no`"
-            ),
-        )
+    seen = ranks.gather(ranks.rank < plan.ranks_by_node[0] or OWN in os.environ)
     return tuple(rank for rank, sees in enumerate(seen) if sees)
-
-
-def check_start(ranks: Ranks, checkpoint: Path | None) -> None:
-    """Raise `CheckpointError` on every rank if separate run folders would resume from different checkpoints."""
-    starts = ranks.gather(checkpoint.name if checkpoint else "its start")
-    if len(set(starts)) > 1:
-        cause = ", ".join(f"rank {rank} from {start}" for rank, start in enumerate(starts))
-        raise CheckpointError(
-            f"the ranks would continue from different checkpoints: {cause}",
-            hint="set RUNS_DIR to a folder that all machines share, or copy the run's folder from node 0 to the others",
-        )
 
 
 def leave() -> None:

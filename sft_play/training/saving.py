@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from sft_play.plan.hardware import ram_bytes
 from sft_play.runs.checkpoints import discard, link, list_checkpoints, partial_folder, publish, rotate
 from sft_play.runs.folder import folder_gone
 from sft_play.runs.manifest import SPARE_MEMORY_BYTES, Room, seal, verify, with_spare
-from sft_play.text import gib
+from sft_play.text import gib, tell
 from sft_play.training.checkpoint_files import Writing, gather_weights, predicted_bytes
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import LocalSteps
@@ -270,4 +269,4 @@ class Saver(TrainerCallback):
 
     def _say(self, text: str) -> None:
         if self.context.ranks.first:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from typing import Any
 from sft_play.launch.liveness import LIMITS
 from sft_play.launch.process import STOPS, leave_stops_to_parent, signals_to_hear, stop_code
 from sft_play.runs.folder import RunFolder
+from sft_play.text import tell
 from sft_play.training.process import Activity, leave_record
 
 PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
@@ -134,7 +134,7 @@ class StopRequest:
                 return
             name = signal.Signals(self.heard).name
             with contextlib.suppress(OSError, ValueError):
-                print(f"{name} {self.activity}: rank {self.rank} exits; {why}", file=sys.stderr, flush=True)
+                tell(f"{name} {self.activity}: rank {self.rank} exits; {why}")
             code = stop_code(self.heard)
             leave_record(self.run, self.rank, self._with_facts({"code": code, "error": "", "note": why}))
             os._exit(code)

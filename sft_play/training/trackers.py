@@ -8,7 +8,6 @@ import os
 import queue
 import re
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ from sft_play.config.schema import Config
 from sft_play.config.trackers import AIM, OWN, trackers
 from sft_play.files import free_bytes, open_own, read_json, read_object, write_json
 from sft_play.runs.folder import RunFolder, read_predictions
+from sft_play.text import tell
 
 ROOM_BYTES = 2**20
 """Free bytes needed to start a new file."""
@@ -176,7 +176,7 @@ class Tracked(TrainerCallback):
 
     def _warn(self, what: str) -> None:
         fallback = f"training continues without it, `{self.run.metrics.name}` has everything"
-        print(f"warning: the tracker `{self.name}` {what}; {fallback}", file=sys.stderr, flush=True)
+        tell(f"warning: the tracker `{self.name}` {what}; {fallback}")
 
     def _begin(self) -> Any:
         """Set the variables for the tracker's run and folder that the user did not set; return the callback."""

@@ -119,15 +119,12 @@ class SftTrainer(Trainer):
         *,
         sampler: GlobalBatchSampler,
         stop: StopOnRequest,
-        shard_proof: ShardProof,
-        patience: Patience,
         parts: Slicer | Pipeline | None,
         evaluate_rows: Callable[[Trainer, Any], dict[str, float]],
         **arguments: Any,
     ) -> None:
         """Take `evaluate_rows`, which returns the metrics of held-out rows, and the base class's `arguments`."""
-        self.context, self.stop, self.shard_proof, self.patience = context, stop, shard_proof, patience
-        self.parts, self.evaluate_rows = parts, evaluate_rows
+        self.context, self.stop, self.parts, self.evaluate_rows = context, stop, parts, evaluate_rows
         self.local: LocalSteps | None = None
         self.tokens_trained = 0
         self.training_seconds = 0.0
@@ -138,10 +135,11 @@ class SftTrainer(Trainer):
         self.objective = objective_of(context.config.train)
         alpha = context.config.train.extra.get(NEFTUNE)
         self.noise = RowNoise(self.model, alpha, self.args.seed, context.ranks.part) if alpha else None
-        self.spikes, self.balancer = SpikeGuard(context), Balancer(context, sampler, self.watch)
+        self.shard_proof, self.patience, self.spikes = ShardProof(), Patience(context), SpikeGuard(context)
+        self.balancer = Balancer(context, sampler, self.watch)
         self.saver = Saver(context, self, self.counters)
         self.finite = Finite(context, self, self.saver)
-        for callback in (self.spikes, self.saver, self.balancer):
+        for callback in (self.shard_proof, self.patience, self.spikes, self.saver, self.balancer):
             self.add_callback(callback)
         self._micro_batches: list[Batch] = []
         """Micro-batches of a step that a pipeline has not started yet."""

@@ -33,7 +33,7 @@ def prepared_of(run: Path) -> Prepared:
 
 
 def texts(folder: Path, model: Path) -> list[str]:
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
 
     tokenizer = load_tokenizer(model)
     return [tokenizer.decode(row) for row in Rows(str(folder))["input_ids"]]

@@ -32,8 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         " generation_max_new_tokens: 8, eval_strategy: steps,\n        eval_steps: 2, predict_with_generate:"
         " true}\neval: {samples: 7, batch_size: 2, metrics: [rougeL, chrf]}\n"
     )
-    done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=one")
-    assert done.returncode == 0, done.stderr
+    place.train("one")
     place.scores("RUN=one", "CHECKPOINT=base")
     return place
 

@@ -21,7 +21,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from sft_play.config.keys import table
 from sft_play.config.optimizers import OPTIMIZERS, SETTINGS_OF
 from sft_play.data.batches import Collator, GlobalBatchSampler
-from sft_play.data.store import Rows
+from sft_play.data.rows import Rows
 from sft_play.plan.epoch import RowOrder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared

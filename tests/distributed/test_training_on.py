@@ -40,14 +40,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         f"data: {{train_path: {place.folder}/rows.jsonl, val_path: {place.folder}/held.jsonl}}\n"
         "train: {max_steps: 4, global_batch_size: 8, learning_rate: 0.01, predict_with_generate: false}\n"
     )
-    train(place, "first", "TUNING_LORA_R=4")
+    place.train("first", "TUNING_LORA_R=4")
     return place
-
-
-def train(place: Place, name: str, *words: str, command: str = "train") -> Path:
-    done = place.run(command, f"CONFIG={place.config}", f"RUN_NAME={name}", *words)
-    assert done.returncode == 0, done.stderr
-    return place.folder / "runs" / name
 
 
 def losses(run: Path) -> list[float]:
@@ -72,7 +66,7 @@ def foreign(place: Place, folder: Path, **settings: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def second(place: Place) -> Path:
-    return train(place, "second", "MODEL_ADAPTER=first")
+    return place.train("second", "MODEL_ADAPTER=first")
 
 
 def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Path) -> None:
@@ -91,7 +85,7 @@ def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Pa
 )
 def test_it_continues_the_same_under_every_strategy(place: Place, second: Path, way: str) -> None:
     command, words = WAYS[way]
-    run = train(place, f"second-{way}", "MODEL_ADAPTER=first", *words, command=command)
+    run = place.train(f"second-{way}", "MODEL_ADAPTER=first", *words, command=command)
     assert losses(run) == pytest.approx(losses(second), abs=2e-5)
     for name, tensor in weights(second / "model").items():
         assert torch.allclose(tensor, weights(run / "model")[name].to(tensor.dtype), atol=2e-5), name
@@ -115,12 +109,12 @@ def test_an_adapter_of_the_hub_is_fetched_once(place: Place, second: Path, monke
     with serve(FilesHandler, kind="models", name="someone/adapter", files=files) as hub:
         online = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
         monkeypatch.setattr(place, "environment", place.environment | online)
-        run = train(place, "from-hub", "MODEL_ADAPTER=someone/adapter")
+        run = place.train("from-hub", "MODEL_ADAPTER=someone/adapter")
     assert losses(run) == losses(second)
     monkeypatch.setattr(place, "environment", place.environment | {"HF_HUB_OFFLINE": "1"})
-    assert losses(train(place, "from-cache", "MODEL_ADAPTER=someone/adapter")) == losses(second)
+    assert losses(place.train("from-cache", "MODEL_ADAPTER=someone/adapter")) == losses(second)
     assert place.scores("RUN=from-cache")["loss"] == pytest.approx(losses(second)[-1], abs=1e-6)
-    merged = train(place, "from-cache-merged", "MODEL_ADAPTER=someone/adapter", "TUNING_ADAPTER=merge")
+    merged = place.train("from-cache-merged", "MODEL_ADAPTER=someone/adapter", "TUNING_ADAPTER=merge")
     assert losses(merged)[0] == pytest.approx(losses(second)[0], abs=1e-5)
     for run in ("from-cache", "from-cache-merged"):
         assert place.run("merge", f"RUN={run}").returncode == 0
@@ -133,22 +127,22 @@ def test_an_adapter_of_a_quantised_base_continues_the_same_under_every_strategy(
     quantised = ["TUNING_MODE=qlora", "TUNING_LORA_R=4"]
     first, second = place.folder / "runs/quantised", place.folder / "runs/quantised-on"
     if not second.exists():
-        train(place, first.name, *quantised, "TRAIN_BATCH_SIZE=4")
-        train(place, second.name, quantised[0], "TRAIN_BATCH_SIZE=4", f"MODEL_ADAPTER={first.name}")
+        place.train(first.name, *quantised, "TRAIN_BATCH_SIZE=4")
+        place.train(second.name, quantised[0], "TRAIN_BATCH_SIZE=4", f"MODEL_ADAPTER={first.name}")
         assert losses(second)[0] == pytest.approx(losses(first)[-1], abs=1e-6)
     command, words = WAYS[way]
-    run = train(place, f"quantised-{way}", quantised[0], f"MODEL_ADAPTER={first.name}", *words, command=command)
+    run = place.train(f"quantised-{way}", quantised[0], f"MODEL_ADAPTER={first.name}", *words, command=command)
     assert losses(run) == pytest.approx(losses(second), abs=2e-5)
 
 
 def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None:
-    whole = train(place, "whole", "TUNING_MODE=full")
+    whole = place.train("whole", "TUNING_MODE=full")
     for name, mode in (("whole-on", "full"), ("whole-adapted", "lora")):
-        run = train(place, name, "MODEL_NAME=whole", f"TUNING_MODE={mode}")
+        run = place.train(name, "MODEL_NAME=whole", f"TUNING_MODE={mode}")
         assert losses(run)[-1] < losses(whole)[-1]
         assert place.scores(f"RUN={name}", "CHECKPOINT=base")["loss"] == pytest.approx(losses(whole)[-1], abs=1e-6)
     place.call("merge", "RUN=first")
-    merged = train(place, "merged-on", f"MODEL_NAME={place.folder}/runs/first/merged", "TUNING_LORA_R=2")
+    merged = place.train("merged-on", f"MODEL_NAME={place.folder}/runs/first/merged", "TUNING_LORA_R=2")
     base = place.scores(f"RUN={merged.name}", "CHECKPOINT=base")["loss"]
     assert base == pytest.approx(losses(place.folder / "runs/first")[-1], abs=1e-5)
 
@@ -164,7 +158,7 @@ def test_one_step_equals_that_of_peft(place: Place, settings: dict[str, Any], tm
         "TRAIN_MAX_GRAD_NORM=0",
         "TRAIN_WARMUP_STEPS=0",
     ]
-    run = train(place, f"foreign-{tmp_path.name}", *words, "TRAIN_GLOBAL_BATCH_SIZE=24", "TRAIN_BATCH_SIZE=8")
+    run = place.train(f"foreign-{tmp_path.name}", *words, "TRAIN_GLOBAL_BATCH_SIZE=24", "TRAIN_BATCH_SIZE=8")
     prepared = json.loads((run / "prepared.json").read_text())
     base = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
     model: Any = PeftModel.from_pretrained(base, folder, is_trainable=True)
@@ -185,7 +179,7 @@ def test_one_step_equals_that_of_peft(place: Place, settings: dict[str, Any], tm
 
 
 def load_rows(folder: str) -> list[dict[str, Any]]:
-    from sft_play.data.store import Rows
+    from sft_play.data.rows import Rows
 
     rows = Rows(folder, ("input_ids", "labels", "row"))
     return [
@@ -194,7 +188,7 @@ def load_rows(folder: str) -> list[dict[str, Any]]:
 
 
 def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Place, second: Path) -> None:
-    run = train(place, "merged", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge", "TUNING_LORA_R=2")
+    run = place.train("merged", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge", "TUNING_LORA_R=2")
     assert losses(run)[0] == pytest.approx(losses(second)[0], abs=1e-5)
     assert next(iter(weights(run / "model").values())).shape[0] == 2
     scores = place.scores("RUN=merged")["loss"]
@@ -205,9 +199,8 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
         scores, abs=1e-5
     )
     place.call("push", "RUN=merged", "REPO=me/x").refused(2, "make merge RUN=merged")
-    full = train(place, "full", "MODEL_NAME=merged", "TUNING_MODE=full", "TRAIN_LEARNING_RATE=1e-4")
-    again = train(
-        place,
+    full = place.train("full", "MODEL_NAME=merged", "TUNING_MODE=full", "TRAIN_LEARNING_RATE=1e-4")
+    again = place.train(
         "again",
         "MODEL_NAME=full",
         "TUNING_MODE=full",
@@ -219,7 +212,7 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
 
 
 def test_a_third_training_is_on_a_base_with_a_merged_adapter(place: Place) -> None:
-    parent = train(place, "merged-once", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge")
+    parent = place.train("merged-once", "MODEL_ADAPTER=first", "TUNING_ADAPTER=merge")
     words = (f"CONFIG={place.folder}/demo.yaml", "RUN_NAME=third", "MODEL_ADAPTER=merged-once", "MODEL_NAME=")
     done = place.run("train", *words)
     assert done.returncode == 0, done.stderr
@@ -248,22 +241,22 @@ def test_a_run_wins_over_a_folder_of_its_name_without_a_model(place: Place) -> N
 def test_another_chat_template_goes_after_plain_text_or_a_merge(place: Place) -> None:
     (place.folder / "text.jsonl").write_text("".join(json.dumps({"text": f"A line {i}."}) + "\n" for i in range(24)))
     text = [f"DATA_{name}={place.folder}/text.jsonl" for name in ("TRAIN_PATH", "VAL_PATH")]
-    train(place, "plain", "TUNING_TASK=cpt", "DATA_DUPLICATES=keep", *text)
-    train(place, "talks", "MODEL_ADAPTER=plain", "DATA_CHAT_TEMPLATE=chatml", "TRAIN_MAX_STEPS=1")
-    train(place, "short", "MODEL_ADAPTER=first", "DATA_SYSTEM=Be short.", "TUNING_ADAPTER=merge", "TRAIN_MAX_STEPS=1")
+    place.train("plain", "TUNING_TASK=cpt", "DATA_DUPLICATES=keep", *text)
+    place.train("talks", "MODEL_ADAPTER=plain", "DATA_CHAT_TEMPLATE=chatml", "TRAIN_MAX_STEPS=1")
+    place.train("short", "MODEL_ADAPTER=first", "DATA_SYSTEM=Be short.", "TUNING_ADAPTER=merge", "TRAIN_MAX_STEPS=1")
     for run in ("talks", "short"):
         assert place.scores(f"RUN={run}")["loss"] > 0 and place.run("merge", f"RUN={run}").returncode == 0
 
 
 def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
     folder = foreign(place, tmp_path / "biased", target_modules=["q_proj"], lora_bias=True)
-    train(place, "biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
+    place.train("biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
     place.call("merge", "RUN=biased").refused(5, "PEFT cannot merge", "base layer has no bias")
 
 
 def test_a_checkpoint_of_a_run_is_trained_on(place: Place) -> None:
-    parent = train(place, "saved", "TRAIN_SAVE_STEPS=2", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=2")
-    run = train(place, "from-checkpoint", "MODEL_ADAPTER=saved@step-000002")
+    parent = place.train("saved", "TRAIN_SAVE_STEPS=2", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=2")
+    run = place.train("from-checkpoint", "MODEL_ADAPTER=saved@step-000002")
     assert losses(run)[0] == pytest.approx(losses(parent)[0], abs=1e-6)
     assert json.loads((run / "stamp.json").read_text())["parent"]["name"] == "saved@step-000002"
     place.call("plan", f"CONFIG={place.config}", "MODEL_ADAPTER=saved@step-000009").refused(
@@ -273,7 +266,7 @@ def test_a_checkpoint_of_a_run_is_trained_on(place: Place) -> None:
 
 def test_a_second_training_resumes_bit_for_bit(place: Place, second: Path) -> None:
     words = ("MODEL_ADAPTER=first", "TRAIN_SAVE_STEPS=2")
-    run = train(place, "stopped", *words)
+    run = place.train("stopped", *words)
     for gone in (run / "model", run / "checkpoints/step-000004"):
         shutil.rmtree(gone)
     done = place.run("resume", "RUN=stopped")
@@ -363,7 +356,7 @@ SPREAD_TOO = [
 
 @pytest.fixture(scope="module")
 def shaped(place: Place) -> dict[str, Path]:
-    return {name: train(place, name, *words) for name, words in SHAPED.items()}
+    return {name: place.train(name, *words) for name, words in SHAPED.items()}
 
 
 @pytest.mark.parametrize(
@@ -373,7 +366,7 @@ def test_a_shape_trains_the_same_under_every_strategy(
     place: Place, shaped: dict[str, Path], shape: str, way: str
 ) -> None:
     command, words = WAYS[way]
-    run = train(place, f"{shape}-{way}", *SHAPED[shape], *words, command=command)
+    run = place.train(f"{shape}-{way}", *SHAPED[shape], *words, command=command)
     assert losses(run) == pytest.approx(losses(shaped[shape]), abs=5e-5)
 
 
@@ -382,7 +375,7 @@ def test_a_shape_is_resumed_merged_and_trained_on(place: Place, shaped: dict[str
     run, name = shaped[shape], f"{shape}-copy"
     scores = place.scores(f"RUN={shape}")["loss"]
     assert scores == pytest.approx(losses(run)[-1], abs=2e-6)
-    copy = train(place, name, *SHAPED[shape], "TRAIN_SAVE_STEPS=2")
+    copy = place.train(name, *SHAPED[shape], "TRAIN_SAVE_STEPS=2")
     for gone in (copy / "model", copy / "checkpoints/step-000004"):
         shutil.rmtree(gone)
     done = place.run("resume", f"RUN={name}")
@@ -390,6 +383,6 @@ def test_a_shape_is_resumed_merged_and_trained_on(place: Place, shaped: dict[str
     assert all(torch.equal(tensor, weights(copy / "model")[name]) for name, tensor in weights(run / "model").items())
     done = place.run("merge", f"RUN={shape}")
     assert done.returncode == 0, done.stderr
-    assert losses(train(place, f"{shape}-on", f"MODEL_ADAPTER={shape}", "TRAIN_MAX_STEPS=1"))[0] == pytest.approx(
+    assert losses(place.train(f"{shape}-on", f"MODEL_ADAPTER={shape}", "TRAIN_MAX_STEPS=1"))[0] == pytest.approx(
         scores, abs=2e-6
     )

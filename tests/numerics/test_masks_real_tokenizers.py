@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.turns import Message
+from sft_play.data import Message
 from sft_play.model.tokenizer import load_tokenizer
 from tests.chat_tokenizers import by_hand, rows_of
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
-from sft_play.data.store import write_rows
+from sft_play.data.rows import write_rows
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.model.load import check_quantised_base, load_for_training
 from sft_play.model.resolve import quantisation_of

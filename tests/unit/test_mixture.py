@@ -5,12 +5,13 @@ dry.
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft_play.config.schema import DataConfig, DataSource
-from sft_play.data.store import SourceTally, split_manifest, summary
+from sft_play.data.store import SourceTally, SplitWriter, split_manifest, summary
 from sft_play.errors import DataError
 from sft_play.plan.epoch import Mixture, mixture_of
 from sft_play.runs.prepared import SourceFacts
@@ -63,18 +64,12 @@ def test_each_source_gives_all_its_rows_before_any_again() -> None:
 # What is printed of sources that are not trained.
 
 
-def test_a_source_of_weight_0_is_reported_as_untrained() -> None:
+def test_a_source_of_weight_0_is_reported_as_untrained(tmp_path: Path) -> None:
     sources = [DataSource(path="a", weight=0.0), DataSource(path="b", weight=1.0)]
     tallies = [SourceTally(rows_read=count, kept=count, format="text") for count in (1, 2)]
-    manifest = split_manifest(
-        sources,
-        tallies,
-        lengths=array("i", [10] * 3),
-        of_source=array("i", [0, 1, 1]),
-        trained=array("i", [4] * 3),
-        contents=[None, None],
-        fingerprint="",
-    )
+    with SplitWriter(tmp_path / "train") as writer:
+        writer.lengths, writer.sources, writer.trained = (array("i", of) for of in ([10] * 3, [0, 1, 1], [4] * 3))
+        manifest = split_manifest(writer, sources, tallies, [None, None])
     first = summary("training", manifest).splitlines()[0]
     assert first.startswith("training data: 3 rows, 30 tokens, 40% of them trained, ")
     assert first.endswith("; of sources with weight 0, never trained: 1 row (10 tokens)")

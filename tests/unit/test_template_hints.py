@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sft_play.data.turns import Message
+from sft_play.data import Message
 from sft_play.errors import DataError
 from tests.chat_tokenizers import load_with, rows_of, save_tokenizer
 

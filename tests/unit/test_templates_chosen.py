@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig, StyleConfig
+from sft_play.data import Message
 from sft_play.data.chat import Encoded
-from sft_play.data.turns import Message
+from sft_play.data.prepare import ids_of_new_tokens
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import chat_format, load_tokenizer
@@ -183,6 +184,12 @@ EXACT = "mask cannot be exact"
 def test_a_template_without_an_exact_mask_is_refused(template: str, message: str, folder: Path) -> None:
     with pytest.raises(DataError, match=message):
         rows_of(load_with(folder, text=template), CHAT)
+
+
+def test_a_template_that_refuses_its_new_tokens_is_one_error(folder: Path) -> None:
+    tokenizer = load_with(folder, text="{{ raise_exception('No roles') }}" + CHAT_TEMPLATE)
+    with pytest.raises(DataError, match=r"does not accept this conversation \(user, assistant\): No roles"):
+        ids_of_new_tokens(["<tool>"], tokenizer)
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])

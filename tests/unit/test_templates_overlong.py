@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, Message
 from sft_play.data.chat import Encoded
 from sft_play.data.tokens import ANSWER_TOO_LONG
-from sft_play.data.turns import Message
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, save_tokenizer
 
 END = "<|im_end|>"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from sft_play.data import Message
 from sft_play.data.chat import WRITING_CALLS
-from sft_play.data.turns import Message
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import template_names

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sft_play.data import IGNORED
+from sft_play.data import IGNORED, Message
 from sft_play.data.chat import Encoded
 from sft_play.data.formats import understand
 from sft_play.data.tokens import WEIGHTLESS
-from sft_play.data.turns import Message, weight_of
+from sft_play.data.turns import weight_of
 from tests.chat_tokenizers import load_with, outcome_of, rows_of, save_tokenizer
 
 END = "<|im_end|>"

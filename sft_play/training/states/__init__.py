@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -31,6 +30,7 @@ from sft_play.runs.manifest import (
     random_file,
     read_facts,
 )
+from sft_play.text import tell
 from sft_play.training.ranks import Ranks, TrainContext, outline
 from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states.facts import (
@@ -305,7 +305,7 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
     if fresh and context.ranks.first:
         who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
         message = f"note: {checkpoint.name} has no random states of {who}: drawn from `train.seed` and the step"
-        print(message, file=sys.stderr, flush=True)
+        tell(message)
     restore_random(context, checkpoint)
     return facts.counters
 
