@@ -94,7 +94,7 @@ COMMANDS: dict[str, Command] = {
     "infer": Command(
         "sft_play.infer:main",
         "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
-        "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT",
+        "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT SYSTEM",
     ),
     "merge": Command(
         "sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"

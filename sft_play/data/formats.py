@@ -552,4 +552,4 @@ def _suggest_columns(row: Row, form: str) -> str:
         form, alike = "prompt_completion", dict(zip(("prompt", "completion"), texts, strict=True))
     columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | alike
     listed = ", ".join(f"{new}: {scalar_text(old)}" for new, old in columns.items() if new != old)
-    return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
+    return f"`data.sources: [{{path: FILE, columns: {{{listed}}}}}]`"

@@ -392,7 +392,7 @@ def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path
     file = tmp_path / "tickets.csv"
     file.write_text("text,label\nMy invoice is wrong,billing\n")
     done = data(f"data.train_path: {file}")
-    hint = "`sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
+    hint = "`data.sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
     assert done.code == 4 and hint in done.err
     columns = "columns: {prompt: text, completion: label}"
     misplaced = data(f"data.train_path: {file}", f"data.{columns}")
