@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.call import flatten
 from sft_play.config.load import read_config
 from sft_play.config.metrics import higher_is_better, label_of_metric
-from sft_play.errors import CheckpointError, DataError, UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import summary_of
@@ -267,10 +267,10 @@ class Side:
     def facts(self) -> dict[str, Any]:
         """Return the known facts of its training and size."""
         plan, prepared, summary = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
-        facts = {
+        facts: dict[str, Any] = {
             "weights": f"{self.weights.label} (step {self.weights.step})",
             "model": prepared.model.name,
-            "strategy": plan.strategy,
+            "strategy": summary.strategy,
             "processes": plan.world_size,
             "precision": plan.precision,
             "global batch": plan.global_batch_size,
@@ -397,7 +397,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
     """Return the rows that all sides answered, and notes for the user about the others.
 
     Rows are the same if number, reference and prompt are. Under another tokenizer or template every prompt differs:
-    then number and reference are enough, and a note says so. Raise `DataError` if there is no common row.
+    then number and reference are enough, and a note says so.
     """
     first, notes = sides[0], []
 
@@ -410,14 +410,15 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
     if same and not paired and template:
         notes.append("the prompts differ, since templates or tokenizers do; rows are paired by number and reference")
         paired = same
-    if all(side.answers for side in sides) and not paired:
-        raise DataError(
-            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data"
-            " differ",
-            hint="score both on one file: make eval RUN=... DATA=file.jsonl for each, make compare ... DATA=file.jsonl",
+    apart = all(side.answers for side in sides) and not paired
+    if apart:
+        evals = ", ".join(f"make eval RUN={side.run.typed} DATA=FILE" for side in sides)
+        notes.append(
+            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common, so each loss and score is"
+            f" of other rows; to compare them, score all on one file: {evals}, then this command with DATA=FILE"
         )
     for side in sides:
-        if (skipped := len(side.answers) - len(paired)) and all(side.scores for side in sides):
+        if not apart and (skipped := len(side.answers) - len(paired)) and all(side.scores for side in sides):
             notes.append(
                 f"{skipped} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
             )
@@ -425,7 +426,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
         if warning := of_memory(side.scores.get("settings", {})):
             notes.append(f"`{side.name}`: {warning}")
-    if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template:
+    if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template and not apart:
         notes.append(
             "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"
         )

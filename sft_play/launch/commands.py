@@ -46,10 +46,10 @@ from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
 from sft_play.plan.plan import CommandStrategy
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
-from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.progress import end_text, notify, wait_until_sent
+from sft_play.runs.progress import end_text, notify, risen_losses, wait_until_sent
 from sft_play.text import plural, tell
 
 STRATEGIES: Mapping[str, CommandStrategy] = {
@@ -200,6 +200,8 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         result |= {"report": str(report) if report else None}
         print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
     elif outcome.code == 0:
+        for finding in risen_losses(metric_rows(run.metrics)):
+            print(f"\nwarning: {finding.text}\nhint: {finding.remedy}", file=sys.stderr, flush=True)
         print(f"\ndone: {run.path}\n{_what_is_there(call, run)}" + (f"\n  report   {report}" if report else ""))
     elif report:
         print(f"report: {report}", file=sys.stderr)

@@ -192,7 +192,7 @@ def _who(members: Sequence[int]) -> str:
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
     """Return a bar for each part; `scale` bytes have the full length."""
     return [
-        f"    {name:<14}{gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
+        f"    {LABELS.get(name, name):<17}{gib(parts[name]):>9}  {'#' * max(1, round(BAR * parts[name] / scale))}"
         for name in (*ORDER, "free")
         if parts.get(name)
     ]
