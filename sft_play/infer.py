@@ -94,7 +94,7 @@ def _system_turn(typed: str | None, run: RunFolder | None, asked: Sequence[Messa
         if trained is None:
             raise UserError(
                 f"`SYSTEM={TRAINED}` needs a run whose training rows all began with one system turn",
-                hint='SYSTEM="..." is the text of another',
+                hint='omit it: `data.system`, if set, is added anyway; SYSTEM="..." is the text of another',
             )
         typed = trained
     lacking = sum(_begins_without_system(messages) for messages in asked)

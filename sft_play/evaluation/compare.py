@@ -220,7 +220,13 @@ def _shown(value: Any, name: str) -> str:
         return f"{value / 2**30:.2f} GiB"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if type(value) is int else value if isinstance(value, str) else json.dumps(value, default=str)
+    return (
+        f"{value:,}"
+        if type(value) is int
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )
 
 
 # The runs that are compared: their evaluations, and the rows that they have in common.

@@ -237,7 +237,7 @@ def _pods(spec: Spec) -> str:
     shares = " and ".join(f"{plural(count, what)} ({card})" for card, count in each)
     sizes = [spec.size(count) for count in sorted(set(spec.processes))]
     rest = " or ".join(f"{size['cpus']} cores and {size['memory']}" for size in sizes)
-    return f"{plural(spec.pods, 'pod')} with {shares}{' each' if len(each) == 1 else ''}; {rest} each"
+    return f"{plural(spec.pods, 'pod')} with {shares}{' each' if len(each) == 1 else ''}, {rest}"
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
