@@ -358,14 +358,18 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
     raise CheckpointError(
         f"`{name}` has no scores{f' on `{data}`' if data else ''} for step {weights.step}",
         place=str(run.path / "eval"),
-        hint=f"score it: {how_to_score(run, weights)}{f' DATA={data}' if data else ''}"
+        hint=f"score it: {how_to_score(run, weights, data)}"
         + (f"; or compare on the data that it was scored on: DATA={others[0]}" if others and not data else ""),
     )
 
 
-def how_to_score(run: RunFolder, weights: Weights) -> str:
-    """Return the command that scores these weights on the run's own rows."""
-    return f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
+def how_to_score(run: RunFolder, weights: Weights, data: str | None = None) -> str:
+    """Return the command that scores these weights on `data`, else on the run's own rows, or on a file if it has
+    none.
+    """
+    data = data or (None if Prepared.load(run.prepared).validation else "FILE")
+    checkpoint = f" CHECKPOINT={weights.label}" if weights.label != "model" else ""
+    return f"make eval RUN={run.typed}{checkpoint}{f' DATA={data}' if data else ''}"
 
 
 def _settings(run: RunFolder) -> dict[str, Any]:

@@ -538,6 +538,9 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     assert f"not read of {path}: id (1), messages.ts (2)" in done.err
     source = data(*lines).json["train"]["sources"][0]
     assert source["columns_unread"] == {"id": 1, "messages.ts": 2} and source["turns_after"] == 1
+    write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
+    columns = "columns: {prompt: translation.en, completion: translation.fr}"
+    assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err
 
 
 def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(

@@ -163,7 +163,10 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     assert first > 0 and second == pytest.approx(first, rel=1e-5), "measured when it was trained"
     assert result["facts"]["steps"] == [2, 2] and not result["scores"] and not result["rows"]
     printed = place.call("compare", "RUNS=one unscored")
-    assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored" in printed.err
+    assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored\n" in printed.err
+    prepared = json.loads((unscored / "prepared.json").read_text())
+    (unscored / "prepared.json").write_text(json.dumps(prepared | {"validation": None}))
+    assert "score it: make eval RUN=unscored DATA=FILE\n" in place.call("compare", "RUNS=one unscored").err
     place.call("compare", "RUNS=one unscored", f"DATA={place.folder / 'other.jsonl'}").refused(5, "has no scores on")
 
 
