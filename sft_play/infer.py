@@ -99,8 +99,8 @@ def _system_turn(typed: str | None, run: RunFolder | None, asked: Sequence[Messa
         typed = trained
     lacking = sum(_begins_without_system(messages) for messages in asked)
     if trained is not None and lacking and typed is None:
-        who = f"{lacking} of {len(asked)} prompts" if len(asked) > 1 else "what is asked here"
-        tell(f"note: {needs_system(trained)}, and {who} has none; SYSTEM={TRAINED} adds it")
+        lack = f"{lacking} of {len(asked)} prompts lack" if len(asked) > 1 else "is missing here"
+        tell(f"note: {needs_system(trained)}, which {lack}; SYSTEM={TRAINED} adds it")
     return [] if typed is None else [{"role": "system", "content": typed}]
 
 

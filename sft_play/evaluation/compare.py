@@ -219,7 +219,7 @@ def _shown(value: Any, name: str) -> str:
     if name.endswith(BYTES):
         return f"{value / 2**30:.2f} GiB"
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
     return (
         f"{value:,}"
         if type(value) is int

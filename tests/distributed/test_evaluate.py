@@ -201,7 +201,10 @@ def test_answers_to_other_rows_are_not_compared(place: Place) -> None:
     folder = place.folder_of("elsewhere", 2)
     lines, file = answers(folder), folder / "predictions.jsonl"
     file.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
+    scores = json.loads((folder / "scores.json").read_text())
+    (folder / "scores.json").write_text(json.dumps(scores | {"perplexity": 1e200}))
     apart = place.call("compare", "RUNS=one elsewhere")
+    assert "1e+200" in apart.out, "of a run that diverged"
     assert apart.code == 0 and "training tokens" in apart.out and "perplexity" in apart.out, apart.out
     assert "answered no row in common" in apart.err and "make eval RUN=elsewhere DATA=FILE" in apart.err
     assert "paired difference" not in apart.out

@@ -146,11 +146,11 @@ def test_a_question_without_the_system_turn_of_all_training_rows_is_noted(place:
     assert place.run("train", *words).returncode == 0
     note = f'every training row began with the system turn "{system}"'
     bare = place.call("infer", "RUN=clerk", "PROMPT=Why?")
-    assert f"{note}, and what is asked here has none; SYSTEM=trained adds it" in bare.err, bare.err
+    assert f"{note}, which is missing here; SYSTEM=trained adds it" in bare.err, bare.err
     asked, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
     asked.write_text(json.dumps({"system": system, "prompt": "Why?"}) + '\n{"prompt": "Why?"}\n')
     done = place.call("infer", "RUN=clerk", f"INPUT={asked}", f"OUTPUT={output}")
-    assert f"{note}, and 1 of 2 prompts has none" in done.err
+    assert f"{note}, which 1 of 2 prompts lack" in done.err
     answers = [json.loads(line)["answer"] + "\n" for line in output.read_text().splitlines()]
     assert answers[1] == bare.out
     for word in ("SYSTEM=trained", f"SYSTEM={system}"):
