@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from sft_play.config.call import Call, Command, OtherEnvironment
-from sft_play.errors import HardwareError, UserError
+from sft_play.errors import HardwareError, UserError, configured
 from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path
 
 PROCESSES = (
@@ -94,7 +94,7 @@ COMMANDS: dict[str, Command] = {
     "infer": Command(
         "sft_play.infer:main",
         "chat with a RUN or any MODEL; PROMPT= for one answer, INPUT= and OUTPUT= for files",
-        "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT",
+        "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT SYSTEM",
     ),
     "merge": Command(
         "sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"
@@ -286,6 +286,7 @@ def _answer(arguments: list[str]) -> int:
         if arguments[:1] and arguments[0] in COMMANDS and {"-h", "--help"}.intersection(arguments[1:]):
             return show_command(arguments[0])
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
+        configured[:] = call.configuration_words()
         if call.trusts_code:
             give_consent("model")
         out = typed_path(call.options["OUT"]) if "OUT" in call.options else None

@@ -58,6 +58,10 @@ IN_WHEEL = Path(__file__).resolve().parent / "shipped"
 """What an installation from a wheel has in place of a clone's folders (`setup.py`)."""
 COMMAND = re.compile(r"\bmake (?!install)(?=[a-z]+(?:-[a-z]+)*(?:[`,;)]|$| [A-Z][A-Z_0-9]+=| \.\.\.))", re.MULTILINE)
 """`make` before a command: in backticks, with variables, or at a line's end."""
+CONFIGURED = re.compile(r"CONFIG=\.\.\.(.*)")
+"""A configuration in a command that is to be typed, and the rest of its line."""
+configured: list[str] = []
+"""The words that chose the configuration of this call, as a shell takes them."""
 PAGE = re.compile(r"(?<![\w./-])docs/(?=[a-z-]+\.md)")
 MOST_PROBLEMS = 40
 """Most problems that are printed."""
@@ -167,10 +171,19 @@ def by_make() -> bool:
 
 
 def typed_here(text: str) -> str:
-    """Return `text` with its commands and pages as they are found here: `sft-play NAME` where no Makefile is used."""
+    """Return `text` with its commands and pages as they are found here: `sft-play NAME` where no Makefile is used, and
+    `CONFIG=...` as it was typed.
+    """
+    if configured:
+        text = CONFIGURED.sub(_with_configuration, text)
     if by_make():
         return text
     return PAGE.sub("docs/" if Path("docs").is_dir() else f"{IN_WHEEL}/docs/", COMMAND.sub("sft-play ", text))
+
+
+def _with_configuration(match: re.Match[str]) -> str:
+    words = [word for word in configured if f" {word.partition('=')[0]}=" not in match[1]]
+    return " ".join(words) + match[1]
 
 
 def safe_text(text: str) -> str:

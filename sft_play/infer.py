@@ -22,7 +22,7 @@ from sft_play.data.answers import call_text
 from sft_play.data.formats import FORMATS, understand
 from sft_play.data.readers import TABLES, Placed, read_file
 from sft_play.data.sources import Faults, rename
-from sft_play.data.streams import kind, open_bytes
+from sft_play.data.streams import kind, open_bytes, to_utf8
 from sft_play.data.turns import CALLS, ROLE_NAMES, part_by_name
 from sft_play.data.values import list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
@@ -30,6 +30,7 @@ from sft_play.files import finite, write_text
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.prepared import common_system, needs_system
 from sft_play.text import as_typed, bar, plural, tell
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ BATCH_SIZE = 8
 """Prompts answered together without a plan."""
 NOT_UTF8 = re.compile(r"[\ud800-\udfff]")
 """What Python reads for bytes that are not UTF-8."""
+TRAINED = "trained"
+"""Value of `SYSTEM` that means the system turn of the training rows."""
 COMMANDS = "/reset forgets the conversation, /quit or Ctrl-D ends"
 
 
@@ -68,16 +71,47 @@ def main(call: Call) -> int:
     run = None if plain else find_run(options["RUN"])
     folder = weights_folder(run, options.get("CHECKPOINT")) if run else None
     rows = read_questions(Path(options["INPUT"]), _columns(run) if run else ()) if "INPUT" in options else None
+    asked = [row.messages for row in rows if row.messages] if rows is not None else [[]]
+    first = _system_turn(options.get("SYSTEM"), run, asked)
+    rows = rows and [row._replace(messages=_begun(row.messages, first)) for row in rows]
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for answers
         ready = _load(call, run, folder) if run and folder else _load_plain(call, plain or "")
     if "PROMPT" in options:
         facts = {"run": run.name, "weights": label_of(run, folder)} if run and folder else {"model": plain or ""}
-        return _answer_prompt(call, ready, facts)
+        return _answer_prompt(call, ready, facts, first)
     if rows is not None:
         return _answer_file(call, ready, rows, Path(options["OUTPUT"]))
     if isinstance(sys.stdin, io.TextIOWrapper):  # so that other bytes are refused below in every locale
         sys.stdin.reconfigure(errors="surrogateescape")
-    return Conversation(ready, as_json=call.json).run(sys.stdin)
+    return Conversation(ready, as_json=call.json, first=first).run(sys.stdin)
+
+
+def _system_turn(typed: str | None, run: RunFolder | None, asked: Sequence[Messages]) -> Messages:
+    """Return the system turn of conversations without one (`SYSTEM`), and print a note if they lack that of all
+    training rows.
+    """
+    trained = common_system(run) if run else None
+    if typed == TRAINED:
+        if trained is None:
+            raise UserError(
+                f"`SYSTEM={TRAINED}` needs a run whose training rows all began with one system turn",
+                hint='omit it: `data.system`, if set, is added anyway; SYSTEM="..." is the text of another',
+            )
+        typed = trained
+    lacking = sum(_begins_without_system(messages) for messages in asked)
+    if trained is not None and lacking and typed is None:
+        lack = f"{lacking} of {len(asked)} prompts lack" if len(asked) > 1 else "is missing here"
+        tell(f"note: {needs_system(trained)}, which {lack}; SYSTEM={TRAINED} adds it")
+    return [] if typed is None else [{"role": "system", "content": typed}]
+
+
+def _begins_without_system(messages: Messages) -> bool:
+    return not messages or messages[0]["role"] != "system"
+
+
+def _begun(messages: Messages, first: Messages) -> Messages:
+    """Return a conversation after `first`, unless it is empty or has a system turn."""
+    return [*first, *messages] if messages and _begins_without_system(messages) else messages
 
 
 def _columns(run: RunFolder) -> list[Mapping[str, str]]:
@@ -160,11 +194,11 @@ def _load_plain(call: Call, name: str) -> Ready:
     return Ready(*load_plain(config, model), _settings(config, BATCH_SIZE))
 
 
-def _answer_prompt(call: Call, ready: Ready, facts: Mapping[str, str]) -> int:
+def _answer_prompt(call: Call, ready: Ready, facts: Mapping[str, str], first: Messages) -> int:
     from sft_play.evaluation.generation import answer_all
 
     prompt = call.options["PROMPT"]
-    question = Question("`PROMPT`", [{"role": "user", "content": prompt}])
+    question = Question("`PROMPT`", [*first, {"role": "user", "content": prompt}])
     answer = answer_all(*ready, _prompts(ready, [question]))[0]
     if call.json:
         parts = {"prompt": prompt, **_parts(answer.parts), "tokens": answer.tokens, "stopped": answer.stopped}
@@ -181,7 +215,7 @@ def _answer_file(call: Call, ready: Ready, rows: Sequence[Question], output: Pat
     from sft_play.evaluation.generation import answer_all
 
     asked = [row for row in rows if row.messages]
-    with bar("answers", "rows") as show:
+    with bar("answering", "answers") as show:
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
     output_rows = [_output_row(ready, row, next(coming).parts if row.messages else None) for row in rows]
@@ -306,9 +340,9 @@ class Conversation:
     longer fits.
     """
 
-    def __init__(self, ready: Ready, *, as_json: bool = False) -> None:
+    def __init__(self, ready: Ready, *, as_json: bool = False, first: Messages | None = None) -> None:
         self.model, self.tokenizer, self.settings = ready
-        self.as_json = as_json
+        self.as_json, self.first = as_json, first or []
         self.messages: Messages = []
 
     def run(self, stdin: Any) -> int:
@@ -381,11 +415,11 @@ class Conversation:
 
         room = context_length(self.model) - self.settings.max_new_tokens
         forgotten = 0
-        prompt = prompt_ids(self.tokenizer, self.messages)
+        prompt = prompt_ids(self.tokenizer, [*self.first, *self.messages])
         while len(prompt) > room and len(self.messages) > 2:
             del self.messages[:2]
             forgotten += 1
-            prompt = prompt_ids(self.tokenizer, self.messages)
+            prompt = prompt_ids(self.tokenizer, [*self.first, *self.messages])
         if forgotten:
             tell(f"note: the {forgotten} oldest exchanges no longer fit into the model's context")
         if len(prompt) >= context_length(self.model):
@@ -442,7 +476,7 @@ def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> lis
     except OSError as error:
         raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
     except UnicodeDecodeError as error:
-        raise DataError("`INPUT` is not UTF-8 text", place=str(path)) from error
+        raise DataError("`INPUT` is not UTF-8 text", place=str(path), hint=to_utf8(str(path))) from error
     raise_all(faults.errors())
     if not any(row.messages for row in rows):
         raise DataError("`INPUT` has no prompts", place=str(path), hint="write a prompt in each row or line")

@@ -262,6 +262,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
         "seconds": seconds,
         "train_runtime": next((row["train_runtime"] for row in state.log_history if "train_runtime" in row), None),
         "training_seconds": spent,
+        "resumed": resumed,
         "energy_kwh": energy_kwh(rows, spent),
         "peak_memory_bytes": peak_memory_bytes(),
         "forecast": {

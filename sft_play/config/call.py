@@ -30,7 +30,7 @@ from sft_play.runs.adapters import settle_parents
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
 from sft_play.runs.origin import UNSLOTH_HINT, has_unsloth
-from sft_play.text import tell
+from sft_play.text import as_typed, tell
 
 LARGEST_PORT = 65_535
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
@@ -140,6 +140,12 @@ class Call:
         typed, origin = {override.key for override in self.overrides}, f"make {self.command}"
         ours = (Override(key=key, text=text, origin=origin) for key, text in values.items() if key not in typed)
         return dataclasses.replace(self, overrides=(*ours, *self.overrides))
+
+    def configuration_words(self) -> list[str]:
+        """Return the typed words that choose the configuration, for commands with another target or further keys."""
+        words = [f"{name}={self.options[name]}" for name in ("CONFIG", "NUM_GPUS") if self.options.get(name)]
+        words += [override.origin.removeprefix("make ") for override in self.overrides]
+        return [as_typed(word) for word in words] if "CONFIG" in self.options else []
 
     def port(self, name: str) -> int | None:
         """Return a port, or `None` if it was not typed. Raise `UserError`."""

@@ -200,6 +200,7 @@ VARIABLES: Mapping[str, str] = {
     "RANK": "rank whose log is shown (0)",
     "FOLLOW": "`1` follows the log until the run ends",
     "PROMPT": "one question, see docs/use.md",
+    "SYSTEM": "system turn for questions without one; `trained`: that of all training rows",
     "INPUT": "a file of questions",
     "OUTPUT": "the file for the answers",
     "OUT": "what is written: a folder for `merge` and `kubernetes`, else a file",

@@ -99,10 +99,10 @@ class KubernetesConfig:
     """Secret for pulling the image."""
     gpu_resource: Resource = "nvidia.com/gpu"
     """Resource name of GPUs."""
-    cpus: Positive = 8
-    """Cores per pod."""
-    memory: str = "64Gi"
-    """Memory per pod, with `/dev/shm`."""
+    cpus: Literal["auto"] | Positive = "auto"
+    """Cores per pod; `auto`: 8 per GPU."""
+    memory: str = "auto"
+    """Memory per pod, with `/dev/shm`; `auto`: 64Gi per GPU."""
     shm: str = "16Gi"
     """Size of `/dev/shm`."""
     port: Annotated[int, Range(minimum=1024, maximum=65535)] = 29500
@@ -263,6 +263,11 @@ OUR_VARIABLES = re.compile(
 TOLERATION_KEYS = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
 
 
+def pod_memory(kubernetes: KubernetesConfig, processes: int = 1) -> str:
+    """Return the quantity of a pod's memory."""
+    return f"{64 * processes}Gi" if kubernetes.memory == "auto" else kubernetes.memory
+
+
 def quantity(text: str) -> int | None:
     """Return the bytes (or units) of a Kubernetes quantity such as `16Gi`; `None` for other text."""
     match = QUANTITY.fullmatch(text)
@@ -297,12 +302,13 @@ def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
 
 def sizes(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     """Check quantities, and that `/dev/shm` fits into the pod's memory."""
-    sizes_bytes = {key: quantity(getattr(kubernetes, key)) or 0 for key in ("memory", "shm", "storage_size")}
+    texts = {"memory": pod_memory(kubernetes), "shm": kubernetes.shm, "storage_size": kubernetes.storage_size}
+    sizes_bytes = {key: quantity(text) or 0 for key, text in texts.items()}
     for key, size in sizes_bytes.items():
         if size < LEAST_BYTES:
             yield Conflict(f"kubernetes.{key}", "; expected a quantity such as `64Gi`; a number alone is in bytes")
     if sizes_bytes["shm"] >= sizes_bytes["memory"] >= LEAST_BYTES:
-        text = f"`kubernetes.shm` is {kubernetes.shm}, which uses all of `kubernetes.memory` ({kubernetes.memory})"
+        text = f"`kubernetes.shm` is {kubernetes.shm}, which uses all of `kubernetes.memory` ({texts['memory']})"
         hint = "`/dev/shm` counts against the pod's memory: make it smaller, or the memory larger"
         yield Conflict("kubernetes.shm", text, hint)
 

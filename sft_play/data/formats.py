@@ -334,9 +334,10 @@ def recognise(row: Row) -> str:
         hint += f"; a turn in `{turns}` has {names_of(row[turns][0])}"
     else:
         formats = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
-        alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(row, form).items()))
+        flat = _with_inner_texts(row)
+        alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(flat, form).items()))
         hint = (
-            f"{_suggest_columns(row, alike)}; a dot leads into a column: `meta.text`; formats and their columns are"
+            f"{_suggest_columns(flat, alike)}; a dot leads into a column: `meta.text`; formats and their columns are"
             f" {formats}"
         )
     raise DataError(f"no format fits the columns {names_of(row)}", hint=f"{hint}; the row is {show_row(row)}")
@@ -551,12 +552,24 @@ def _alike(row: Row, form: str) -> dict[str, str]:
     return renamed
 
 
+def _with_inner_texts(row: Row) -> Row:
+    """Return a row with the texts of each mapping as columns (`translation.en`) instead of the mapping."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        flat |= {f"{name}.{key}": text for key, text in inner if isinstance(text, str)} or {name: value}
+    return flat
+
+
 def _suggest_columns(row: Row, form: str) -> str:
     """Return the `columns` that would complete `row` for a format; unknown names are left open."""
     alike, texts = _alike(row, form), [name for name, value in row.items() if isinstance(value, str)]
-    if not alike and len(row) == len(texts) == 2:  # of a text and its label the text is longer
-        texts.sort(key=lambda name: -len(row[name]))
-        form, alike = "prompt_completion", dict(zip(("prompt", "completion"), texts, strict=True))
-    columns = dict.fromkeys(sorted(FORMATS[form][0]), "NAME") | alike
+    if not alike and len(texts) > 1:
+        form = "prompt_completion"
+    if not alike and len(texts) == 2:
+        if len(row[texts[1]]) > 2 * len(row[texts[0]]):  # a label before its text
+            texts.reverse()
+        alike = dict(zip(("prompt", "completion"), texts, strict=True))
+    columns = dict.fromkeys(FORMATS[form][0], "NAME") | alike
     listed = ", ".join(f"{new}: {scalar_text(old)}" for new, old in columns.items() if new != old)
-    return f"`sources: [{{path: FILE, columns: {{{listed}}}}}]` instead of `train_path`"
+    return f"`data.sources: [{{path: FILE, columns: {{{listed}}}}}]`"

@@ -236,6 +236,8 @@ class Gatherer:
         self.tallies = [SourceTally() for _ in part.sources]
         self.longest = ("", 0)
         """Place and tokens of the longest row that is too long."""
+        self.systems: set[str | None] = set()
+        """Two or more system turns of rows, or the only one."""
         self._seen: set[bytes] = set()
         self.examples = 0
         """Rows of this split, also those that were skipped because of their length or as copies."""
@@ -243,6 +245,8 @@ class Gatherer:
     def take(self, chunk: Chunk) -> None:
         """Add what belongs to this split."""
         tally = self.tallies[chunk.source]
+        if len(self.systems) < 2:
+            self.systems |= chunk.systems
         if self.part.name == "train" or not self.part.fraction:
             tally.add_unread(chunk.ignored)
         for example in chunk.examples:
@@ -348,6 +352,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
             manifest = split_manifest(writer, part.sources, gatherer.tallies, part.contents)
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
+            manifest["split"]["system"] = None if len(gatherer.systems) > 1 else next(iter(gatherer.systems), None)
             if part.name == "validation":
                 rows = count_trained(bytes(writer.keys), train.folder)
                 asked = count_trained(bytes(writer.questions), train.folder, QUESTIONS) - rows
@@ -472,6 +477,8 @@ class Chunk(NamedTuple):
     """What was read."""
     ignored: Counter[str]
     """Columns, and keys of turns, that nothing reads, with the number of rows that have them."""
+    systems: set[str | None]
+    """Texts of the rows' own first system turns; `None` for a row without one."""
 
 
 def encode_all(
@@ -528,7 +535,9 @@ class _Maker:
         outcomes = self._encoder.encode(examples)
         encoded = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
         ignored = Counter(name for example in examples for name in example.unread)
-        return Chunk(work.source, examples[0].form if examples else None, unread, encoded, ignored)
+        first = [(example.messages or [{}])[0] for example in examples]
+        systems = {str(turn["content"]) if turn.get("role") == "system" else None for turn in first}
+        return Chunk(work.source, examples[0].form if examples else None, unread, encoded, ignored, systems)
 
     def _made(self, example: Example, outcome: EncodedExample) -> Made:
         key = example.key

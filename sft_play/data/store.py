@@ -127,7 +127,8 @@ class SourceTally:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
         counts = asdict(self)
         there = counts.pop("there")
-        heeded = Condition(source.filter).names if source.filter is not None else set()
+        heeded = {old.partition(".")[0] for old in source.columns.values() if "." in old}
+        heeded |= Condition(source.filter).names if source.filter is not None else set()
         counts["columns_unread"] = {
             name: rows for name, rows in sorted(self.columns_unread.items()) if name not in heeded
         }

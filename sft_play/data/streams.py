@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft_play.errors import DataError, first_line
+from sft_play.text import as_typed
 
 LEAST_UNPACKED, MOST_EXPANSION = 64 * 2**20, 200
 """Bytes that any compressed file may unpack to, and the largest ratio beyond them. Text shrinks to a tenth, repeated
@@ -105,7 +106,6 @@ def report_damage(path: Path) -> Iterator[None]:
 # Files that are not UTF-8: which encoding they look like, and how they are converted.
 
 
-CONVERT = "convert it: `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW`, with the encoding it was written in"
 BYTE_ORDER_MARKS = (
     (b"\xff\xfe\x00\x00", "UTF-32"),
     (b"\x00\x00\xfe\xff", "UTF-32"),
@@ -184,9 +184,20 @@ def refuse_wide(start: bytes, place: str) -> None:
         )
 
 
+def to_utf8(path: str) -> str:
+    """Return how a file is converted that is most likely in the encoding of Excel in Western Europe."""
+    old = Path(path)
+    new = as_typed(old.with_name(f"{old.stem}-utf8{old.suffix}"))
+    return f"convert it: `iconv -f WINDOWS-1252 -t UTF-8 {as_typed(old)} > {new}`, with the encoding it was written in"
+
+
 def utf8(line: bytes, place: str) -> str:
     """Return the text of a line. Raise `DataError` with the first byte, from 1, that is not UTF-8."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"is not UTF-8 text: byte {error.start + 1} of the line", place=place, hint=CONVERT) from None
+        raise DataError(
+            f"is not UTF-8 text: byte {error.start + 1} of the line",
+            place=place,
+            hint=to_utf8(place.rpartition(":")[0] or place),
+        ) from None

@@ -83,7 +83,7 @@ class Encoder:
                     hint = refused[1]
                     if (column := example.answer_column) is not None:
                         columns = f"{{prompt: text, completion: {column}}}"
-                        hint = f"`sources: [{{path: FILE, columns: {columns}}}]` learns `{column}`; else {hint}"
+                        hint = f"`data.sources: [{{path: FILE, columns: {columns}}}]` learns `{column}`; else {hint}"
                     raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=hint)
                 if example.text is not None:
                     texts.append(index)

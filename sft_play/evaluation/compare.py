@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.call import flatten
 from sft_play.config.load import read_config
 from sft_play.config.metrics import higher_is_better, label_of_metric
-from sft_play.errors import CheckpointError, DataError, UserError
+from sft_play.errors import CheckpointError, UserError
 from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import summary_of
@@ -219,8 +219,14 @@ def _shown(value: Any, name: str) -> str:
     if name.endswith(BYTES):
         return f"{value / 2**30:.2f} GiB"
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if type(value) is int else value if isinstance(value, str) else json.dumps(value, default=str)
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return (
+        f"{value:,}"
+        if type(value) is int
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )
 
 
 # The runs that are compared: their evaluations, and the rows that they have in common.
@@ -267,10 +273,10 @@ class Side:
     def facts(self) -> dict[str, Any]:
         """Return the known facts of its training and size."""
         plan, prepared, summary = Plan.load(self.run.plan), Prepared.load(self.run.prepared), summary_of(self.run)
-        facts = {
+        facts: dict[str, Any] = {
             "weights": f"{self.weights.label} (step {self.weights.step})",
             "model": prepared.model.name,
-            "strategy": plan.strategy,
+            "strategy": summary.strategy,
             "processes": plan.world_size,
             "precision": plan.precision,
             "global batch": plan.global_batch_size,
@@ -352,14 +358,18 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
     raise CheckpointError(
         f"`{name}` has no scores{f' on `{data}`' if data else ''} for step {weights.step}",
         place=str(run.path / "eval"),
-        hint=f"score it: {how_to_score(run, weights)}{f' DATA={data}' if data else ''}"
+        hint=f"score it: {how_to_score(run, weights, data)}"
         + (f"; or compare on the data that it was scored on: DATA={others[0]}" if others and not data else ""),
     )
 
 
-def how_to_score(run: RunFolder, weights: Weights) -> str:
-    """Return the command that scores these weights on the run's own rows."""
-    return f"make eval RUN={run.typed}" + (f" CHECKPOINT={weights.label}" if weights.label != "model" else "")
+def how_to_score(run: RunFolder, weights: Weights, data: str | None = None) -> str:
+    """Return the command that scores these weights on `data`, else on the run's own rows, or on a file if it has
+    none.
+    """
+    data = data or (None if Prepared.load(run.prepared).validation else "FILE")
+    checkpoint = f" CHECKPOINT={weights.label}" if weights.label != "model" else ""
+    return f"make eval RUN={run.typed}{checkpoint}{f' DATA={data}' if data else ''}"
 
 
 def _settings(run: RunFolder) -> dict[str, Any]:
@@ -397,7 +407,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
     """Return the rows that all sides answered, and notes for the user about the others.
 
     Rows are the same if number, reference and prompt are. Under another tokenizer or template every prompt differs:
-    then number and reference are enough, and a note says so. Raise `DataError` if there is no common row.
+    then number and reference are enough, and a note says so.
     """
     first, notes = sides[0], []
 
@@ -410,14 +420,15 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
     if same and not paired and template:
         notes.append("the prompts differ, since templates or tokenizers do; rows are paired by number and reference")
         paired = same
-    if all(side.answers for side in sides) and not paired:
-        raise DataError(
-            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common: their validation data"
-            " differ",
-            hint="score both on one file: make eval RUN=... DATA=file.jsonl for each, make compare ... DATA=file.jsonl",
+    apart = all(side.answers for side in sides) and not paired
+    if apart:
+        evals = ", ".join(f"make eval RUN={side.run.typed} DATA=FILE" for side in sides)
+        notes.append(
+            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common, so each loss and score is"
+            f" of other rows; to compare them, score all on one file: {evals}, then this command with DATA=FILE"
         )
     for side in sides:
-        if (skipped := len(side.answers) - len(paired)) and all(side.scores for side in sides):
+        if not apart and (skipped := len(side.answers) - len(paired)) and all(side.scores for side in sides):
             notes.append(
                 f"{skipped} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
             )
@@ -425,7 +436,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
         if warning := of_memory(side.scores.get("settings", {})):
             notes.append(f"`{side.name}`: {warning}")
-    if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template:
+    if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template and not apart:
         notes.append(
             "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"
         )

@@ -156,7 +156,7 @@ def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
     if warning := of_memory(scores["settings"]):
         lines.append(f"warning      {warning}")
     lines.append(f"loss         {scores['loss']:.4f}   over {scores['label_tokens']} label tokens")
-    lines.append(f"perplexity   {scores['perplexity']:.3f}")
+    lines.append(f"perplexity   {scores['perplexity']:.6g}")
     for source, part in scores.get("sources", {}).items():
         lines.append(
             f"  {source}: loss {part['loss']:.4f}, perplexity {part['perplexity']:.3f}, {part['label_tokens']} label"

@@ -164,7 +164,7 @@ def score_run(
     tell(reason)
     result = None
     if generate:
-        with bar("answers", "batches") as show:
+        with bar("answering", "answers") as show:
             result = answer_rows(
                 model, tokenizer, rows, ready, config, batch_size=batch_size, ranks=alone, progress=show
             )

@@ -185,9 +185,9 @@ def score_by_generation(
     """Answer every row's `prompt_ids` and score the answers against its `reference` by `metrics` (`eval.metrics`).
 
     `rows` hold `row` (a unique id), `prompt_ids` and `reference`, the same on every rank. `synced` means that a forward
-    pass is a collective (ZeRO-3, FSDP2). `progress(done, all)` is called after each batch of this rank, `alive` at each
-    forward pass. `stop` may end the evaluation on all ranks with an exception. All ranks must call this together and
-    get the same result. Raise `ValueError` if there are no rows. A failure on some ranks raises `PeerError` on all,
+    pass is a collective (ZeRO-3, FSDP2). `progress(answers, all)` is called after each batch of this rank, `alive` at
+    each forward pass. `stop` may end the evaluation on all ranks with an exception. All ranks must call this together
+    and get the same result. Raise `ValueError` if there are no rows. A failure on some ranks raises `PeerError` on all,
     unless it happens inside a collective pass or is a shortage of memory: these are raised where they happen.
     """
     if not rows:
@@ -303,7 +303,7 @@ def _answers_here(
                 continue
             answers += zip(batch, batch_answers[: len(batch)], strict=True)
             if progress:
-                progress(turn + 1, rounds)
+                progress(len(answers), sum(map(len, mine)))
     return answers, failure
 
 

@@ -45,10 +45,10 @@ from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
 from sft_play.plan.plan import CommandStrategy
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import list_checkpoints, newest_valid
-from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
-from sft_play.runs.progress import end_text, notify, wait_until_sent
+from sft_play.runs.progress import end_text, notify, risen_losses, wait_until_sent
 from sft_play.text import plural, tell
 
 STRATEGIES: Mapping[str, CommandStrategy] = {
@@ -196,6 +196,8 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         result |= {"report": str(report) if report else None}
         print(json.dumps(result | {"model": str(run.model) if run.model.is_dir() else None}))
     elif outcome.code == 0:
+        for finding in risen_losses(metric_rows(run.metrics)):
+            tell(f"\nwarning: {finding.text}\nhint: {finding.remedy}")
         print(f"\ndone: {run.path}\n{_what_is_there(call, run)}" + (f"\n  report   {report}" if report else ""))
     elif report:
         tell(f"report: {report}")

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import all_runs, check_run, read_facts
-from sft_play.runs.progress import energy_kwh
+from sft_play.runs.progress import energy_kwh, risen_losses
 from sft_play.runs.stamp import MADE
 from sft_play.text import duration, energy, figure, gib, table, tell
 
@@ -239,6 +240,8 @@ class Summary:
     best: float | None
     """Best value of `train.metric_for_best_model` among its evaluations."""
     metric: str | None
+    risen: str | None
+    """How its loss rose far above that of the first step (`diverged`), or else its held-out loss (`worse`)."""
     scores: Mapping[str, float]
     """Best value of each score of its evaluations, such as `eval_loss` or `eval_rougeL`."""
     model: str | None
@@ -247,10 +250,10 @@ class Summary:
     strategy: str | None
     processes: int | None
     tokens_per_second: float | None
-    """Mean speed of the training; before it ends, speed of the last step."""
+    """Mean speed of the optimizer steps."""
     peak_memory_bytes: int | None
     seconds: float | None
-    """Time spent on optimizer steps; before the end, time of its launches, without what lay between them."""
+    """Time spent on optimizer steps; before the first, time of its launches, without what lay between them."""
     energy_kwh: float | None
     """Energy of the GPUs as measured by the driver, or else an upper bound from their power limits."""
     cost: float | None
@@ -315,7 +318,8 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     scores = _best_scores([row for row in rows if row.get("kind") == "eval"])
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     age = age_of(run)
-    seconds = final.get("training_seconds") or _seconds_of_launches(events, time.time() - age)
+    trained, tokens = _trained_so_far(train)
+    seconds = final.get("training_seconds") or trained or _seconds_of_launches(events, time.time() - age)
     hours = seconds / 3600 if seconds is not None else None
     # The peak so far, for a run that has not ended.
     peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
@@ -331,13 +335,16 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         loss=train[-1].get("loss"),
         best=scores.get(f"eval_{metric}"),
         metric=metric if f"eval_{metric}" in scores else None,
+        risen=next((finding.id for finding in risen_losses(rows)), None),
         scores=scores,
         model=short_path(str(model)) or None,
         method=config.get("tuning", {}).get("mode"),
         data=_data(config.get("data", {})),
-        strategy="pipeline" if plan.get("stages") else plan.get("strategy"),
+        strategy=next(
+            (name for name in ("pipeline", "tensor", "sequence") if _splits(plan, name)), plan.get("strategy")
+        ),
         processes=plan.get("world_size"),
-        tokens_per_second=final.get("tokens_per_second") or train[-1].get("tokens_per_second"),
+        tokens_per_second=final.get("tokens_per_second") or (tokens / trained if trained else None),
         peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None,
         seconds=seconds,
         energy_kwh=energy_kwh(train, seconds) or expected,
@@ -400,6 +407,21 @@ def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
     return scores
 
 
+def _splits(plan: Mapping[str, Any], way: str) -> bool:
+    """Return whether a plan splits each model or row over ranks in this way."""
+    return bool(plan.get("stages")) if way == "pipeline" else (plan.get(f"{way}_parallel") or 1) > 1
+
+
+def _trained_so_far(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the seconds and tokens of the optimizer steps in a run's metrics."""
+    seconds = tokens = 0.0
+    for before, row in itertools.pairwise([{}, *rows]):
+        steps = max(0, row.get("step", 0) - before.get("step", 0)) if row.get("tokens_per_second") else 0
+        seconds += (spent := steps * (row.get("step_seconds") or 0.0))
+        tokens += spent * (row.get("tokens_per_second") or 0.0)
+    return seconds, tokens
+
+
 def _seconds_of_launches(events: Sequence[Mapping[str, Any]], changed: float) -> float | None:
     """Return the time from the beginning of each launch to its last event, or to the run's last change."""
     marks = [(event["time"], event["event"]) for event in events if isinstance(event.get("time"), (int, float))]
@@ -453,6 +475,17 @@ def main(call: Call) -> int:
     return 0
 
 
+class _Auto(str):
+    """The setting `auto`, which is neither smaller nor larger than any number."""
+
+    __slots__ = ()
+
+    def __lt__(self, _: object) -> bool:
+        return False
+
+    __le__ = __gt__ = __ge__ = __lt__
+
+
 def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
     """Return whether a run matches `WHERE`, a `filter` in which `=` compares and a bare word on the right is text."""
     if condition is None:
@@ -470,7 +503,8 @@ def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
         for name in holds.columns:
             _check_name("WHERE", name, columns)
         # NaN can be compared with every number, and no comparison holds: a run without a value does not match.
-        return holds(dict.fromkeys(holds.columns, math.nan) | run.facts())
+        facts = {name: _Auto(value) if value == "auto" else value for name, value in run.facts().items()}
+        return holds(dict.fromkeys(holds.columns, math.nan) | facts)
     except DataError as error:
         raise UserError(error.message, hint=SYNTAX) from None
 
@@ -516,7 +550,7 @@ def _format_row(run: Summary) -> dict[str, str]:
             if run.steps
             else str(run.step)
         ),
-        "loss": f"{run.loss:.4f}" if run.loss is not None else "-",
+        "loss": "-" if run.loss is None else f"{run.loss:.4f}{f' ({run.risen})' if run.risen else ''}",
         "best": f"{run.best:.4f} {run.metric}" if run.best is not None else "-",
         "model": _short_model(run.model or "-"),
         "method": run.method or "-",

@@ -379,7 +379,7 @@ def main(call: Call) -> int:
         print(json.dumps({"path": str(path), "settings": content, "reasons": reasons}, indent=2))
     else:
         print("\n  ".join([f"wrote {path}", *reasons]))
-        use = f"make {command_of(strategy)} CONFIG=... ACCELERATE_CONFIG={path}"
+        use = f"make {command_of(strategy)} CONFIG=quickstart ACCELERATE_CONFIG={path}"
         print(typed_here(f"it is used only where you name it: {use}"))
     return 0
 

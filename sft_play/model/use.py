@@ -59,7 +59,7 @@ from sft_play.plan.shape import VARLEN
 from sft_play.runs.adapters import made_folder
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel
+from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel, common_system, needs_system
 from sft_play.runs.stamp import MADE, Purpose, Stamp, compare, refuse
 from sft_play.text import as_typed
 
@@ -560,6 +560,8 @@ def main(call: Call) -> int:
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
         tell(_next_steps(out))
+        if (system := common_system(run)) is not None:
+            tell(f"note: {needs_system(system)}: prompts need it too")
         if out == run.path / "merged":
             tell(f"to the hub: make push RUN={run.typed} REPO=owner/name MERGED=1")
     return 0

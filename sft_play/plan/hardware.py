@@ -96,6 +96,8 @@ class Hardware:
 PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
 """`2x24GB`, `4090`, `A100 x 2`."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
+ANY_MEMORY = re.compile(rf"(\d+\s*[x*]\s*)?{MEMORY.pattern}(\s*[x*]\s*\d+)?", re.IGNORECASE)
+"""GPUs that are described by their memory alone."""
 RAM = re.compile(MEMORY.pattern + r"[ -]*RAM", re.IGNORECASE)
 WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
@@ -120,6 +122,12 @@ def parse_hardware(text: str) -> Hardware:
     cards = [part for part in parts if not (memory and part == memory[0])]
     if not cards:
         raise _nonsense(body, text)
+    if (size := next(filter(MEMORY.fullmatch, cards), None)) and not all(map(ANY_MEMORY.fullmatch, cards)):
+        raise HardwareError(
+            f"`{size}` may be a GPU or the machine's memory",
+            place=f"HARDWARE={text}",
+            hint=f"type {size}-RAM for the machine's memory, or 1x{size} for a GPU",
+        )
     devices = [device for part in cards for device in _devices(part, text)]
     return Hardware(
         kind="cuda",

@@ -253,8 +253,8 @@ WORTH_SAYING = GIB // 50
 CHANGEABLE = {"update": ("optimizer", "gradients", "workspace"), "": ("activations", "recompute", "logits", "casts")}
 """Parts that can be named as the largest of a peak: at the update, and at any other moment."""
 NAMES = {
-    "recompute": "the layer that is computed again",
-    "casts": "the cast weights",
+    "recompute": "the recomputed layer",
+    "casts": "the 16-bit copies of weights",
     "optimizer": "the optimizer's states",
 }
 

@@ -37,6 +37,8 @@ ORDER = (
     "context",
     "fragmentation",
 )
+LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts": "16-bit copies"}
+"""Parts that are shown by another name."""
 BAR = 40
 MOST_LISTED = 32
 MOST_GROUPS = 8
@@ -158,7 +160,7 @@ def _peak(plan: Plan) -> list[str]:
 
 def _parts(rank: RankPlan) -> str:
     largest = sorted(((name, rank.memory_bytes.get(name, 0)) for name in ORDER), key=lambda part: -part[1])[:4]
-    return ", ".join(f"{name} {gib(size)}" for name, size in largest if size)
+    return ", ".join(f"{LABELS.get(name, name)} {gib(size)}" for name, size in largest if size)
 
 
 def _bars(plan: Plan) -> list[str]:
@@ -190,7 +192,7 @@ def _who(members: Sequence[int]) -> str:
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
     """Return a bar for each part; `scale` bytes have the full length."""
     return [
-        f"    {name:<14}{gib(parts[name]):>10}  {'#' * max(1, round(BAR * parts[name] / scale))}"
+        f"    {LABELS.get(name, name):<17}{gib(parts[name]):>9}  {'#' * max(1, round(BAR * parts[name] / scale))}"
         for name in (*ORDER, "free")
         if parts.get(name)
     ]
@@ -276,9 +278,10 @@ def beside_forecast(run: RunFolder) -> str:
     # Another machine than rank 0's, and a run of an earlier version, have no forecast.
     if not (forecast := measured.get("forecast")):
         return ""
+    in_all = " in all, also before it was resumed" if measured.get("resumed") else ""
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
-        ("time", "training_seconds", duration),
+        ("time", "training_seconds", lambda value: f"{duration(value)}{in_all}"),
         ("energy", "energy_kwh", energy),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]

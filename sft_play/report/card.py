@@ -19,7 +19,7 @@ from sft_play.runs.adapters import MERGED
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, common_system
 from sft_play.runs.stamp import MADE, Stamp
 from sft_play.text import gib, plural, tell
 
@@ -215,7 +215,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
         *([COPY] if prepared.model.source == "embedded" else []),
         "## Use\n",
-        *_use(base, adapter, on_hub, plan, weights),
+        *_use(base, adapter, on_hub, plan, weights, begins=common_system(run) is not None),
         "## Data\n",
         "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
         *(
@@ -243,7 +243,8 @@ def card_of(run: RunFolder, weights: Path) -> str:
 ENDS_OF_THOUGHTS = ("<|channel|>final<|message|>", "</think>")
 
 
-def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> list[str]:
+def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path, *, begins: bool) -> list[str]:
+    """Return the section; `begins`: all training rows began with one system turn."""
     dtype = "bfloat16" if plan.precision == "bf16" else "float32"
     load = (
         "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER, "
@@ -259,14 +260,15 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path) -> l
         if end
         else f"print({whole})"
     )
+    first = '{"role": "system", "content": "..."}, ' if begins else ""  # the text may be private
     note = f"The base, `{base}`, is loaded with it." if adapter else ""
     if adapter and not on_hub:
         note = f"The base, `{base}`, is not published here: put its name or folder into `{ADAPTER}` first."
     return [
         (
             f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer ='
-            ' AutoTokenizer.from_pretrained(FOLDER)\nmessages = [{"role": "user", "content": "..."}]\ninputs ='
-            ' tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
+            f' AutoTokenizer.from_pretrained(FOLDER)\nmessages = [{first}{{"role": "user", "content": "..."}}]\n'
+            'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
             f" return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n{show_answer}\n```\n"
         ),
         f"`FOLDER` is this repository's name or a copy of it. {note}\n",

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.reader import Count, record_of
+from sft_play.config.reader import Count, quoted, record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import file_sha256, read_json, text_sha256, write_json
-from sft_play.runs.folder import cache_folder
+from sft_play.runs.folder import RunFolder, cache_folder
 
 HUB = "hub:"
 """Prefix of a hub data set's commit, in the place of a checksum of files."""
@@ -116,6 +116,8 @@ class PreparedSplit:
     """sha256 of a conversation as the chat template writes it (`data.chat`)."""
     day: str | None = None
     """ISO date used as today in the rows, if the chat template writes it."""
+    system: str | None = None
+    """The system turn with which every row began as read, if all had the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,17 @@ class Prepared:
             raise CheckpointError(
                 f"not a valid record of the preparation: {first_line(error)}", place=str(path)
             ) from error
+
+
+def common_system(run: RunFolder) -> str | None:
+    """Return the system turn with which every training row of a run began, or `None`."""
+    train = Prepared.load(run.prepared).train
+    return train.system if train else None
+
+
+def needs_system(text: str) -> str:
+    """Return in words that all training rows had this system turn."""
+    return f'every training row began with the system turn "{quoted(text)}"'
 
 
 def day_of(path: Path) -> str | None:

@@ -31,13 +31,39 @@ LATEST, LEAST, LEAST_COMPARED = 20, 3, 8
 """Rows that findings use: at most, at least, and at least to compare ranks."""
 SLOW, WAITING, THROTTLED, FULL = 0.2, 0.1, 10.0, 0.95
 """Thresholds of findings: share of speed, share of a step, percent of time, share of the limit."""
+RISEN, LEAST_RISE = 1.5, 1.0
+"""A loss that is this many times that of the first step, and this many nats above it, has diverged."""
 NOT_OF_ANSWERS = (*OF_LOSS, "label_tokens", "loss_rows_per_second")
 
 
 def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:
-    """Return findings in the latest rows about a run that is slower, or closer to its memory limit, than necessary."""
+    """Return findings about a run that is slower or closer to its memory limit than necessary, or that diverged."""
     train = [row for row in rows if row.get("kind") == "train"]
-    return [*_of(train[1:][-LATEST:]), *_spikes(train[-LATEST:], spikes)] if len(train) > LEAST else []
+    slow = [*_of(train[1:][-LATEST:]), *_spikes(train[-LATEST:], spikes)] if len(train) > LEAST else []
+    return slow + risen_losses(rows)
+
+
+def risen_losses(rows: Sequence[Row]) -> list[Finding]:
+    """Return a finding if the loss, or else the held-out loss, is far above that of the beginning."""
+    losses, held_out = (
+        [row for row in rows if row.get("kind") == kind and row.get(name) is not None]
+        for kind, name in (("train", "loss"), ("eval", "eval_loss"))
+    )
+    rate = max((row.get("learning_rate") or 0.0 for row in losses), default=0.0)
+    lower = f"TRAIN_LEARNING_RATE={rate / 10:.2g}, a tenth, or a longer warm-up" if rate else "a lower learning rate"
+    last = _median([row["loss"] for row in losses[-LEAST:]])
+    if last is not None and len(losses) > LEAST and _is_far_above(last, losses[0]["loss"]):
+        text = f"the loss rose from {losses[0]['loss']:.3f} to {last:.3f}, so the training diverged"
+        return [_warning("diverged", text, lower)]
+    first, last = (held_out[at]["eval_loss"] if len(held_out) > 1 else 0.0 for at in (0, -1))
+    if _is_far_above(last, first):
+        text = f"the held-out loss rose from {first:.3f} at step {held_out[0]['step']} to {last:.3f}"
+        return [_warning("worse", text, f"CHECKPOINT=best may be better; train fewer epochs, or with {lower}")]
+    return []
+
+
+def _is_far_above(loss: float, before: float) -> bool:
+    return loss > RISEN * before and loss > before + LEAST_RISE
 
 
 def _of(rows: Sequence[Row]) -> Iterator[Finding]:

@@ -235,7 +235,9 @@ def _pods(spec: Spec) -> str:
     what = "process" if spec.device == "cpu" else "GPU"
     each = sorted(set(zip(spec.cards, spec.processes, strict=True)))
     shares = " and ".join(f"{plural(count, what)} ({card})" for card, count in each)
-    return f"{plural(spec.pods, 'pod')} with {shares}{' each' if len(each) == 1 else ''}"
+    sizes = [spec.size(count) for count in sorted(set(spec.processes))]
+    rest = " or ".join(f"{size['cpus']} cores and {size['memory']}" for size in sizes)
+    return f"{plural(spec.pods, 'pod')} with {shares}{' each' if len(each) == 1 else ''}, {rest}"
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
@@ -260,9 +262,10 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
             f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name"
             " continues the run, once the old job is deleted; another run needs its own RUN_NAME"
         )
-    if (need := _host_bytes(spec, plan, loaded)) > (quantity(settings.memory) or 0):
+    memory = spec.size(max(spec.processes))["memory"]
+    if (need := _host_bytes(spec, plan, loaded)) > (quantity(memory) or 0):
         yield (
-            f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {settings.memory},"
+            f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {memory},"
             " /dev/shm included: raise it, or the kernel ends the pod"
         )
     network = config.launch.network if spec.pods > 1 and not settings.infiniband else None

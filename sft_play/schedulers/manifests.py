@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.schedulers import KubernetesConfig
+from sft_play.config.schedulers import KubernetesConfig, pod_memory
 from sft_play.config.yaml_files import fill, read_plain_yaml
 
 Document = dict[str, Any]
@@ -50,6 +50,14 @@ class Spec:
     @property
     def pods(self) -> int:
         return len(self.processes)
+
+    def size(self, processes: int) -> dict[str, str]:
+        """Return the cores and the memory of a pod with `processes` ranks."""
+        cpus = self.settings.cpus
+        return {
+            "cpus": str(8 * processes if cpus == "auto" else cpus),
+            "memory": pod_memory(self.settings, processes),
+        }
 
     def words(self, processes: int, *, folder: str = SETTINGS) -> list[str]:
         """Return the words for the entry point of a pod with `processes` ranks and the files in `folder`."""
@@ -111,7 +119,7 @@ def _read(template: str) -> Any:
 def _pod(spec: Spec, facts: dict[str, Any], number: int) -> Document:
     """Return the template of pod number `number`."""
     count = spec.processes[number]
-    own = {"selector": dict(spec.selectors[number]), "words": spec.words(count)}
+    own = {"selector": dict(spec.selectors[number]), "words": spec.words(count), **spec.size(count)}
     pod: Document = fill(_read("pod"), facts | own | {"gpus": str(count) if spec.device == "cuda" else None})
     own_names, [container] = spec.settings.env, pod["spec"]["containers"]
     ours = [variable for variable in container["env"] if variable["name"] not in own_names]
@@ -143,7 +151,6 @@ def _facts(spec: Spec) -> dict[str, Any]:
         "hca": settings.hca if nccl else None,
         "capabilities": ["IPC_LOCK"] if settings.infiniband else [],
         "rdma_count": str(settings.rdma_count) if settings.infiniband else None,
-        "cpus": str(settings.cpus),
         "tolerations": [
             {k: int(v) if k == "tolerationSeconds" else v for k, v in toleration.items()}
             for toleration in settings.tolerations

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from sft_play.launch.environment import next_free_port
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
+from sft_play.runs.prepared import common_system, needs_system
 from sft_play.text import tell
 
 if TYPE_CHECKING:
@@ -71,17 +73,18 @@ def main(call: Call) -> int:
             name = name_for_clients(run.path.resolve().name, label_of(run, weights))
             tell(f"loading {name} ...")
             (model, tokenizer), at_once = use.load_for_use(run, weights), Plan.load(run.plan).eval_batch_size
+            system = common_system(run)
         else:
             name = name_for_clients(Path(plain or "").resolve().name)
             config, folder = use.find_plain(call, plain or "")
             tell(f"loading {name} ...")
-            (model, tokenizer), at_once = use.load_plain(config, folder), AT_ONCE
+            (model, tokenizer), at_once, system = use.load_plain(config, folder), AT_ONCE, None
     template_sha256(tokenizer)  # in a request nothing would end a template that never does
     from sft_play.serve.engine import Engine
 
     engine = Engine(model, tokenizer, at_once=at_once)
     try:
-        return _serve(engine, name, Place(address, port, token), as_json=call.json)
+        return _serve(engine, name, Place(address, port, token, system), as_json=call.json)
     finally:
         engine.stop(SECONDS_TO_END)
 
@@ -92,6 +95,8 @@ class Place(NamedTuple):
     address: str
     port: int
     token: str | None
+    system: str | None = None
+    """The system turn of all training rows, which a request should have."""
 
     @property
     def url(self) -> str:
@@ -157,15 +162,18 @@ def _serve(engine: Engine, name: str, place: Place, *, as_json: bool) -> int:
 def _announce(name: str, place: Place, *, as_json: bool) -> None:
     if not is_loopback(place.address):
         tell("note: what is sent is not encrypted: beyond a network that you trust put it behind TLS or `ssh -L`")
+    if place.system is not None:
+        tell(f"note: {needs_system(place.system)}: requests need it too")
     if as_json:
         facts = {"url": place.url, "model": name, "pid": os.getpid(), "token": place.token is not None}
         print(json.dumps(facts), flush=True)
         return
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    first = [] if place.system is None else [{"role": "system", "content": place.system}]
+    body = json.dumps({"model": name, "messages": [*first, {"role": "user", "content": "Hello"}]}, ensure_ascii=False)
     key = f' -H "Authorization: Bearer ${TOKEN_VARIABLE}"' if place.token else ""
     print(
         f"serving {name} at {place.url}  (Ctrl-C stops)\n"
-        f"try: curl {place.url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
+        f"try: curl {place.url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
         flush=True,
     )
 

@@ -410,7 +410,7 @@ def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path
     file = tmp_path / "tickets.csv"
     file.write_text("text,label\nMy invoice is wrong,billing\n")
     done = data(f"data.train_path: {file}")
-    hint = "`sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
+    hint = "`data.sources: [{path: FILE, columns: {prompt: text, completion: label}}]` learns `label`"
     assert done.code == 4 and hint in done.err
     columns = "columns: {prompt: text, completion: label}"
     misplaced = data(f"data.train_path: {file}", f"data.{columns}")
@@ -556,6 +556,9 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     assert f"not read of {path}: id (1), messages.ts (2)" in done.err
     source = data(*lines).json["train"]["sources"][0]
     assert source["columns_unread"] == {"id": 1, "messages.ts": 2} and source["turns_after"] == 1
+    write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
+    columns = "columns: {prompt: translation.en, completion: translation.fr}"
+    assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err
 
 
 def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(

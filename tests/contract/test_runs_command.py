@@ -120,6 +120,8 @@ def test_runs_are_chosen_and_sorted_by_what_they_reached(in_process: Program, tm
     assert names("WHERE=name!=a and data='sums.jsonl'", "SORT=name") == ["b", "c"]
     assert names("WHERE=train.learning_rate=0.001 and model.name=base") == ["a"], "settings are names too"
     assert names("SORT=-train.learning_rate") == names("SORT=-train.adam_beta1") == ["a", "c", "b"]
+    assert names("WHERE=train.global_batch_size < 10") == ["b"], "`auto` is no number"
+    assert names("WHERE=train.global_batch_size = auto or 16 <= train.global_batch_size", "SORT=name") == ["a", "c"]
     assert names("SORT=train.global_batch_size") == ["b", "c", "a"], "numbers before words"
     assert names("WHERE=train.warmup_steps > 1") == []
     [first] = in_process("runs", "JSON=1", "WHERE=name=a", "PRICE_PER_HOUR=3").json
@@ -155,9 +157,19 @@ def test_the_list_names_origins_and_counts_the_time_of_launches(in_process: Prog
             append_json_line(run.events, {"event": event, "node": 0, "time": at, "code": 3})
         os.utime(run.config, (day + 30, day + 30))
         os.utime(run.events, (day + 30, day + 30))
+    write_json(make_run(runs, "stopped", "started", "stopped").plan, {"strategy": "ddp", "tensor_parallel": 2})
+    for step in (1, 2, 3):
+        row = {"kind": "train", "step": step, "loss": 2.0 * step, "tokens_per_second": 90.0 / step, "step_seconds": 2.0}
+        append_json_line(RunFolder(runs / "stopped").metrics, row)
+    [stopped] = in_process("runs", "JSON=1", "WHERE=name=stopped").json
+    assert (stopped["seconds"], stopped["tokens_per_second"]) == (4.0, 37.5), "two steps after the first row"
+    assert (stopped["risen"], stopped["strategy"]) == ("worse", "tensor")
     text = in_process("runs").out
+    assert "(worse)" in text
     assert "tickets/merged" in text and "Qwen3-8B" in text and "made-0123" not in text
-    assert [row["seconds"] for row in in_process("runs", "JSON=1").json] == pytest.approx([50.0, 50.0], abs=1e-3)
+    assert [row["seconds"] for row in in_process("runs", "JSON=1", "WHERE=name != stopped").json] == pytest.approx(
+        [50.0, 50.0], abs=1e-3
+    )
     assert "50 s" in text and "0.28 J" in text
 
 

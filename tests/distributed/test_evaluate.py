@@ -162,7 +162,10 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     assert first > 0 and second == pytest.approx(first, rel=1e-5), "measured when it was trained"
     assert result["facts"]["steps"] == [2, 2] and not result["scores"] and not result["rows"]
     printed = place.call("compare", "RUNS=one unscored")
-    assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored" in printed.err
+    assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored\n" in printed.err
+    prepared = json.loads((unscored / "prepared.json").read_text())
+    (unscored / "prepared.json").write_text(json.dumps(prepared | {"validation": None}))
+    assert "score it: make eval RUN=unscored DATA=FILE\n" in place.call("compare", "RUNS=one unscored").err
     place.call("compare", "RUNS=one unscored", f"DATA={place.folder / 'other.jsonl'}").refused(5, "has no scores on")
 
 
@@ -191,13 +194,19 @@ def test_runs_are_compared_side_by_side(place: Place) -> None:
     assert f"{comparison['losses']['loss'][0]:.4g}" in shown.out
 
 
-def test_runs_that_answered_other_rows_are_not_compared(place: Place) -> None:
+def test_answers_to_other_rows_are_not_compared(place: Place) -> None:
     runs = place.folder / "runs"
     shutil.copytree(runs / "one", runs / "elsewhere", symlinks=True)
     folder = place.folder_of("elsewhere", 2)
     lines, file = answers(folder), folder / "predictions.jsonl"
     file.write_text("".join(json.dumps({**line, "reference": "another"}) + "\n" for line in lines))
-    place.call("compare", "RUNS=one elsewhere").refused(4, "answered no row in common")
+    scores = json.loads((folder / "scores.json").read_text())
+    (folder / "scores.json").write_text(json.dumps(scores | {"perplexity": 1e200}))
+    apart = place.call("compare", "RUNS=one elsewhere")
+    assert "1e+200" in apart.out, "of a run that diverged"
+    assert apart.code == 0 and "training tokens" in apart.out and "perplexity" in apart.out, apart.out
+    assert "answered no row in common" in apart.err and "make eval RUN=elsewhere DATA=FILE" in apart.err
+    assert "paired difference" not in apart.out
 
     file.write_text(
         "".join(json.dumps({**line, "row": line["row"] + 1000 * (i < 2)}) + "\n" for i, line in enumerate(lines))

@@ -137,6 +137,32 @@ def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) ->
     assert streamed.returncode == 0 and streamed.stdout.strip() == turns[0]["answer"]
 
 
+def test_a_question_without_the_system_turn_of_all_training_rows_is_noted(place: Place, tmp_path: Path) -> None:
+    system, data = "You are a shop's clerk.", tmp_path / "rows.jsonl"
+    rows = [{"system": system, "prompt": f"What is {i}?", "completion": f"{i} is a number."} for i in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"CONFIG={place.config}", f"DATA_TRAIN_PATH={data}", "RUN_NAME=clerk", "TRAIN_MAX_STEPS=2")
+    assert place.run("train", *words).returncode == 0
+    note = f'every training row began with the system turn "{system}"'
+    bare = place.call("infer", "RUN=clerk", "PROMPT=Why?")
+    assert f"{note}, which is missing here; SYSTEM=trained adds it" in bare.err, bare.err
+    asked, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text(json.dumps({"system": system, "prompt": "Why?"}) + '\n{"prompt": "Why?"}\n')
+    done = place.call("infer", "RUN=clerk", f"INPUT={asked}", f"OUTPUT={output}")
+    assert f"{note}, which 1 of 2 prompts lack" in done.err
+    answers = [json.loads(line)["answer"] + "\n" for line in output.read_text().splitlines()]
+    assert answers[1] == bare.out
+    for word in ("SYSTEM=trained", f"SYSTEM={system}"):
+        done = place.call("infer", "RUN=clerk", "PROMPT=Why?", word)
+        assert done.out == answers[0] and note not in done.err
+    chat = place.run("infer", "RUN=clerk", "SYSTEM=trained", stdin="Why?\n")
+    assert chat.stdout == answers[0], chat.stderr
+    assert place.call("card", "RUN=clerk", f"OUT={tmp_path}/card.md").code == 0
+    assert '[{"role": "system", "content": "..."}, {"role"' in (tmp_path / "card.md").read_text()
+    assert note in place.call("merge", "RUN=clerk").err
+    place.call("infer", "RUN=demo", "PROMPT=Why?", "SYSTEM=trained").refused(2, "all began with one system turn")
+
+
 def test_the_published_model_has_a_card_without_a_path_of_the_machine(place: Place) -> None:
     run = place.folder / "runs" / "demo"
     for folder in (run / "model", (run / "checkpoints" / "last").resolve()):

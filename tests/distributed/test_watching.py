@@ -97,7 +97,7 @@ def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Pat
     with on_a_terminal(launcher, "eval", "RUN=live", f"DATA={launcher.folder / 'rows.jsonl'}") as (other, process):
         assert process.wait(240) == 0, other.text
         assert re.search(r"held-out loss.*of \d+ rows", other.text) and re.search(
-            r"answers.*of \d+ batches", other.text
+            r"answering.*of \d+ answers", other.text
         )
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert SLOW.search(page) and '"state":"stopped"' in page.replace(" ", "")
@@ -134,6 +134,25 @@ def test_causes_of_a_slow_run_are_explained(lists: dict[str, Any], named: str | 
     texts = [finding.text for finding in findings(rows(**lists))]
     assert len(texts) == (named is not None) and (named is None or texts[0].startswith(named))
     assert findings(rows(2, **lists)) == [], "too few steps to tell"
+
+
+@pytest.mark.parametrize(
+    ("losses", "held_out", "named"),
+    [
+        ([2.0, 9.0, 11.0, 10.5, 10.8], [], "the loss rose from 2.000 to 10.800, so the training diverged"),
+        ([2.0, 1.0, 0.5, 0.2], [2.0, 1.5, 4.25], "the held-out loss rose from 2.000 at step 0 to 4.250"),
+        ([0.1, 0.9, 0.5, 0.8], [2.0, 2.9], None),
+        ([2.0, None, 2.5, 2.8], [], None),
+    ],
+)
+def test_a_loss_far_above_its_start_is_a_finding(
+    losses: list[float | None], held_out: list[float], named: str | None
+) -> None:
+    train = [{"kind": "train", "step": step, "loss": loss, "learning_rate": 0.5} for step, loss in enumerate(losses)]
+    rows = [*train, *({"kind": "eval", "step": step, "eval_loss": loss} for step, loss in enumerate(held_out))]
+    texts = {finding.text: finding.remedy for finding in findings(rows)}
+    assert list(texts) == [named] * (named is not None)
+    assert all("TRAIN_LEARNING_RATE=0.05" in remedy for remedy in texts.values())
 
 
 def test_a_spike_is_reported_while_it_is_new() -> None:

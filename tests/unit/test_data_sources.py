@@ -320,6 +320,13 @@ TWICE = "the key `question` appears more than once"
             for kind in ("jsonl", "json", "csv", "txt")
             for encoding in ("UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
         ],
+        (
+            "a.csv",
+            b"question,answer\ncaf\xe9,b\n",
+            ":2",
+            "is not UTF-8 text: byte 4 of the line",
+            "convert it: `iconv -f WINDOWS-1252 -t UTF-8 ",
+        ),
         ("README", b"text", "", "a file whose name has no ending", "plain text is `.txt`"),
         ("ls.1.gz", b"text", "", "files ending in `.1`", "plain text is `.txt`"),
         (

@@ -40,6 +40,13 @@ def test_a_machines_memory_is_described_beside_its_cards() -> None:
     assert parse_hardware("2x4090@1Gbit+64GB-RAM") == parse_hardware("2x4090+64GB-RAM@1Gbit")
 
 
+def test_a_size_beside_a_named_card_says_whether_it_is_memory_or_a_gpu() -> None:
+    with pytest.raises(HardwareError) as error:
+        parse_hardware("RTX4090+64GB")
+    assert "64GB-RAM" in (error.value.hint or "") and "1x64GB" in (error.value.hint or "")
+    assert len(parse_hardware("RTX4090+1x64GB").devices) == 2
+
+
 def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
     for name, card in CATALOGUE.items():
         assert parse_hardware(name).devices[0].name == name

@@ -161,10 +161,14 @@ def test_a_deepspeed_json_is_rendered_verbatim() -> None:
 def test_planned_host_memory_must_fit_the_pod() -> None:
     offloaded = ("DEEPSPEED_CONFIG=deepspeed/zero3_offload.json", "TUNING_MODE=full")
     words = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=2xL40S", "NUM_NODES=1", *offloaded)
+    [pod] = pods(documents_of(rendered(*words).files))
+    limits = container(pod)["resources"]["limits"]
+    assert limits == {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "2"}, "8 cores and 64Gi for each GPU"
     assert noted((*words, "KUBERNETES_MEMORY=20Gi"), "a pod's memory", "kubernetes.memory is 20Gi, /dev/shm included")
     assert not noted((*words, "KUBERNETES_MEMORY=900Gi"), "a pod's memory")
     sharded = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=8xL40S", "NUM_NODES=1", "TUNING_MODE=full")
-    assert noted((*sharded, "LAUNCH_STRATEGY=fsdp2"), "a pod's memory"), "each process loads all weights in fp32"
+    sharded = (*sharded, "LAUNCH_STRATEGY=fsdp2", "KUBERNETES_MEMORY=64Gi")
+    assert noted(sharded, "a pod's memory"), "each process loads all weights in fp32"
 
 
 def test_claims_are_in_a_separate_file_and_allow_many_pods() -> None:
