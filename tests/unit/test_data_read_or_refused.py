@@ -439,13 +439,13 @@ def typed(hint: str) -> list[dict[str, Any]]:
     """Return what each piece in backticks that a source takes means, as YAML would read it."""
     settings = []
     for piece in re.findall(r"`([^`]+)`", hint):
-        if re.match(r"(?:columns|format|filter|sources): ", piece):
+        if re.match(r"(?:columns|format|filter|data\.sources): ", piece):
             read = (
                 {"filter": piece.partition(": ")[2]}
                 if piece.startswith("filter")
                 else parse_yaml(piece, "hint").plain()
             )
-            settings.append({k: v for k, v in read.get("sources", [read])[0].items() if k != "path"})
+            settings.append({k: v for k, v in read.get("data.sources", [read])[0].items() if k != "path"})
         elif piece == "DATA_BAD_ROWS=drop":
             settings.append({"bad_rows": "drop"})
     return settings
