@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -321,6 +322,12 @@ def look_up(row: Row, name: str) -> Any:
     return look_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
 
 
+def in_filter(column: str) -> str:
+    """Return how a condition names a column."""
+    plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in column.split("."))
+    return column if plain else f'column("{column}")'
+
+
 class Condition:
     """A parsed `filter`; calling it with a row returns whether the row is kept. Raises `DataError`."""
 
@@ -329,11 +336,12 @@ class Condition:
         self.expression, self.name, self.syntax = expression.strip(), name, syntax
         try:
             parsed = ast.parse(self.expression, mode="eval")
-            self.names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
             columns = _Columns()
             tree = columns.visit(parsed)
             self.columns = columns.names
             """Names of columns, dotted ones whole, that must be there."""
+            self.heeded = columns.heeded | {name.partition(".")[0] for name in columns.heeded}
+            """Names of all columns that it uses, and of those that dotted ones are in."""
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deeply") from None
@@ -372,9 +380,18 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?|true|false", re.IGNORECASE)
 
 
 class _Cell(str):
-    """A number, or true or false, as text: it is unequal to any number, so comparing them would keep wrong rows."""
+    """A number, or true or false, as text: it is unequal to any number, and sorted by its digits, so comparing would
+    keep wrong rows.
+    """
 
     __slots__ = ()
+
+    def _sorted(self, other: object) -> Any:
+        if isinstance(other, str) and NUMBER.fullmatch(other):
+            raise TypeError(f"the column contains text, in which 9 comes after 10: write `number(...)` and `{other}`")
+        return NotImplemented
+
+    __lt__ = __le__ = __gt__ = __ge__ = _sorted
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (bool, int, float)):
@@ -392,16 +409,21 @@ class _Columns(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.heeded: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
         if name := _dotted(node):
             self.names.add(name)
+            self.heeded.add(name)
             return ast.Call(ast.Name("column", ast.Load()), [ast.Constant(name)], [])
         shown = f"`{ast.unparse(node)[:40]}`"
         if isinstance(node, ast.Call):
             function = _dotted(node.func)
             argument = node.args[0] if len(node.args) == 1 and not node.keywords else None
+            if function == "has" and isinstance(argument, ast.Call) and _dotted(argument.func) == "column":
+                argument = next(iter(argument.args), None)
             if argument and function in NAMING and (column := _quoted(argument) or _dotted(argument)):
+                self.heeded.add(column)
                 self.names |= {column} if function == "column" else set()
                 return ast.Call(node.func, [ast.Constant(column)], [])
             if argument and function in FUNCTIONS and function not in NAMING:

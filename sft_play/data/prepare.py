@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -237,6 +238,8 @@ class Gatherer:
         self.longest = ("", 0)
         """Place and tokens of the longest row that is too long."""
         self._seen: set[bytes] = set()
+        self._prompts = array("q")
+        """Hashes of the prompts of kept rows."""
         self.examples = 0
         """Rows of this split, also those that were skipped because of their length or as copies."""
 
@@ -263,7 +266,13 @@ class Gatherer:
                 )
             tally.kept += bool(example.rows)
             tally.split += len(example.rows) > 1
+            self._prompts.extend(hash(row.prompt_ids.tobytes()) for row in example.rows if len(row.prompt_ids))
             self.writer.append(example, source=chunk.source, number=number)
+
+    def prompts_again(self) -> int:
+        """Return how many rows have the prompt of another row, whose answer is another."""
+        _, counts = np.unique(np.asarray(self._prompts), return_counts=True)
+        return int(counts[counts > 1].sum())
 
     def take_left_out(self, skipped: Sequence[LeftOut]) -> None:
         """Count what readers left out; where a fraction is validation it belongs to no side, and is counted once, with
@@ -356,6 +365,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 weighted=writer.weighted,
                 uses=writer.uses,
                 spellings=writer.spellings(),
+                prompts_again=gatherer.prompts_again(),
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None

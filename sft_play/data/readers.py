@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -35,11 +35,20 @@ BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 RULES = ({"-"}, {"-", "+"}, {"="})
 """What database clients draw below a header."""
+PAGE = re.compile(rb"\s*<(?:!doctype html|html|\?xml)", re.IGNORECASE)
+AS_TEXT = re.compile(r'\A="([^"]*)"\Z')
+"""How spreadsheets export a cell that they must not take for a number."""
 BLANK_QUOTE = re.compile(r'[ \t]+"[^"]*"\s*$')
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
 OF_ALL_ROWS = ("system", "system_prompt", "system_message", "tools", "text", "messages", "conversations")
 """What an export may say once that belongs to all of its rows, or is the text that they are cut from."""
+ASIDE = re.compile(
+    r"reject\w*|refused|bad|wrong|incorrect|discard\w*|fail\w*|errors?|invalid|deleted|raw|old|backup|archive",
+    re.IGNORECASE,
+)
+"""Whole names of files, folders and lists of rows that their author has put aside."""
+OF_ANOTHER_SPLIT = re.compile("(?:test|eval(?:uation)?|val(?:id(?:ation)?)?|dev)(?:_set|_data)?", re.IGNORECASE)
 LEAVE_OUT = "`DATA_BAD_ROWS=drop` skips such rows and counts them"
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx or pdf"
@@ -74,6 +83,12 @@ def _rows_of(path: Path, ending: str, skip: Callable[[str, str], None]) -> Itera
             refuse_other_kind(start, str(path))
         if ending in TEXTS:
             refuse_wide(start[:4], str(path))
+            if page := PAGE.match(start):
+                raise DataError(
+                    f"begins with `{page[0].decode()}`: a page, most likely an error or a login",
+                    place=str(path),
+                    hint="open it in a browser, and load the file again",
+                )
         try:
             yield from READERS[ending](path) if ending in TABLES else _read_document(path, skip)
         except UnicodeDecodeError:  # a decoder that reads in pieces does not know the line
@@ -136,6 +151,12 @@ def _read_json(path: Path) -> Iterator[Placed]:
                 f"has `{beside}` next to the rows of `{lists[0]}`, and it is not read",
                 place=str(path),
                 hint=f"write it into each row, or keep the rows alone: `jq -c '.{lists[0]}[]' OLD > NEW.jsonl`",
+            )
+        if OF_ANOTHER_SPLIT.fullmatch(lists[0]) or ASIDE.fullmatch(lists[0]):
+            raise DataError(
+                f"has its rows under `{lists[0]}`, which are used only if you name them",
+                place=str(path),
+                hint=f"`jq -c '.{lists[0]}[]' OLD > NEW.jsonl` writes them, if they are meant",
             )
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
@@ -213,8 +234,8 @@ def _read_csv(path: Path) -> Iterator[Placed]:
         try:
             header = reader.fieldnames or []
             place = f"{path}:{reader.line_num}"
-            if header and header[0].lower().startswith("sep="):
-                raise DataError(f"`{header[0]}` is no header", place=place, hint="remove this line, which Excel writes")
+            if header and (header[0].lower().startswith("sep=") or (header[0].startswith("#") and len(header) == 1)):
+                raise DataError(f"`{header[0][:SHOWN_CHARACTERS]}` is no header", place=place, hint="remove this line")
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
                 unnamed = "remove the empty columns; names of columns stand in the first line"
@@ -225,40 +246,39 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 last = reader.line_num
                 if header and isinstance(first := row[header[0]], str) and first.startswith("\ufeff"):
                     row[header[0]] = first.removeprefix("\ufeff")
-                if list(row.values()) == header:
-                    joined = DataError(
-                        "the row repeats the header: two files were joined", place=f"{path}:{last}", hint=LEAVE_OUT
-                    )
-                    yield f"{path}:{last}", joined
-                    continue
-                if (
-                    None in row or None in row.values()
-                ):  # surplus values are a list under `None`; missing ones are `None`
-                    have = len(row.pop(None, None) or []) + sum(value is not None for value in row.values())
-                    place, by = f"{path}:{last}", MARKS.get(mark, f"`{mark}`")
-                    problem = (
-                        f"the row has another number of columns than the header: {have} and not {len(header)},"
-                        f" separated by {by}"
-                    )
-                    yield place, DataError(problem, place=place, hint=QUOTES)
-                    continue
-                if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
-                    problem = f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text"
-                    yield f"{path}:{last}", DataError(problem, place=f"{path}:{last}", hint="remove the blank")
-                    continue
-                if set("".join(row.values())) in RULES:
-                    problem = "the row is a rule below the header, and no values"
-                    yield f"{path}:{last}", DataError(problem, place=f"{path}:{last}", hint=LEAVE_OUT)
+                if fault := _fault(row, header, mark):
+                    yield f"{path}:{last}", DataError(fault[0], place=f"{path}:{last}", hint=fault[1])
                     continue
                 text = "|".join(row.values())  # a quoted value may span lines; the row is looked for where it begins
                 ends = text.count("\r") + text.count("\n") - text.count("\r\n")
-                yield f"{path}:{last - ends}", row
+                yield f"{path}:{last - ends}", {name: AS_TEXT.sub(r"\1", value) for name, value in row.items()}
         except csv.Error as error:
             if "unexpected end" in str(error):
                 problem = "a quote is opened in the row that begins here, and never closed"
                 raise DataError(problem, place=f"{path}:{last + 1}", hint=QUOTES) from None
             place = f"{path}:{reader.line_num + 1}"  # only lines that were read to their end are counted
             raise DataError(f"is not CSV: {error}", place=place, hint=QUOTES) from None
+
+
+def _fault(row: dict[Any, Any], header: Sequence[str], mark: str) -> tuple[str, str] | None:
+    """Return what is wrong with a row of a CSV, and a hint."""
+    if list(row.values()) == header:
+        return "the row repeats the header: two files were joined", LEAVE_OUT
+    if None in row or None in row.values():  # surplus values are a list under `None`; missing ones are `None`
+        have = len(row.pop(None, None) or []) + sum(value is not None for value in row.values())
+        by = MARKS.get(mark, f"`{mark}`")
+        problem = (
+            f"the row has another number of columns than the header: {have} and not {len(header)}, separated by {by}"
+        )
+        return problem, QUOTES
+    if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
+        return (
+            f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text",
+            "remove the blank",
+        )
+    if set("".join(row.values())) in RULES:
+        return "the row is a rule below the header, and no values", LEAVE_OUT
+    return None
 
 
 def _separator(path: Path) -> str:

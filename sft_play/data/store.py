@@ -63,16 +63,14 @@ class SourceTally:
     """Answers that lost their end, and with it the token that ends a turn."""
     thoughts_left_out: int = 0
     """Thoughts of learnt turns that the chat template left out."""
-    calls_undescribed: int = 0
-    """Rows whose calls are learnt, though neither tools nor a text describes the functions."""
+    doubts: Counter[str] = field(default_factory=Counter)
+    """What the author of kept rows may not know of them -> in how many."""
     turns_after: int = 0
     """Turns after the last answer of a conversation, which are left out."""
     answers_trimmed: int = 0
     """Learnt answers without the blanks at their ends, which the chat template leaves out."""
     columns_unread: Counter[str] = field(default_factory=Counter)
     """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
-    nulls_unsure: int = 0
-    """Rows of Arrow files whose arguments or tools may have had nulls, which are read as missing keys."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -96,8 +94,7 @@ class SourceTally:
         self.lost.update(outcome.lost)
         self.answers_cut += outcome.answers_cut
         self.thoughts_left_out += outcome.thoughts
-        self.calls_undescribed += outcome.undescribed
-        self.nulls_unsure += outcome.filled
+        self.doubts.update(outcome.doubts)
         self.turns_after += outcome.trailing
         self.answers_trimmed += outcome.trimmed
         self.overlong += bool(outcome.overlong)
@@ -122,7 +119,7 @@ class SourceTally:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
         counts = asdict(self)
         there = counts.pop("there")
-        heeded = Condition(source.filter).names if source.filter is not None else set()
+        heeded = Condition(source.filter).heeded if source.filter is not None else set()
         counts["columns_unread"] = {
             name: rows for name, rows in sorted(self.columns_unread.items()) if name not in heeded
         }
@@ -132,6 +129,7 @@ class SourceTally:
             "rows_wanting": None if there is None else {"asked": source.rows, "there": there},
             "dropped": dict(sorted(self.dropped.items())),
             "lost": dict(sorted(self.lost.items())),
+            "doubts": dict(sorted(self.doubts.items())),
             "rows": len(lengths),
             "tokens": sum(lengths),
             "trained_tokens": trained,
@@ -151,10 +149,11 @@ def split_manifest(
     weighted: int = 0,
     uses: Mapping[str, int] = MappingProxyType({}),
     spellings: Sequence[Mapping[str, int]] = (),
+    prompts_again: int = 0,
 ) -> dict[str, Any]:
     """Return the manifest of a split. `lengths`, `of_source` (index of the source) and `trained` (tokens) are by
     prepared row; `weighted`: rows that have weights; `uses`: of each of `data.new_tokens`; `spellings`: see
-    `SplitWriter.spellings`.
+    `SplitWriter.spellings`; `prompts_again`: rows with the prompt of another.
     """
     described = []
     for index, (source, tally, content) in enumerate(zip(sources, tallies, contents, strict=True)):
@@ -191,6 +190,7 @@ def split_manifest(
         "weighted_rows": weighted,
         "new_tokens": dict(uses),
         "spellings": list(spellings),
+        "prompts_again": prompts_again,
     }
 
 
@@ -252,6 +252,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
         alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
         lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
+    if again := manifest["prompts_again"]:
+        lines.append(f"  rows with the prompt of another row, but another answer: {again:,}")
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
@@ -270,11 +272,6 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
             f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
             "docs/data.md, What is learnt"
         )
-    if calls := sum(source["calls_undescribed"] for source in sources):
-        lines.append(
-            f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column"
-            " that does"
-        )
     if after := sum(source["turns_after"] for source in sources):
         lines.append(f"  turns after the last answer of their conversation, left out: {after:,}")
     if trimmed := sum(source["answers_trimmed"] for source in sources):
@@ -284,11 +281,8 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
         if columns:
             others = f", and {len(columns) - SHOWN_UNREAD} more" if len(columns) > SHOWN_UNREAD else ""
             lines.append(f"  not read of {source['name']}: {', '.join(columns[:SHOWN_UNREAD])}{others}")
-    if nulls := sum(source["nulls_unsure"] for source in sources):
-        lines.append(
-            f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"
-        )
-    return lines
+    doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
+    return [*lines, *(f"  {doubt}: {plural(rows, 'row')}" for doubt, rows in sorted(doubts.items()))]
 
 
 def _source_line(source: Mapping[str, Any], name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,23 @@ MOST_DEPTH, SHOWN = 100, 60
 """Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
 SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 """Keys of a turn that say who speaks."""
+
+STANDS_FOR_NONE = re.compile(
+    r"nan|<NA>|NaT|\\N|#(?:REF!|N/A|NAME\?|VALUE!|DIV/0!|NULL!|NUM!)|\[(?:deleted|removed)\]|\[object Object\]"
+    r"|<Media omitted>|This message was deleted\.?"
+)
+"""What pandas, databases, spreadsheets and chats write where there is no text; a person may write other words."""
+
+
+def refuse_none(text: str, name: str, words: re.Pattern[str] = STANDS_FOR_NONE, hint: str = LEAVE_OUT) -> None:
+    """Raise `DataError` for a text that stands for none."""
+    if words.fullmatch(text.strip()):
+        raise DataError(f"`{name}` is `{text.strip()}`, which stands for none", hint=hint)
+
+
+def snake_case(name: str) -> str:
+    """Return a name as most files write it: `Is Approved?` and `isApproved` are `is_approved`."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()).strip("_")
 
 
 def text_of(value: Any, name: str) -> str:

@@ -540,6 +540,15 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     assert source["columns_unread"] == {"id": 1, "messages.ts": 2} and source["turns_after"] == 1
 
 
+def test_rows_with_doubts_and_prompts_that_come_again_are_counted(data: Data, tmp_path: Path) -> None:
+    rows = [{"prompt": "great", "completion": answer} for answer in ("pos", "neg", "It&#39;s")]
+    path = write_rows(tmp_path / "t.jsonl", [*rows, {"prompt": "other", "completion": "pos"}])
+    done = data(f"data.sources: [{{path: {path}}}]", words=())
+    assert "texts with letters as HTML writes them (`&amp;`, `&#39;`): 1 row" in done.err
+    assert "rows with the prompt of another row, but another answer: 3" in done.err
+    assert list(data(f"data.sources: [{{path: {path}}}]").json["train"]["sources"][0]["doubts"].values()) == [1]
+
+
 def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(
     data: Data, tmp_path: Path
 ) -> None:

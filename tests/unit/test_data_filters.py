@@ -33,7 +33,8 @@ ROW = {
         ('has(lang) and not has(none) and not has(elsewhere) and not has("my name x")', True),
         ("number(n) > 12", True),
         ("meta.by.age == 3 and has(meta.by) and not has(meta.x) and not has(meta.y) and not has(lang.x)", True),
-        ('column("my name") == 1', True),
+        ('column("my name") == 1 and has(column("my name")) and not has(column("no name"))', True),
+        ('n >= "12 cm" and lang >= "de"', True),
         ("has(elsewhere) and elsewhere > 3", False),
         ('lang != 1 and n != "13" and n in ["12.5"]', True),
     ],
@@ -73,6 +74,8 @@ def test_expressions_outside_the_language_are_refused_before_they_run(expression
         ("number(lang) > 1", "could not convert"),
         ("n != 12.5", 'the column contains text: write `"12.5"` in quotes'),
         ("n not in [0, 1]", "the column contains text"),
+        ('n >= "2"', "the column contains text, in which 9 comes after 10"),
+        ('"2" < n', "the column contains text, in which 9 comes after 10"),
     ],
 )
 def test_a_condition_that_fails_on_a_row_is_an_error_of_that_row(expression: str, message: str) -> None:
