@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import datetime
+import json
+import keyword
 import operator
 import re
 from collections import Counter
@@ -320,6 +322,12 @@ def look_up(row: Row, name: str) -> Any:
     head, _, rest = name.partition(".")
     inner = row.get(head)
     return look_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
+
+
+def in_filter(column: str) -> str:
+    """Return how a condition names a column."""
+    plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in column.split("."))
+    return column if plain else f"column({json.dumps(column, ensure_ascii=False)})"
 
 
 class Condition:

@@ -356,7 +356,6 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 weighted=writer.weighted,
                 uses=writer.uses,
                 spellings=writer.spellings(),
-                placeholders=writer.placeholders,
                 asked_again=writer.asked_again(),
             )
             manifest["split"]["template"] = template_sha256(tokenizer)
