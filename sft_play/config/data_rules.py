@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import datetime
+import json
+import keyword
 import operator
 import re
 from collections import Counter
@@ -322,6 +324,12 @@ def look_up(row: Row, name: str) -> Any:
     return look_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
 
 
+def in_filter(column: str) -> str:
+    """Return how a condition names a column."""
+    plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in column.split("."))
+    return column if plain else f"column({json.dumps(column, ensure_ascii=False)})"
+
+
 class Condition:
     """A parsed `filter`; calling it with a row returns whether the row is kept. Raises `DataError`."""
 
@@ -351,7 +359,7 @@ class Condition:
                 )
             if isinstance(cell, datetime.date):  # or a time, of Arrow
                 cell = cell.isoformat().removesuffix("T00:00:00")
-            return _Text(cell) if isinstance(cell, str) else cell
+            return _Text(cell) if type(cell) is str else cell
 
         names = {
             "__builtins__": {},

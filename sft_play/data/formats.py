@@ -12,11 +12,11 @@ from typing import Any
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import CLOSE, Message
-from sft_play.data.judged import in_snake_case
+from sft_play.data.judged import doubts_in
 from sft_play.data.readers import LEAVE_OUT, Placed, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
-from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.turns import (
+    ARGUMENTS,
     READ,
     REASONING,
     ROLE_NAMES,
@@ -34,7 +34,19 @@ from sft_play.data.turns import (
     tools_of,
     weight_of,
 )
-from sft_play.data.values import SPEAKERS, is_blank, is_list, list_of, parse_json, rename_away, text_of
+from sft_play.data.turns import MASKS as TURN_MASKS
+from sft_play.data.values import (
+    SPEAKERS,
+    STANDS_FOR_NONE,
+    in_snake_case,
+    is_blank,
+    is_list,
+    list_of,
+    parse_json,
+    refuse_none,
+    rename_away,
+    text_of,
+)
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 
@@ -57,10 +69,8 @@ class Example:
     """A conversation that ends with an answer."""
     tools: list[Any] | None = None
     """Descriptions of the functions that the conversation may call, for the chat template."""
-    undescribed: bool = False
-    """Whether it calls functions that neither `tools` nor a text describes."""
-    filled: bool = False
-    """Whether structs of Arrow's in its arguments or tools lost nulls that its row may have had."""
+    doubts: tuple[str, ...] = ()
+    """What its author may not know of it, in words that are counted."""
     text: str | None = None
     """A document, or a piece of plain text."""
     input_ids: list[int] | None = None
@@ -87,13 +97,10 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
-STANDS_FOR_NONE = re.compile(
-    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|BEZUG|WERT|ZAHL|NOM|VALEUR"
-    r"|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]"
-)
-"""What pandas, databases and spreadsheets write where there is no value; a person may write other words."""
+UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
+FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
-"""The same where a part of the prompt may be missing."""
+"""What stands for none where a part of the prompt may be missing."""
 
 
 def answer_of(value: Any, name: str) -> str:
@@ -107,9 +114,7 @@ def answer_of(value: Any, name: str) -> str:
 def _words(value: Any, name: str, none: re.Pattern[str] = STANDS_FOR_NONE) -> str:
     """Return `value`, which must be text: no word for a missing value, and no turns as JSON. Raise `DataError`."""
     text = text_of(value, name)
-    if none.fullmatch(text.strip()):
-        hint = "leave it empty" if none is NO_PART else LEAVE_OUT
-        raise DataError(f"`{name}` is `{text.strip()}`, which stands for none", hint=hint)
+    refuse_none(text, name, none, "leave it empty" if none is NO_PART else LEAVE_OUT)
     if _turns_in(text, name) is not None:
         raise DataError(
             f"`{name}` contains turns as JSON, which would be learnt as text",
@@ -221,8 +226,22 @@ def _instruction(row: Row) -> Parts:
 def _turns(row: Row, question: str, answer: str) -> Parts:
     if not question.strip():
         raise DataError("the question is empty", hint=LEAVE_OUT)
-    last = [{"role": "user", "content": question}, {"role": "assistant", "content": answer_of(row[answer], answer)}]
-    return {"messages": [*system_of(row), *_history(row.get("history")), *last]}
+    words = answer_of(row[answer], answer)
+    calls = _calls_in(words) if tools_of(row) else ()
+    last = chat_turns([{"role": "assistant", "content": None, "tool_calls": calls}], answer) if calls else []
+    asked = {"role": "user", "content": question}
+    answered = last or [{"role": "assistant", "content": words}]
+    return {"messages": [*system_of(row), *_history(row.get("history")), asked, *answered]}
+
+
+def _calls_in(text: str) -> Sequence[Any]:
+    """Return the calls that an answer consists of as JSON, as xLAM's rows have them; none for other answers."""
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError):
+        return ()
+    calls = calls if is_list(calls) else [calls]
+    return calls if all(isinstance(call, dict) and {"name", *ARGUMENTS} & {*call} > {"name"} for call in calls) else ()
 
 
 def _history(pairs: Any) -> list[Message]:
@@ -278,7 +297,8 @@ ANSWERS = (
         "highlights",
         "translation",
     ),
-    *("label", "labels", "category", "class", "sentiment", "intent", "topic", "emotion", "tag"),
+    *("label_text", "label_name", "label", "labels", "category", "class"),
+    *("sentiment", "intent", "topic", "emotion", "tag"),
 )
 ASKS = (
     *("prompt", "query", "input", "instruction", "question", "text", "review", "comment", "comment_text", "tweet"),
@@ -394,6 +414,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
             _refuse_fragments(row, form, parts["messages"])
             parts |= _tools(row, parts["messages"])
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
+        parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(parts.get("messages") or parts.get("text") or ""))
         return Example(place=place, form=form, source=source, group=group, unread=unread, **parts)
     except DataError as error:
         error.place = error.place or place
@@ -483,7 +504,7 @@ def _refuse_mask(row: Row) -> None:
 
 
 def _tools(row: Row, messages: list[Message]) -> Parts:
-    """Return the tools that a row or its system turn describes, and whether calls are learnt that nothing describes.
+    """Return the tools that a row or its system turn describes, and doubts about them.
 
     Raise `DataError` if a column describes them that is not read.
     """
@@ -495,14 +516,15 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
         tools = tools or described
     called = any(turn.get("tool_calls") for turn in messages)
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
+    doubts = (FILLED,) if filled else ()
     if tools or not called:
-        return {"tools": tools, "filled": bool(filled)}
+        return {"tools": tools, "doubts": doubts}
     if column := next((name for name, value in row.items() if describes_tools(value)), None):
         raise DataError(
             f"`{column}` describes tools, and is not read: calls would be learnt without them",
             hint=f"`columns: {{tools: {column}}}` reads it",
         )
-    return {"undescribed": calls_undescribed(messages), "filled": bool(filled)}
+    return {"doubts": (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts}
 
 
 def group_of(row: Row, column: str) -> str:
@@ -525,10 +547,7 @@ def _require(row: Row, form: str) -> None:
     if not missing:
         return
     if missing[0] in row:
-        raise DataError(
-            f"`{missing[0]}` is empty",
-            hint=f"`filter: has({missing[0]})` leaves out such rows; {LEAVE_OUT}",
-        )
+        raise DataError(f"`{missing[0]}` is empty", hint=f"`filter: has({missing[0]})` leaves it out; {LEAVE_OUT}")
     others = " or ".join(_fitting(row))
     raise DataError(
         f"format `{form}` needs {', '.join(f'`{m}`' for m in missing)}; the columns are {names_of(row)}",
@@ -541,9 +560,7 @@ def _require(row: Row, form: str) -> None:
 
 
 def _alike(row: Row, form: str) -> dict[str, str]:
-    """Return the columns of a format -> what `row` calls them: in another letter case, or by another common
-    name.
-    """
+    """Return the columns of a format -> what `row` calls them: in another letter case, or by another common name."""
     renamed: dict[str, str] = {}
     for new in (*sorted(FORMATS[form][0]), *(["input"] if form == "instruction" else [])):
         names = (name for alias in (new, *ALSO_CALLED.get(new, ())) for name in row if name.strip().lower() == alias)

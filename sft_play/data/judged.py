@@ -1,4 +1,5 @@
-"""Columns of a row, and keys of a turn, that say by their names and values that it is not to be learnt.
+"""Columns of a row, and keys of a turn, that say by their names and values that it is not to be learnt; and marks in
+texts by which something happened to them that their author does not know of.
 
 A rule gives the `filter` that keeps what is good, or nothing where the value says nothing against learning.
 """
@@ -6,22 +7,23 @@ A rule gives the `filter` that keeps what is good, or nothing where the value sa
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from keyword import iskeyword
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.data_rules import TRUTHS
 from sft_play.data.layout import WORDS
+from sft_play.data.values import in_snake_case
 
 Keep = Callable[[str, Any], str]
+CROSSES = ("x", "X")
+"""What tables write for true, and nothing for false."""
 
 
 def _in_words(value: Any, *, true: bool) -> str:
     """Return what a table that writes `value`, true or false, would write for `true`; nothing for other values."""
-    if value in ("x", "X"):  # a cross, and nothing elsewhere
+    if value in CROSSES:
         return str(value) if true else ""
     pair = next((pair for pair in TRUTHS if isinstance(value, str) and value.lower() in pair), None)
     if pair is None:
@@ -30,43 +32,42 @@ def _in_words(value: Any, *, true: bool) -> str:
     return word if value == value.lower() else word.upper() if value == value.upper() else word.capitalize()
 
 
-def _yes_or_no(column: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f'{column} == "{word}"' if (word := _in_words(value, true=True)) else ""
-    return column if isinstance(value, bool) else f"{column} == 1" if value in (0, 1) else ""
-
-
-def _opposite(column: str, value: Any) -> str:
-    if value in ("x", "X"):
+def _condition(column: str, value: Any, *, true: bool) -> str:
+    """Return the `filter` for rows where a column is true, or false, as a table with this value writes it."""
+    if value in CROSSES and not true:
         return f"blank({column})"
     if isinstance(value, str):
-        return f'{column} == "{word}"' if (word := _in_words(value, true=False)) else ""
-    return f"not {column}" if isinstance(value, bool) else f"{column} == 0" if value in (0, 1) else ""
-
-
-def _if_false(column: str, value: Any) -> str:
-    return "" if _is(value, true=True) else _yes_or_no(column, value)
-
-
-def _if_true(column: str, value: Any) -> str:
-    return "" if _is(value, true=False) else _opposite(column, value)
+        return f'{column} == "{word}"' if (word := _in_words(value, true=true)) else ""
+    if isinstance(value, bool):
+        return column if true else f"not {column}"
+    return f"{column} == {int(true)}" if value in (0, 1) else ""
 
 
 def _is(value: Any, *, true: bool) -> bool:
     return value.lower() == _in_words(value, true=true).lower() if isinstance(value, str) else value == true
 
 
+def _yes_or_no(column: str, value: Any) -> str:
+    return _condition(column, value, true=True)
+
+
+def _if_false(column: str, value: Any) -> str:
+    marked = value in CROSSES  # where rows that are no good have nothing
+    return "" if _is(value, true=True) and not marked else _condition(column, value, true=True)
+
+
+def _if_true(column: str, value: Any) -> str:
+    return "" if _is(value, true=False) else _condition(column, value, true=False)
+
+
 def keep_number(column: str, value: Any) -> str:
     """Return the filter that keeps rows rated as high; where the number is what is to be learnt, all are kept."""
     try:
-        finite = value is not None and math.isfinite(float(value))
+        finite = math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
-        finite = False
-    if isinstance(value, str):
-        return (
-            f"number({column}) >= {value}" if finite else f'{column} in ["{value}"]' if RATED.fullmatch(value) else ""
-        )
-    return f"{column} >= {value}" if finite else ""
+        return f'{column} in ["{value}"]' if isinstance(value, str) and RATED.fullmatch(value) else ""
+    number = f"number({column})" if isinstance(value, str) else column
+    return f"{number} >= {value}" if finite else ""
 
 
 def _held_out(column: str, value: Any) -> str:
@@ -77,6 +78,11 @@ def _held_out(column: str, value: Any) -> str:
 
 def _label(column: str, value: Any) -> str:
     return f'{column} != "{value}"' if isinstance(value, str) and BAD.fullmatch(value.strip().lower()) else ""
+
+
+def _http_error(column: str, value: Any) -> str:
+    text = str(value)
+    return f"number({column}) < 400" if text.isdecimal() and 400 <= int(text) < 600 else ""
 
 
 def _verdict(column: str, value: Any) -> str:
@@ -96,6 +102,7 @@ RATED = re.compile(r"\s*-?\d+(?:[.,]\d+)?\s*(?:%|/\s*\d+)?\s*|[★☆⭐\ufe0f]+
 HOLDOUT = re.compile(r"\bhold-?out\b|\bheld[-_ ]?out\b|\bunseen\b", re.IGNORECASE)
 BAD = re.compile(
     r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false|discard\w*|deleted"
+    r"|thumbs?_?down|downvoted|👎|❌|✗"
 )
 ENDED = re.compile(
     r"deleted?|removed?|spam|low|poor|error|length|max_?(?:output_)?tokens|(?:model_)?context_window_exceeded"
@@ -104,24 +111,13 @@ ENDED = re.compile(
 )
 """Words that a status has, or the reason why an answer ended, but classes have too."""
 JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
+    (re.compile("label|kto_tag|train|(?:is_)?desirable|win"), _yes_or_no),
     (
         re.compile(
-            r"label|kto_tag|train|(?:is_)?(?:desirable|correct|accepted|approved|good|safe|valid|chosen)|passed"
-            r"|thumbs_up|win"
-        ),
-        _yes_or_no,
-    ),
-    (
-        re.compile(
-            r"(?:is_)?(?:rejected|bad|wrong|incorrect|disliked?|deleted|discarded|excluded|ignored|flagged)|thumbs_down"
-        ),
-        _opposite,
-    ),
-    (
-        re.compile(
-            r"(?:(?:is|was|has_been)_)?(?:published|active|enabled|visible|public|verified|reviewed|validated"
-            r"|usable|helpful|resolved|success(?:ful)?|complete|included?|keep|use|used)|(?:use|include)_(?:for|in)_"
-            r"train(?:ing)?"
+            r"(?:(?:is|was|has_been)_)?(?:correct|accepted|approved|good|safe|valid|chosen|published|active|enabled"
+            r"|visible|public|verified|reviewed|validated|usable|helpful|resolved|success(?:ful)?|complete|included?"
+            r"|keep|use|used|ok|pass)|(?:\w+_)?passed|thumbs_up|(?:use|include)_(?:for|in)_train(?:ing)?"
+            r"|(?:has_)?consent"
         ),
         _if_false,
     ),
@@ -129,14 +125,20 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
         re.compile(
             r"(?:(?:is|was|has_been|has)_)?(?:archived|draft|hidden|private|spam|duplicate|toxic|cancell?ed|exclude"
             r"|skip(?:ped)?|ignore|hallucinat(?:ed|ions?)|refused|truncated|interrupted|incomplete|failed|error|removed"
-            r"|retracted|outdated|deprecated|obsolete)"
+            r"|retracted|outdated|deprecated|obsolete|superseded|rejected|bad|wrong|incorrect|disliked?|deleted"
+            r"|discarded|excluded|ignored|flagged)|thumbs_down|(?:do_not|dont|no|not_for)_train(?:ing)?|opt(?:ed)?_?out"
+            r"|needs_(?:review|work|fix\w*)"
         ),
         _if_true,
     ),
     (
-        re.compile(r"(?:deleted|archived|discarded|rejected|retracted|removed)_(?:at|on|by)|error(?:_message)?"),
+        re.compile(
+            r"(?:deleted|archived|discarded|rejected|retracted|removed|superseded|replaced)_(?:at|on|by)"
+            r"|error(?:_message)?|exception"
+        ),
         _if_filled,
     ),
+    (re.compile(r"(?:http_)?status(?:_code)?"), _http_error),
     (re.compile("answer"), lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else ""),
     (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), keep_number),
     (re.compile("label"), _label),
@@ -150,9 +152,8 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
 )
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones."""
 HELD_OUT: Sequence[tuple[re.Pattern[str], Keep]] = (
-    (re.compile(r"_?(?:data_?(?:set)?_?)?(?:split|subset|set|partition|fold|phase)"), _held_out),
-    (re.compile(r"is_(?:test|validation|val|eval)"), _opposite),
-    (re.compile(r"(?:is_)?(?:hold_?out|held_?out)|is_dev"), _if_true),
+    (re.compile(r"_?(?:(?:data_?set|data|ds)_)?(?:split|subset|set|partition|fold|phase)"), _held_out),
+    (re.compile(r"(?:is_)?(?:hold_?out|held_?out)|is_(?:test|validation|val|eval|dev)"), _if_true),
     (re.compile(r"(?:is|in)_train(?:ing)?"), _if_false),
 )
 """Columns that say of any row which split it belongs to -> the filter that keeps those of training."""
@@ -162,21 +163,133 @@ HELD_OUT: Sequence[tuple[re.Pattern[str], Keep]] = (
 def keepers(column: str, chat: bool) -> tuple[Keep, ...]:
     """Return the rules for a column; `chat`: of a conversation, which may be judged."""
     rules = (*HELD_OUT, *(JUDGED if chat else ()))
-    return tuple(keep for pattern, keep in rules if pattern.fullmatch(in_snake_case(column)))
+    return tuple(keep for pattern, keep in rules if pattern.fullmatch(in_snake_case(column.rpartition(".")[2])))
 
 
-@functools.lru_cache(4096)
-def in_snake_case(name: str) -> str:
-    """Return a column's name as Python would write it: `is_correct` for `isCorrect`, `Is Correct` and `is-correct`."""
-    return re.sub(r"[^\w*]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).strip()).lower()
+def says_what_is_good(column: str) -> bool:
+    """Return whether a column marks rows as good, so that those without a mark are none where others have it."""
+    return _if_false in keepers(column, True)
 
 
-def in_filter(column: str) -> str:
-    """Return how a `filter` names a column."""
-    return column if column.isidentifier() and not iskeyword(column) else f"column({json.dumps(column)})"
+def good(column: str, value: Any) -> str:
+    """Return the `filter` for rows that are marked as this one is, where others have no mark."""
+    condition = _condition(column, value, true=True)
+    return f"has({column}) and {column}" if condition == column else condition or f"has({column})"
 
 
-def speaks_against(key: str, value: Any) -> bool:
-    """Return whether a turn's own key says that its text was withdrawn, or ends too early."""
-    rules = (_if_true if keep is _opposite else keep for keep in keepers(key, True))
-    return any(keep(key, value) for keep in rules if keep in (_if_true, _if_filled, _verdict))
+def speaks_against(key: str, value: Any, column: str = "") -> str:
+    """Return the `filter` that leaves out a text whose key says that it was withdrawn, or ends too early; nothing for
+    other keys. A key of a turn, or of a mapping that `column` names for a `filter`, which may name a split too.
+    """
+    heard = (_if_true, _if_false, _if_filled, _verdict, *((_held_out,) if column else ()))
+    return next(filter(None, (keep(column or key, value) for keep in keepers(key, True) if keep in heard)), "")
+
+
+# Marks in texts by which something happened to them before they came here. The texts are learnt, and the rows counted.
+
+
+SPEAKER = "(?:user|human|customer|q|question|instruction)"
+ASSISTANT = "assistant|ai|bot|gpt|chatgpt|agent"
+ANSWERER = f"(?:{ASSISTANT}|a|answer|response|output)"
+TEMPLATE = "texts with marks of a chat template (`<|im_end|>`, `[/INST]`, `<s>`)"
+MISREAD = "texts in UTF-8 that was read as another encoding (`Ã©`, `â€™`)"
+TURNS_IN_TEXT = "documents with turns in plain words (`User: ... Assistant: ...`), all of which are learnt"
+Marks = Sequence[tuple[str, str]]
+"""What a mark says of a text, and the mark: an expression that begins with a letter is found a hundred times faster."""
+IN_TEXTS: Marks = (
+    (
+        "texts with letters as HTML writes them (`&amp;`, `&#39;`)",
+        r"&(?:amp|quot|apos|nbsp|[a-zA-Z](?:acute|grave|uml|circ|tilde|cedil)|#\d+|#x[0-9a-fA-F]+);",
+    ),
+    ("texts with line ends as Excel keeps them (`_x000D_`)", "_x000[dD]_"),
+    (TEMPLATE, r"<\|\w+\|>"),
+    (TEMPLATE, "</?s>"),
+    (TEMPLATE, "<(?:start|end)_of_turn>"),
+    (TEMPLATE, r"\[/INST\]"),
+    ("texts with places of pictures or sounds (`<image>`)", "<(?:image|video|audio)>"),
+    ("texts with files as letters (`base64`)", r"data:\w+/\w+;base64,"),
+    ("texts with control characters, as terminals and damaged files have them", "[\x01-\x08\x0e-\x1f]"),
+    ("texts with letters as mail carries them (`=C3=A9`)", "=[CD][0-9A-F]=[89AB][0-9A-F]"),
+    ("texts with places that were to be filled (`{{name}}`)", r"\{\{ ?[\w ]+ ?\}\}"),
+    ("texts that say they must not be trained (`BENCHMARK DATA SHOULD NEVER`)", "BENCHMARK DATA SHOULD NEVER"),
+    (
+        "texts with line ends or letters as escapes (`\\n`, `\\u00e9`)",
+        r"\\(?:n(?:\\n|\d+[.)] |[-*] |[A-Z])|u[0-9a-fA-F]{4})",
+    ),
+)
+IN_WIDE_TEXTS: Marks = (
+    (MISREAD, "Ã[\x80-\xbf‰–Ÿœ„€‡ˆ]"),
+    (MISREAD, "[ÂÐÑ][\x80-\xbf]"),
+    (MISREAD, "â€|ðŸ"),
+    (MISREAD, "[à-ï][\x80-\x9f\xa1-\xbf][\x80-\xbf]"),
+    (MISREAD, "[\x80-\x84\x86-\x9f]"),
+    ("texts with letters that were lost (`\ufffd`)", "\ufffd"),
+    ("texts with marks of another program (`【4†source】`)", r"【\d+[:†]"),
+    ("texts with characters of private use, which only one font or program has", "[\ue000-\uf8ff]"),
+)
+"""Marks that are not ASCII."""
+ENDS_OF_QUESTIONS: Marks = (
+    ("questions that end with a separator, as older programs need (`###`, `->`)", r"(?:\n\n###\s*|\s->\s*)\Z"),
+    ("questions that end with the name of who answers (`Assistant:`)", rf"(?i:(?:\n|\A)\W*{ANSWERER}\s*:\s*\Z)"),
+    ("questions that end with a word for nothing (`N/A`)", r"(?i:\n(?:n/?a|none|not applicable)\.?\Z)"),
+)
+LINES_OF_ANSWERS: Marks = (
+    ("answers with further turns in plain words (`User: ...`)", rf"\n[#*> ]{{0,5}}(?i:{SPEAKER})\s*:\s"),
+    (
+        "answers with the mail that they answer (`On ... wrote:`)",
+        r"\n(?:On [^\n]{5,80} wrote:|Am [^\n]{5,80} schrieb |-+ ?Original Message)",
+    ),
+)
+WHOLE_ANSWERS: Marks = (
+    ("answers that begin with who answers (`Assistant:`)", rf"\A[#*> \n]{{0,5}}(?i:{ASSISTANT})\s*:\**\s"),
+    ("answers in HTML or RTF (`<p>`)", r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)"),
+    (
+        "answers in Python's notation (`['a']`, `b'a'`)",
+        r"\A(?:b?'[^\n]*'|\['[^\n]*'\]|\{'[^\n]*\}|(?:array|tensor|Timestamp|Decimal)\([^\n]*\))\Z",
+    ),
+    (
+        "answers that may stand for none (`N/A`, `None`, `-`)",
+        r"(?i:\A\s*(?:n/?a\.?|n\. ?a\.|none|null|nil|undefined|[-–—_.?*…]+|to ?do|tbd|xxx+|[(\[<]\w{4,7}[)\]>]"
+        r"|placeholder|no answer)\s*\Z)",
+    ),
+    (
+        "answers that are an error (`Error code: 429`)",
+        r"\A(?:Error code: \d|Internal Server Error|Bad Gateway|Service Unavailable|Request (?:failed|timed out)"
+        r"|Rate limit|\{[\"']error[\"']:|Traceback \(most)",
+    ),
+    ("answers that are a server's complete response", r'\A\s*\{".*"(?:choices|candidates)": ?\['),
+    ("answers whose thought never ends (`<think>`)", r"\A\s*<think>(?!(?s:.*)</think>)"),
+)
+DOCUMENTS: Marks = (
+    (
+        "documents that are rows as JSON",
+        r'\A\s*\{"(?:prompt|instruction|question|messages|conversations|text)": ?["\[]',
+    ),
+    ("documents that a reader of PDF could not decode (`(cid:72)`)", r"\(cid:\d+\)"),
+    (TURNS_IN_TEXT, rf"(?is:(?:\A|[\n.#])[#*> \n]{{0,5}}{SPEAKER}\s*:.*?[\s#*]{ANSWERER}\s*:)"),
+    (TURNS_IN_TEXT, r"\A\[?\d{1,4}[-./]\d{1,2}[-./]\d{2,4},? \d\d?:\d\d[^\n]{0,12}?[-\]] [^\n:]{1,40}: "),
+)
+MOST_IN_A_CELL = 32_767
+CUT = f"texts with {MOST_IN_A_CELL:,} characters, where Excel cuts a cell"
+TAIL, HEAD = 40, 2000
+"""Characters of a question's end, and of a document's beginning, that are looked at."""
+
+
+def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what the marks in a document, or in the questions and answers of a conversation, say."""
+    if isinstance(content, str):
+        return sorted({*_found(content), *_found(content[:HEAD], DOCUMENTS)})
+    doubts: set[str] = set()
+    for turn in content:
+        text = turn["content"]
+        if turn["role"] == "user":
+            doubts.update(_found(text), _found(text[-TAIL:], ENDS_OF_QUESTIONS))
+        elif turn["role"] == "assistant" and turn.get("train") is not False:
+            doubts.update(_found(text), _found(text, LINES_OF_ANSWERS), _found(text, WHOLE_ANSWERS))
+    return sorted(doubts)
+
+
+def _found(text: str, marks: Marks = IN_TEXTS) -> list[str]:
+    also = IN_WIDE_TEXTS if marks is IN_TEXTS and not text.isascii() else ()
+    cut = [CUT] if marks is IN_TEXTS and len(text) == MOST_IN_A_CELL else []
+    return cut + [meaning for meaning, mark in (*marks, *also) if re.search(mark, text)]

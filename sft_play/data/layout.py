@@ -13,7 +13,7 @@ from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.documents import DOCUMENTS
-from sft_play.data.readers import ENDINGS, TABLES
+from sft_play.data.readers import ASIDE, ENDINGS, TABLES
 from sft_play.data.streams import kind
 from sft_play.errors import DataError, UserError
 from sft_play.runs.folder import require_inside, root_of
@@ -30,6 +30,7 @@ WORDS = {
     for split, words in KEYWORDS.items()
 }
 SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
 ABOUT_DATA = frozenset(
     {
         *("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
@@ -102,6 +103,19 @@ def choose_split(splits: Splits, source: DataSource) -> list[Path]:
     return splits[names[0]]
 
 
+def missing_shards(files: Iterable[Path]) -> list[str]:
+    """Return a note for each table of which only some shards are there, as after an interrupted download."""
+    shards: dict[tuple[str, str], set[str]] = {}
+    for file in files:
+        if shard := NUMBERED.match(str(file)):
+            shards.setdefault((shard[1], shard[3]), set()).add(shard[2])
+    return [
+        f"{name}: {len(numbers)} of {int(of)} shards"
+        for (name, of), numbers in shards.items()
+        if len(numbers) < int(of)
+    ]
+
+
 def visible_files(folder: Path) -> list[Path]:
     """Return the files of a folder at any depth, without hidden ones; also links that lead to none."""
     return [
@@ -117,14 +131,19 @@ def by_names(files: Iterable[Path], root: Path, *, documents: bool) -> Splits:
     on the hub.
     """
     splits: Splits = {}
-    for file in files:
-        parts = file.relative_to(root).parts if root != Path() else file.parts
+    parts_of = {file: file.relative_to(root).parts if root != Path() else file.parts for file in files}
+    for file, parts in parts_of.items():
         for split in _documents_split(parts) if documents else _splits_of(parts, root.name):
             splits.setdefault(split, []).append(file)
     if documents and "train" not in splits:  # chapters about tests are no split
         splits = {NO_SPLIT: sorted({file for group in splits.values() for file in group})}
     if set(splits) == {NO_SPLIT}:
-        return {"train": splits[NO_SPLIT]}
+        if documents:
+            return {"train": splits[NO_SPLIT]}
+        for file in splits.pop(NO_SPLIT):
+            names = (*parts_of[file][:-1], file.name.partition(".")[0])
+            aside = next((name.lower() for name in names if ASIDE.fullmatch(name)), "train")
+            splits.setdefault(aside, []).append(file)
     order = [*KEYWORDS, *sorted(splits.keys() - KEYWORDS.keys() - {NO_SPLIT}), NO_SPLIT]
     return {split: splits[split] for split in order if split in splits}
 

@@ -35,12 +35,20 @@ BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 RULES = ({"-"}, {"-", "+"}, {"="})
 """What database clients draw below a header."""
-MOST_IN_A_CELL = 32_767
+PAGE = re.compile(rb"\s*<(?:!doctype html|html|\?xml)", re.IGNORECASE)
+AS_TEXT = re.compile(r'\A="([^"]*)"\Z')
+"""How spreadsheets export a cell that they must not take for a number."""
 BLANK_QUOTE = re.compile(r'[ \t]+"[^"]*"\s*$')
 OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 """Lists of objects that one row has."""
 OF_ALL_ROWS = ("system", "system_prompt", "system_message", "tools", "text", "messages", "conversations")
 """What an export may say once that belongs to all of its rows, or is the text that they are cut from."""
+ASIDE = re.compile(
+    r"reject\w*|refused|bad|wrong|incorrect|discard\w*|fail\w*|errors?|invalid|deleted|raw|old|backup|archive",
+    re.IGNORECASE,
+)
+"""Whole names of files, folders and lists of rows that their author has put aside."""
+OF_ANOTHER_SPLIT = re.compile("(?:test|eval(?:uation)?|val(?:id(?:ation)?)?|dev)(?:_set|_data)?", re.IGNORECASE)
 LEAVE_OUT = "`DATA_BAD_ROWS=drop` skips such rows and counts them"
 MARKS = {"\t": "tabs", ",": "commas"}
 ENDINGS = "json, jsonl, csv, tsv, parquet, arrow, feather, txt, md, html, docx or pdf"
@@ -75,6 +83,12 @@ def _rows_of(path: Path, ending: str, skip: Callable[[str, str], None]) -> Itera
             refuse_other_kind(start, str(path))
         if ending in TEXTS:
             refuse_wide(start[:4], str(path))
+            if page := PAGE.match(start):
+                raise DataError(
+                    f"begins with `{page[0].decode()}`: a page, most likely an error or a login",
+                    place=str(path),
+                    hint="open it in a browser, and load the file again",
+                )
         try:
             yield from READERS[ending](path) if ending in TABLES else _read_document(path, skip)
         except UnicodeDecodeError:  # a decoder that reads in pieces does not know the line
@@ -137,6 +151,12 @@ def _read_json(path: Path) -> Iterator[Placed]:
                 f"has `{beside}` next to the rows of `{lists[0]}`, and it is not read",
                 place=str(path),
                 hint=f"write it into each row, or keep the rows alone: `jq -c '.{lists[0]}[]' OLD > NEW.jsonl`",
+            )
+        if OF_ANOTHER_SPLIT.fullmatch(lists[0]) or ASIDE.fullmatch(lists[0]):
+            raise DataError(
+                f"has its rows under `{lists[0]}`, which are used only if you name them",
+                place=str(path),
+                hint=f"`jq -c '.{lists[0]}[]' OLD > NEW.jsonl` writes them, if they are meant",
             )
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
@@ -214,8 +234,8 @@ def _read_csv(path: Path) -> Iterator[Placed]:
         try:
             header = reader.fieldnames or []
             place = f"{path}:{reader.line_num}"
-            if header and header[0].lower().startswith("sep="):
-                raise DataError(f"`{header[0]}` is no header", place=place, hint="remove this line, which Excel writes")
+            if header and (header[0].lower().startswith("sep=") or (header[0].startswith("#") and len(header) == 1)):
+                raise DataError(f"`{header[0][:SHOWN_CHARACTERS]}` is no header", place=place, hint="remove this line")
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
                 unnamed = "remove the empty columns; names of columns stand in the first line"
@@ -232,7 +252,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                     continue
                 text = "|".join(row.values())  # a quoted value may span lines; the row is looked for where it begins
                 ends = text.count("\r") + text.count("\n") - text.count("\r\n")
-                yield f"{path}:{last - ends}", row
+                yield f"{path}:{last - ends}", {name: AS_TEXT.sub(r"\1", value) for name, value in row.items()}
         except csv.Error as error:
             if "unexpected end" in str(error):
                 problem = "a quote is opened in the row that begins here, and never closed"
@@ -261,8 +281,6 @@ def _problem_of(row: Mapping[Any, Any], header: Sequence[str], mark: str) -> tup
         )
     if set("".join(row.values())) in RULES:
         return "the row is a rule below the header, and no values", LEAVE_OUT
-    if cut := next((name for name, value in row.items() if len(value) == MOST_IN_A_CELL), None):
-        return f"`{cut}` has {MOST_IN_A_CELL:,} characters, where Excel cuts a cell: its end is missing", LEAVE_OUT
     lines = mark.join(row.values()).split("\n") if mark == "\t" else []
     if len(lines) > 1 and all(line.count(mark) == len(header) - 1 for line in lines):
         return f"a quote joins {len(lines)} lines that each have the columns of a row", QUOTES

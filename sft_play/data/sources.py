@@ -9,24 +9,25 @@ import json
 import platform
 import random
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, look_up
-from sft_play.config.reader import names_of
+from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, in_filter, look_up
+from sft_play.config.reader import names_of, quoted
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
-from sft_play.data.judged import in_filter, keep_number, keepers
-from sft_play.data.layout import NO_SPLIT, choose_split, splits_of_folder, splits_of_glob, visible_files
+from sft_play.data.judged import good, keep_number, keepers, says_what_is_good, speaks_against
+from sft_play.data.layout import NO_SPLIT, choose_split, missing_shards, splits_of_folder, splits_of_glob, visible_files
 from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
-from sft_play.data.values import list_of
+from sft_play.data.values import is_blank, list_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
@@ -335,6 +336,8 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
             set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))
         ):
             skipped.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
+    for note in missing_shards(files):
+        print(f"note: {note}", file=sys.stderr, flush=True)
     for path in files:
         count, before = 0, skipped.counts.total()
         for placed in read_file(path, skipped.add):
@@ -359,19 +362,22 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
         for form, (columns, _) in FORMATS.items()
         if form not in NO_CHAT and source.format in ("auto", form)
     ]
+    marks: dict[tuple[str, bool], tuple[str, Any]] = {}
     for place, row in rows:
         if not isinstance(row, DataError):
             chat = any(row.keys() >= columns for columns in chats)
             read = set().union(*(columns for columns in chats if row.keys() >= columns))
-            judging = (
-                (column, keep) for column in sorted(row.keys() - heeded - read) for keep in keepers(column, chat)
-            )
-            conditions = (
-                (column, keep(in_filter(column), row[column]), keep is keep_number) for column, keep in judging
-            )
-            if judged := next((parts for parts in conditions if parts[1]), None):
+            unread = {name: row[name] for name in sorted(row.keys() - read)}
+            if chat and (problem := _half_marked(place, unread, heeded, marks)):
+                yield place, problem
+                continue
+            judgements = _judgements(unread, chat)
+            if judged := next((parts for parts in judgements if parts[1] and parts[0] not in heeded), None):
                 column, condition, by_degree = judged
                 weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""
+                has = f"has({in_filter(column)})"
+                if "has(" in condition or "blank(" in condition:  # good rows have nothing there
+                    has = f"{has} or not {has}"
                 yield (
                     place,
                     DataError(
@@ -379,14 +385,45 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                         place=place,
                         hint=weighs
                         + (
-                            f"`filter: has({in_filter(column)})` keeps all, `filter: {condition}` only what is good"
+                            f"`filter: {has}` keeps all, `filter: {condition}` only what is good"
                             if by_degree  # a rating may be what is to be learnt
-                            else f"`filter: {condition}` keeps what is good, `filter: has({in_filter(column)})` all"
+                            else f"`filter: {condition}` keeps what is good, `filter: {has}` all"
                         ),
                     ),
                 )
                 continue
         yield place, row
+
+
+def _half_marked(
+    place: str, row: Mapping[str, Any], heeded: Collection[str], marks: dict[tuple[str, bool], tuple[str, Any]]
+) -> DataError | None:
+    """Return the error for a column that marks some rows as good and is empty in others. `marks`: column, whether it
+    is empty -> the first such row's place and value.
+    """
+    for name in filter(says_what_is_good, row.keys() - heeded):
+        marks.setdefault((name, is_blank(row[name])), (place, row[name]))
+        if (name, not is_blank(row[name])) in marks:
+            (marked, value), (empty, _) = marks[name, False], marks[name, True]
+            has = f"has({in_filter(name)})"
+            return DataError(
+                f"`{name}` is `{quoted(str(value))}` at {marked} and empty at {empty}, and is not read",
+                place=place,
+                hint=f"`filter: {good(in_filter(name), value)}` keeps what is good, `filter: {has} or not {has}` all",
+            )
+    return None
+
+
+def _judgements(row: Mapping[str, Any], chat: bool) -> Iterator[tuple[str, str, bool]]:
+    """Yield the columns that may judge a row, and what does within one, with the `filter` that keeps good rows, if the
+    value needs it, and whether it is a number that says how good.
+    """
+    for column, value in row.items():
+        for keep in keepers(column, chat):
+            yield column, keep(in_filter(column), value), keep is keep_number
+        for key, inner in value.items() if chat and isinstance(value, Mapping) else ():
+            name = f"{column}.{key}"
+            yield name, speaks_against(key, inner, in_filter(name)), False
 
 
 def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> Iterator[Placed]:

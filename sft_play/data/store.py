@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import statistics
 from array import array
@@ -38,11 +37,6 @@ from sft_play.text import list_some, plural
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHOWN_SPELLINGS = 5
-PLACEHOLDER = re.compile(
-    r"n/?a\.?|n\. ?a\.|none|null|nil|[-–—_.?*…]+|to ?do|tbd|xxx+|[(\[<]\w{4,7}[)\]>]|placeholder|no answer",
-    re.IGNORECASE,
-)
-"""Answers that sheets and people write instead of leaving a cell empty, and that may be meant: `(blank)`."""
 MOST_UNREAD = 200
 SHOWN_UNREAD = 12
 """Columns of a source that the terminal names; the manifest has more."""
@@ -68,16 +62,14 @@ class SourceTally:
     """Answers that lost their end, and with it the token that ends a turn."""
     thoughts_left_out: int = 0
     """Thoughts of learnt turns that the chat template left out."""
-    calls_undescribed: int = 0
-    """Rows whose calls are learnt, though neither tools nor a text describes the functions."""
+    doubts: Counter[str] = field(default_factory=Counter)
+    """What the author of kept rows may not know of them -> in how many."""
     turns_after: int = 0
     """Turns after the last answer of a conversation, which are left out."""
     answers_trimmed: int = 0
     """Learnt answers without the blanks at their ends, which the chat template leaves out."""
     columns_unread: Counter[str] = field(default_factory=Counter)
     """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
-    nulls_unsure: int = 0
-    """Rows of Arrow files whose arguments or tools may have had nulls, which are read as missing keys."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -101,8 +93,7 @@ class SourceTally:
         self.lost.update(outcome.lost)
         self.answers_cut += outcome.answers_cut
         self.thoughts_left_out += outcome.thoughts
-        self.calls_undescribed += outcome.undescribed
-        self.nulls_unsure += outcome.filled
+        self.doubts.update(outcome.doubts)
         self.turns_after += outcome.trailing
         self.answers_trimmed += outcome.trimmed
         self.overlong += bool(outcome.overlong)
@@ -138,6 +129,7 @@ class SourceTally:
             "rows_wanting": None if there is None else {"asked": source.rows, "there": there},
             "dropped": dict(sorted(self.dropped.items())),
             "lost": dict(sorted(self.lost.items())),
+            "doubts": dict(sorted(self.doubts.items())),
             "rows": len(lengths),
             "tokens": sum(lengths),
             "trained_tokens": trained,
@@ -184,7 +176,6 @@ def split_manifest(
         "weighted_rows": writer.weighted,
         "new_tokens": writer.uses,
         "spellings": writer.spellings(),
-        "placeholders": dict(writer.placeholders),
         "asked_again": writer.asked_again(),
     }
 
@@ -247,8 +238,6 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
         alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
         lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
-    if maybe := [f"`{answer}` ({rows:,})" for answer, rows in manifest["placeholders"].items()]:
-        lines.append(f"  warning: answers that may stand for none: {', '.join(maybe[:SHOWN_SPELLINGS])}")
     if (again := manifest["asked_again"]) and name == "training":
         lines.append(f"  rows with the question of an earlier row: {again:,}")
     if asked := manifest.get("overlap", {}).get("questions"):
@@ -274,11 +263,6 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
             f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
             "docs/data.md, What is learnt"
         )
-    if calls := sum(source["calls_undescribed"] for source in sources):
-        lines.append(
-            f"  calls are learnt, but no tool is described: {calls:,} rows; `columns: {{tools: NAME}}` names the column"
-            " that does"
-        )
     if after := sum(source["turns_after"] for source in sources):
         lines.append(f"  turns after the last answer of their conversation, left out: {after:,}")
     if trimmed := sum(source["answers_trimmed"] for source in sources):
@@ -287,11 +271,8 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
         columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
         if columns:
             lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
-    if nulls := sum(source["nulls_unsure"] for source in sources):
-        lines.append(
-            f"  nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart: {nulls:,} rows"
-        )
-    return lines
+    doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
+    return [*lines, *(f"  {doubt}: {plural(rows, 'row')}" for doubt, rows in sorted(doubts.items()))]
 
 
 def _source_line(source: Mapping[str, Any], name: str) -> str:
@@ -406,8 +387,6 @@ class SplitWriter:
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.answers: Counter[str] = Counter()
         """Spelling of an answer -> rows; counted until they are too many for labels."""
-        self.placeholders: Counter[str] = Counter()
-        """Answers that may stand for none -> rows."""
         self.questions = bytearray()
         """`KEY_BYTES` of a hash of what is read before the last answer, for each row that has one."""
         self.keys = bytearray()
@@ -437,8 +416,6 @@ class SplitWriter:
             self.trained.append(row.trained)
             if row.reference and len(self.answers) <= MOST_LABELS:
                 self.answers[row.reference] += 1
-            if PLACEHOLDER.fullmatch(row.reference):
-                self.placeholders[row.reference] += 1
             if len(row.prompt_ids):
                 self.questions += hashlib.blake2b(row.prompt_ids.tobytes(), digest_size=KEY_BYTES).digest()
             values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, row.weights)

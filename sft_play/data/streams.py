@@ -120,6 +120,11 @@ OTHER_KINDS = (
     (b"\x1f\x8b", "is compressed by gzip", "give it the ending `.gz`"),
     (b"PK\x03\x04", "is a zip archive", "unpack it, or save it as text"),
     (b"PAR1", "is Parquet", "give it the ending `.parquet`"),
+    (b"\x28\xb5\x2f\xfd", "is compressed by zstd", "give it the ending `.zst`"),
+    (b"BZh", "is compressed by bzip2", "give it the ending `.bz2`"),
+    (b"\xfd7zXZ", "is compressed by xz", "give it the ending `.xz`"),
+    (b"\xd0\xcf\x11\xe0", "is a file of Microsoft Office", "save it as CSV in UTF-8, or as text"),
+    (b"SQLite format 3", "is a database of SQLite", "`sqlite3 -json OLD 'select ...' > NEW.json` writes rows"),
 )
 """How files begin whose ending says otherwise, what they are, and what to do."""
 

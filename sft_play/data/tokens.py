@@ -14,6 +14,7 @@ from sft_play.config.schema import Config
 from sft_play.data import IGNORED, Message
 from sft_play.data.chat import Encoded, Renderer, RowText, lost_thoughts
 from sft_play.data.formats import Example
+from sft_play.data.judged import TURNS_IN_TEXT
 from sft_play.data.turns import counted
 from sft_play.errors import DataError
 from sft_play.model.tokenizer import adds_bos, end_of_turn_ids
@@ -42,10 +43,8 @@ class EncodedExample:
     """What was cut off a row that is kept, in words: kinds of turns, or parts of one."""
     answers_cut: int = 0
     """Answers that lost their end: no token that ends a turn is learnt from them."""
-    undescribed: bool = False
-    """Whether calls are learnt of functions that nothing describes."""
-    filled: bool = False
-    """Whether nulls in its arguments or tools may be lost, since Arrow cannot tell them from missing keys."""
+    doubts: tuple[str, ...] = ()
+    """Of one that is kept, see `Example.doubts`."""
     trailing: int = 0
     """Turns after the last answer, which are left out."""
     trimmed: int = 0
@@ -79,12 +78,7 @@ class Encoder:
         texts: list[int] = []
         for index, example in enumerate(examples):
             try:
-                if refused := refused_format(self.task, example.form):
-                    hint = refused[1]
-                    if (column := example.answer_column) is not None:
-                        columns = f"{{prompt: text, completion: {column}}}"
-                        hint = f"`data.sources: [{{path: FILE, columns: {columns}}}]` learns `{column}`; else {hint}"
-                    raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=hint)
+                self._refuse_form(example)
                 if example.text is not None:
                     texts.append(index)
                 elif example.messages is None:
@@ -100,7 +94,8 @@ class Encoder:
             encoded = encode_texts(words, self.tokenizer, limit=self.limit, overlong=self.policy)
         except DataError as error:
             encoded = [EncodedExample(error=DataError(error.message, hint=error.hint)) for _ in texts]
-        outcomes.update(zip(texts, encoded, strict=True))
+        for index, outcome in zip(texts, encoded, strict=True):
+            outcomes[index] = replace(outcome, doubts=examples[index].doubts if outcome.rows else ())
         for index, outcome in outcomes.items():
             if outcome.error:
                 outcome.error.place = outcome.error.place or examples[index].place
@@ -109,14 +104,25 @@ class Encoder:
             for index, example in enumerate(examples)
         ]
 
+    def _refuse_form(self, example: Example) -> None:
+        """Raise `DataError` for a format that the task does not take."""
+        if (refused := refused_format(self.task, example.form)) is None:
+            return
+        hint = refused[1]
+        if (column := example.answer_column) is not None:
+            columns = f"{{prompt: text, completion: {column}}}"
+            hint = f"`data.sources: [{{path: FILE, columns: {columns}}}]` learns `{column}`; else {hint}"
+        elif TURNS_IN_TEXT in example.doubts:
+            hint = f"write its turns as `messages`, so that only answers are learnt; else {hint}"
+        raise DataError(f"the row is `{example.form}`, but {refused[0]}", hint=hint)
+
     def _chat(self, example: Example, texts: list[RowText], encoded: list[Encoded] | DataError) -> EncodedExample:
         if isinstance(encoded, DataError):
             return EncodedExample(error=encoded)
         messages = example.messages or []
         outcome = EncodedExample(
             thoughts=lost_thoughts(messages, texts, self.loss_on),
-            undescribed=example.undescribed,
-            filled=example.filled,
+            doubts=example.doubts,
             trailing=example.trailing,
             trimmed=sum(map(_trimmed, texts)),
         )

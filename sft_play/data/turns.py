@@ -16,17 +16,19 @@ from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data import Message
-from sft_play.data.judged import in_snake_case, speaks_against
+from sft_play.data.judged import speaks_against
 from sft_play.data.readers import LEAVE_OUT, Filled
 from sft_play.data.values import (
     SHOWN,
     SPEAKERS,
+    in_snake_case,
     is_blank,
     is_list,
     json_of,
     lacks,
     list_of,
     parse_json,
+    refuse_none,
     rename_away,
     text_of,
 )
@@ -96,11 +98,8 @@ MARKS_WHAT_IS_NOT_LEARNT = re.compile(
     "|down)(?:$|_)"
 )
 """Of names of masks: those that most likely are 1 or true where nothing is learnt."""
-JUDGES = re.compile(
-    "(?:is_)?(?:accepted|approved|rejected|deleted|correct|incorrect|wrong|bad)|rating|score|reward|feedback"
-    "|thumbs_(?:up|down)"
-)
-"""Keys of an answer that say whether it is good."""
+JUDGES = ("rating", "score", "reward", "feedback")
+"""Keys of an answer that say how good it is."""
 OF_ANSWERS = ("tool_calls", "function_call", *REASONING)
 """Keys of a turn that only an answer has."""
 CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
@@ -156,8 +155,7 @@ def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Messa
     if role == CALLS:
         calls = parse_json(text_of(content, f"{name}.{words}"), f"{name}.{words}")
         message = {**message, words: None, "tool_calls": [calls] if isinstance(calls, dict) else calls}
-        return _turn(message, name, "assistant", words), True
-    return _turn(message, name, role, words), False
+    return _turn(message, name, "assistant" if role == CALLS else role, words), role == CALLS
 
 
 def _no_turn(message: Mapping[str, Any], name: str, all_turns: Sequence[Any]) -> DataError:
@@ -176,14 +174,15 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
             raise _no_turn(message, name, [message])
         raise DataError(f"`{name}.{words}` is empty; expected text", hint=LEAVE_OUT)
     others = {key: value for key, value in message.items() if key not in READ and value is not None}
-    if others:
-        refuse_media(others, name)
+    refuse_media(others, name)
     if role != "assistant":
         _refuse_answers_keys(message, name, role)
     other = WORDS[1] if words == WORDS[0] else WORDS[0]
     if not is_blank(message.get(other)) and message[other] != content:
         raise DataError(f"`{name}` has two texts that differ: {names_of((words, other))}", hint="keep one of them")
     turn: Message = {"role": role, "content": "" if content is None else content_of(content, f"{name}.{words}")}
+    if role in ("user", "assistant"):
+        refuse_none(turn["content"], f"{name}.{words}")
     if (train := _learnt_share(others, name, role)) is not None:
         turn["train"] = train
     if calls:
@@ -244,7 +243,8 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
     """
     new = new or column
     first: Mapping[str, Any] = next((turn for turn in turns if isinstance(turn, Mapping)), {})
-    speaker, words = (next((key for key in keys if key in first), "NAME") for keys in (SPEAKERS, WORDS))
+    named = ((*SPEAKERS, "type"), WORDS)
+    speaker, words = (next((key for key in keys if key in first), "NAME") for keys in named)
     entries = {} if new == column else {new: column}
     if not (speaker in SPEAKERS[:2] and words in WORDS[:2]):
         entries |= {f"{new}.{key}": old for key, old in (("role", speaker), ("content", words)) if key != old}
@@ -302,7 +302,7 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
 @functools.lru_cache(4096)
 def looks_like_a_mask(key: str) -> bool:
     """Return whether a key or column is named as if it said what is learnt."""
-    return LIKE_A_MASK.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()) is not None
+    return LIKE_A_MASK.search(in_snake_case(key)) is not None
 
 
 @functools.lru_cache(4096)
@@ -353,7 +353,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
                 hint = "0 excludes the turn from training, 1 trains it; write a value between as `weight`"
                 raise DataError(f"`{name}.{key}` is `{value}`", hint=hint)
             flags[key] = bool(value)
-        elif looks_like_a_mask(key) or (role == "assistant" and JUDGES.fullmatch(key.lower())):
+        elif looks_like_a_mask(key) or (role == "assistant" and key.lower() in JUDGES):
             read = "train" if isinstance(value, bool) else WEIGHT
             learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`; "
             hint = rename_away(key, f"{column}.note")
@@ -366,7 +366,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
         elif role != "tool" and speaks_against(key, value):
             raise DataError(
                 f"`{name}.{key}` seems to say that the turn is no good, and is not read",
-                hint=f"leave such rows out; {rename_away(key, f'{column}.note')}",
+                hint=f"leave such rows out (an answer: `train: false`); {rename_away(key, f'{column}.note')}",
             )
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
             hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,25 @@ MOST_DEPTH, SHOWN = 100, 60
 """Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
 SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 """Keys of a turn that say who speaks."""
+
+STANDS_FOR_NONE = re.compile(
+    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|BEZUG|WERT|ZAHL|NOM|VALEUR"
+    r"|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]|\[(?:deleted|removed)\]|\[object Object\]|<Media omitted>"
+    r"|This message was deleted\.?"
+)
+"""What pandas, databases, spreadsheets and chats write where there is no text; a person may write other words."""
+
+
+def refuse_none(text: str, name: str, words: re.Pattern[str] = STANDS_FOR_NONE, hint: str = LEAVE_OUT) -> None:
+    """Raise `DataError` for a text that stands for none."""
+    if words.fullmatch(text.strip()):
+        raise DataError(f"`{name}` is `{text.strip()}`, which stands for none", hint=hint)
+
+
+@functools.lru_cache(4096)
+def in_snake_case(name: str) -> str:
+    """Return a name as Python would write it: `is_correct` for `isCorrect`, `Is Correct?` and `is-correct`."""
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).strip("_").lower()
 
 
 def text_of(value: Any, name: str) -> str:

@@ -129,10 +129,10 @@ def test_what_may_be_no_answer_and_questions_that_come_again_are_counted(tmp_pat
     train = write_rows(tmp_path / "train.jsonl", [*rows, {"prompt": "q0", "completion": "other"}])
     validation = write_rows(tmp_path / "held.jsonl", [rows[0], {"prompt": "q3", "completion": "not b"}])
     done = data(f"data.train_path: {train}", f"data.val_path: {validation}")
-    assert "answers that may stand for none: `N/A` (1), `n/a` (1)" in done.err
+    assert "answers that may stand for none (`N/A`, `None`, `-`): 2 rows" in done.err
     assert "rows with the question of an earlier row: 1" in done.err
     assert "rows with a question of the training data: 1; `data.group_by`" in done.err
-    assert done.json["train"]["asked_again"] == 1 and done.json["train"]["placeholders"] == {"N/A": 1, "n/a": 1}
+    assert done.json["train"]["asked_again"] == 1
 
 
 def test_columns_that_text_is_learnt_without_are_named_but_not_those_of_documents(tmp_path: Path, data: Data) -> None:
@@ -559,6 +559,14 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
     columns = "columns: {prompt: translation.en, completion: translation.fr}"
     assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err
+
+
+def test_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
+    rows = [{"prompt": f"how {answer}", "completion": answer} for answer in ("pos", "neg", "It&#39;s")]
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    done = data(f"data.sources: [{{path: {path}}}]", words=())
+    assert "texts with letters as HTML writes them (`&amp;`, `&#39;`): 1 row" in done.err
+    assert list(data(f"data.sources: [{{path: {path}}}]").json["train"]["sources"][0]["doubts"].values()) == [1]
 
 
 def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(

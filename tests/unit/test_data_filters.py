@@ -39,12 +39,13 @@ ROW = {
         ('has(lang) and not has(none) and not has(elsewhere) and not has("my name x")', True),
         ("number(n) > 12", True),
         ("meta.by.age == 3 and has(meta.by) and not has(meta.x) and not has(meta.y) and not has(lang.x)", True),
-        ('column("my name") == 1', True),
+        ('column("my name") == 1 and has(column("my name")) and not has(column("no name"))', True),
+        ('n >= "12 cm" and lang >= "de"', True),
         ("has(elsewhere) and elsewhere > 3", False),
         ('lang != 1 and n != "13" and n in ["12.5"]', True),
         ('score != "n/a" and lang in {"en"} and text and not empty and not none', True),
         ('made > "2024-02-28" and made != "2024-03-02" and made == "2024-03-01"', True),
-        ('n >= "12" and not blank(column("text")) and has(column("my name"))', True),
+        ('n >= "12" and not blank(column("text"))', True),
     ],
 )
 def test_a_condition_holds_or_not(expression: str, expected: bool) -> None:

@@ -114,6 +114,35 @@ def test_only_training_splits_are_used_silently(tmp_path: Path) -> None:
     assert "but only hub datasets have it" in refused(tmp_path / "one" / "a.jsonl", split="train").message
 
 
+def test_what_an_author_put_aside_is_used_only_if_it_is_named(tmp_path: Path) -> None:
+    fill(
+        tmp_path,
+        "a/accepted/x.jsonl",
+        "a/rejected/y.jsonl",
+        "b/good.jsonl",
+        "b/bad.jsonl",
+        "c/pos.jsonl",
+        "c/neg.jsonl",
+    )
+    for path, good, bad in (("a", "accepted/x.jsonl", "rejected"), ("b", "good.jsonl", "bad")):
+        for pattern in (path, f"{path}/**/*.jsonl"):
+            assert f"`train` (1 file), `{bad}` (1 file)" in refused(tmp_path / pattern).message
+            assert answers(tmp_path / pattern, split="train") == [f"{path}/{good}"]
+        assert len(answers(tmp_path / path, split=bad)) == 1
+    assert len(answers(tmp_path / "c")) == 2, "classes"
+    assert len(answers(tmp_path / "a" / "rejected")) == 1, "it is named"
+    fill(tmp_path, "d/raw/x.jsonl", "d/data/train-00000-of-00001.jsonl")
+    assert answers(tmp_path / "d") == ["d/data/train-00000-of-00001.jsonl"]
+
+
+def test_missing_shards_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path, "data/train-00000-of-00003.jsonl", "data/train-00002-of-00003.jsonl")
+    assert len(answers(tmp_path)) == 2
+    assert f"note: {tmp_path / 'data' / 'train'}: 2 of 3 shards\n" == capsys.readouterr().err
+    fill(tmp_path, "data/train-00001-of-00003.jsonl")
+    assert len(answers(tmp_path)) == 3 and not capsys.readouterr().err
+
+
 def test_documents_have_splits_only_by_complete_names(tmp_path: Path) -> None:
     for name in ("docs/testing.md", "docs/evaluation/a.md", "docs/intro.md", "wiki/train.txt", "wiki/test.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,15 @@ def kept(folder: Path, rows: list[Row], **options: Any) -> int:
         ({"Published": "FALSCH"}, {"Published": "WAHR"}),
         ({"archived": "✓"}, {"archived": "✗"}),
         ({"Marked As Duplicate": "", "deleted": "x"}, {"Marked As Duplicate": "", "deleted": ""}),
+        ({"Is Approved?": "No"}, {"Is Approved?": "Yes"}),
+        ({"metadata": {"deleted": True}}, {"metadata": {"deleted": False}}),
+        ({"metadata": {"split": "test"}}, {"metadata": {"split": "train"}}),
+        ({"meta": {"Finish Reason": "length"}}, {"meta": {"Finish Reason": "stop", "score": 1}}),
+        ({"do_not_train": True}, {"do_not_train": False}),
+        ({"consent": "no"}, {"consent": "yes"}),
+        ({"tests_passed": False}, {"tests_passed": True}),
+        ({"http_status": 500}, {"http_status": 200}),
+        ({"user_feedback": "thumbs_down"}, {"user_feedback": "thumbs_up"}),
     ],
 )
 def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: Row, tmp_path: Path) -> None:
@@ -76,6 +85,8 @@ def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: R
     assert [error.place for error in errors] == [f"{path}:2"], "the good row is read"
     condition = re.findall(r"`filter: (.+?)`", errors[0].hint or "")[0]
     assert kept(tmp_path, rows, filter=condition) == 1
+    for everything in re.findall(r"`filter: (has.+?)` all", errors[0].hint or ""):
+        assert kept(tmp_path, rows, filter=everything) == 2, everything
     assert kept(tmp_path, [{**PAIR, "label": "low", "state": "Ohio"}]) == 1, "a class is no status"
 
 
@@ -246,6 +257,58 @@ def test_turns_in_rows_of_their_own_are_not_learnt_alone() -> None:
     later = {"conversation_id": 1, "turn_id": "2", **PAIR}
     assert "seems to continue the conversation" in refused(later).message
     assert read({**later, "turn_id": 1}).messages and read({**PAIR, "turn_id": 2}).messages
+
+
+@pytest.mark.parametrize("text", ["nan", "[deleted]", "[object Object]", "<Media omitted>"])
+def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) -> None:
+    for row in ({**PAIR, "completion": text}, {"messages": [USER, {**ANSWER, "content": text}]}):
+        assert f"is `{text}`, which stands for none" in refused(row).message
+    assert read({"messages": [USER, {**ANSWER, "content": f"It is {text}."}]}).messages
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "what"),
+    [
+        ("Où ?".encode().decode("latin-1"), "a", "read as another encoding"),
+        ("q", "It’s".encode().decode("cp1252"), "read as another encoding"),
+        ("q", "gro\ufffd", "letters that were lost"),
+        ("q", "It&#39;s", "as HTML writes them"),
+        ("q", "One._x000D_\nTwo.", "as Excel keeps them"),
+        ("q", "a<|eot_id|>b", "marks of a chat template"),
+        ("<image>\nq", "a", "places of pictures"),
+        ("q", "1. One\\n2. Two", "as escapes"),
+        ("Greet {{ name }}.", "a", "to be filled"),
+        ("Q: q\nA:", "a", "the name of who answers"),
+        ("### Instruction:\nq\n\n### Response:\n", "a", "the name of who answers"),
+        ("q\n\n###\n\n", "a", "a separator"),
+        ("q", "a\nUser: and b?\nAssistant: c", "further turns"),
+        ("q", "a\n\nOn Mon, 1 Jan 2024, Bob <b@x.org> wrote:\n> q", "the mail that they answer"),
+        ("q", "Assistant: a", "begin with who answers"),
+        ("q", "<p>a</p>", "in HTML"),
+        ("q", "['a', 'b']", "Python's notation"),
+        ("q", "Error code: 429 - {}", "an error"),
+        ("q", "n. a.", "stand for none"),
+        ("q", "<think>\nhm", "never ends"),
+        ("q", "a" * 32767, "32,767 characters"),
+    ],
+)
+def test_marks_of_what_happened_to_a_text_are_said(question: str, answer: str, what: str) -> None:
+    for row in (
+        {"prompt": question, "completion": answer},
+        {"messages": [{**USER, "content": question}, {**ANSWER, "content": answer}]},
+    ):
+        (doubt,) = read(row).doubts
+        assert what in doubt
+    result = [{"role": "tool", "content": answer}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "q"}}]}
+    assert not read({"messages": [USER, call, *result, ANSWER], "tools": [{"name": "q"}]}).doubts, "a tool's words"
+
+
+def test_a_documents_turns_in_plain_words_are_said() -> None:
+    for text in ("### Human: q### Assistant: a", "\n\nHuman: q\n\nAssistant: a", "[01/02/24, 10:00:01] Bob: q\n"):
+        assert any("turns in plain words" in doubt for doubt in read({"text": text}).doubts), text
+    for text in ("Ask a question: what is data: a list?", "The user: a study.\n\nIt begins.", "Été à Genève, 5 °C"):
+        assert not read({"text": text}).doubts, text
 
 
 def test_columns_and_keys_that_nothing_reads_are_listed() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
-from sft_play.data.formats import Example, understand
+from sft_play.data.formats import UNDESCRIBED, Example, understand
 from sft_play.data.sources import read_source
 from sft_play.errors import DataError
 
@@ -146,11 +146,23 @@ def test_descriptions_of_tools_are_read_under_their_names(name: str, as_text: bo
 def test_calls_without_tools_are_counted_and_an_unread_description_is_refused() -> None:
     row = called({"a": 1})
     del row["tools"]
-    assert read(row).undescribed and not read(called({"a": 1})).undescribed
+    assert UNDESCRIBED in read(row).doubts and not read(called({"a": 1})).doubts
     instructed = {"messages": [{"role": "system", "content": "You may call add(a)."}, *row["messages"]]}
-    assert not read(instructed).undescribed, "a text describes it"
+    assert not read(instructed).doubts, "a text describes it"
     error = refused({**row, "api": json.dumps([TOOL])})
     assert "`api` describes tools" in error.message and "`columns: {tools: api}`" in (error.hint or "")
+
+
+def test_an_answer_that_is_calls_as_json_becomes_calls_where_tools_are_described() -> None:
+    calls = json.dumps([{"name": "add", "arguments": {"a": 1}}])
+    expected = called({"a": 1})["messages"][1]["tool_calls"]
+    for answer in (calls, calls[1:-1]):
+        turn = (read({**PAIR, "completion": answer, "tools": json.dumps([TOOL])}).messages or [])[-1]
+        assert turn["tool_calls"] == [{"type": "function", **expected[0]}] and turn["content"] == ""
+        assert (read({**PAIR, "completion": answer}).messages or [])[-1]["content"] == answer
+    for answer in ('{"name": "add"}', "[]", '[{"name": "add", "arguments": {}}, 3]', "[1"):
+        turn = (read({**PAIR, "completion": answer, "tools": [TOOL]}).messages or [])[-1]
+        assert turn["content"] == answer and "tool_calls" not in turn
 
 
 def test_names_of_arguments_calls_and_roles_are_read() -> None:
@@ -299,6 +311,17 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=filtered)) in (1, 2)
     assert len(examples(tmp_path, [{**PAIR, **judged}, good], filter=f"has({next(iter(judged))})")) == 2
     assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
+
+
+@pytest.mark.parametrize("values", [("yes", ""), ("", "yes"), (True, None), (None, True), (1, None)])
+def test_a_mark_that_only_good_rows_have_needs_a_filter(values: tuple[Any, Any], tmp_path: Path) -> None:
+    rows = [{**PAIR, "approved": value} for value in values]
+    with pytest.raises(DataError, match="and empty at") as caught:
+        examples(tmp_path, rows)
+    chosen, all_rows = typed(caught.value.hint or "")
+    assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 2
+    for value in values:
+        assert len(examples(tmp_path, [{**PAIR, "approved": value}] * 2)) == 2, "all rows are alike"
 
 
 def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
@@ -543,7 +566,8 @@ def test_parts_of_the_prompt_that_the_turns_contain_are_no_news() -> None:
         ({"content": ["a", "b"]}, "is a list of texts"),
         ({"value": "b"}, "has two texts that differ: `content`, `value`"),
         ({"rating": -1}, "`messages[1].rating` seems to mark"),
-        ({"deleted": True}, "`messages[1].deleted` seems to mark"),
+        ({"deleted": True}, "`messages[1].deleted` seems to say that the turn is no good"),
+        ({"is_correct": "no"}, "`messages[1].is_correct` seems to say that the turn is no good"),
         ({"content": "<think>r</think>a", "reasoning": "r"}, "has its thoughts twice"),
         (
             {"function_call": {"name": "f", "arguments": "{}"}, "tool_calls": [{"function": {"name": "g"}}]},

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import feather, ipc, parquet
 
 from sft_play.config.schema import Config, DataSource, ModelConfig
-from sft_play.data.formats import understand
+from sft_play.data.formats import FILLED, understand
 from sft_play.data.sources import read_source
 from sft_play.data.tokens import Encoder
 from sft_play.errors import DataError
@@ -232,7 +232,7 @@ def test_nulls_that_look_like_missing_keys_are_reported(tmp_path: Path) -> None:
         examples = [
             understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))
         ]
-        assert [example.filled for example in examples] == expected
+        assert [FILLED in example.doubts for example in examples] == expected
         assert [
             example.messages[1]["tool_calls"][0]["function"]["arguments"] for example in examples if example.messages
         ] == rows

@@ -241,7 +241,6 @@ def test_slices_of_local_files_and_names_that_only_some_files_have_lead_to_what_
     ("name", "content", "problem"),
     [
         ("a.csv", "prompt,completion\nq,a\n Prompt ,Completion\n", "the row repeats the header"),
-        ("a.csv", f"prompt,completion\nq,{'x' * 32_767}\n", "`completion` has 32,767 characters, where Excel cuts"),
         ("a.tsv", 'prompt\tcompletion\n"abc\tx1\ndef"\ty1\n', "a quote joins 2 lines that each have the columns"),
         ("a.csv", "FAQ of 2024\nprompt,completion\nq,a\n", "2 and not 1, separated by commas"),
     ],
@@ -369,6 +368,18 @@ TWICE = "the key `question` appears more than once"
             for kind in ("jsonl", "csv", "parquet", "arrow", "txt", "pdf")
         ],
         ("a.jsonl", b"\x1f\x8b\x08...", "", "is compressed by gzip", "give it the ending `.gz`"),
+        ("a.csv", b"BZh91AY...", "", "is compressed by bzip2", "give it the ending `.bz2`"),
+        ("a.csv", b"\xd0\xcf\x11\xe0...", "", "is a file of Microsoft Office", "save it as CSV"),
+        (
+            "a.jsonl",
+            b"<!DOCTYPE html>\n<title>Sign in</title>",
+            "",
+            "begins with `<!DOCTYPE html`: a page",
+            "in a browser",
+        ),
+        ("a.csv", b"# made by bob\nquestion,answer\na,b\n", ":1", "`# made by bob` is no header", "remove this line"),
+        ("a.json", b'{"test": [{"a": 1}], "n": 1}', "", "has its rows under `test`", "jq -c '.test[]'"),
+        ("a.json", b'{"rejected": [{"a": 1}]}', "", "has its rows under `rejected`", "jq -c '.rejected[]'"),
         ("a.csv", b"PK\x03\x04...", "", "is a zip archive", "unpack it"),
     ],
 )
