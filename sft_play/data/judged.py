@@ -167,7 +167,7 @@ def keepers(column: str, chat: bool) -> tuple[Keep, ...]:
 
 
 def says_what_is_good(column: str) -> bool:
-    """Return whether a column marks rows as good, so that those without a mark are none where others have it."""
+    """Return whether a column marks rows as good: where some have the mark, those without it are not."""
     return _if_false in keepers(column, True)
 
 
