@@ -85,11 +85,15 @@ def _plain(data: bytes, place: str) -> Document:
         )  # raises, with the byte of the line
 
 
+WITHIN_LINES = ("abbr", "b", "cite", "em", "font", "i", "mark", "small", "span", "strong", "sub", "sup", "u")
+"""Elements of HTML that begin no line."""
+
+
 def _html(data: bytes, place: str) -> Document:
     """Return the main content of a page without navigation; all its text where no main content is found."""
     import trafilatura
     from lxml import html
-    from lxml.etree import LxmlError
+    from lxml.etree import LxmlError, strip_tags
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it logs every page in which it finds nothing
     try:
@@ -99,7 +103,8 @@ def _html(data: bytes, place: str) -> Document:
         raise DataError(f"is not HTML: {first_line(error)}", place=place) from None
     title_element, pictures = tree.find(".//title"), tree.find(".//img") is not None
     title = title_element.text_content() if title_element is not None else None
-    text = trafilatura.extract(data, include_comments=False, include_tables=True) or trafilatura.html2txt(data)
+    strip_tags(tree, *WITHIN_LINES)  # trafilatura begins a line at each where it finds no main content
+    text = trafilatura.extract(tree, include_comments=False, include_tables=True) or trafilatura.html2txt(data)
     if not text:  # too short for trafilatura to look at
         for hidden in tree.xpath("//head | //script | //style | //noscript | //template"):
             hidden.drop_tree()

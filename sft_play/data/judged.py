@@ -7,6 +7,7 @@ A rule gives the `filter` that keeps what is good, or nothing where the value sa
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,8 +53,7 @@ def _yes_or_no(column: str, value: Any) -> str:
 
 
 def _if_false(column: str, value: Any) -> str:
-    marked = value in CROSSES  # where rows that are no good have nothing
-    return "" if _is(value, true=True) and not marked else _condition(column, value, true=True)
+    return "" if _is(value, true=True) else _condition(column, value, true=True)
 
 
 def _if_true(column: str, value: Any) -> str:
@@ -171,10 +171,13 @@ def says_what_is_good(column: str) -> bool:
     return _if_false in keepers(column, True)
 
 
-def good(column: str, value: Any) -> str:
-    """Return the `filter` for rows that are marked as this one is, where others have no mark."""
-    condition = _condition(column, value, true=True)
-    return f"has({column}) and {column}" if condition == column else condition or f"has({column})"
+def good(column: str, values: Sequence[Any]) -> str:
+    """Return the `filter` for rows with a mark that is not false; `values`: the marks of a column."""
+    false = [value for value in values if _is(value.strip() if isinstance(value, str) else value, true=False)]
+    if any(isinstance(value, bool) for value in values):
+        return f"has({column}) and {column}"
+    filled = f"not blank({column})" if all(isinstance(value, str) for value in values) else f"has({column})"
+    return filled + (f" and {column} not in {json.dumps(false, ensure_ascii=False)}" if false else "")
 
 
 def speaks_against(key: str, value: Any, column: str = "") -> str:

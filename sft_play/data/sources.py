@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, in_filter, look_up
-from sft_play.config.reader import names_of, quoted
+from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
@@ -33,6 +34,7 @@ from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
+from sft_play.text import list_some
 
 OTHER_FILE = "another kind of file, a link to a folder, or of an installed package"
 """Why a file gives nothing to learn."""
@@ -362,15 +364,14 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
         for form, (columns, _) in FORMATS.items()
         if form not in NO_CHAT and source.format in ("auto", form)
     ]
-    marks: dict[tuple[str, bool], tuple[str, Any]] = {}
+    marks: dict[str, Counter[Any]] = {}
     for place, row in rows:
         if not isinstance(row, DataError):
             chat = any(row.keys() >= columns for columns in chats)
             read = set().union(*(columns for columns in chats if row.keys() >= columns))
             unread = {name: row[name] for name in sorted(row.keys() - read)}
-            if chat and (problem := _half_marked(place, unread, heeded, marks)):
-                yield place, problem
-                continue
+            if chat and (column := _half_marked(unread, heeded, marks)):
+                _refuse_half_marked(place, column, marks, islice(rows, LOOKED_AT))
             judgements = _judgements(unread, chat)
             if judged := next((parts for parts in judgements if parts[1] and parts[0] not in heeded), None):
                 column, condition, by_degree = judged
@@ -395,23 +396,36 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
         yield place, row
 
 
-def _half_marked(
-    place: str, row: Mapping[str, Any], heeded: Collection[str], marks: dict[tuple[str, bool], tuple[str, Any]]
-) -> DataError | None:
-    """Return the error for a column that marks some rows as good and is empty in others. `marks`: column, whether it
-    is empty -> the first such row's place and value.
-    """
+MOST_MARKS, LOOKED_AT = 20, 10_000
+"""Different marks of a column that are kept, and further rows that are read for an error to list them."""
+
+
+def _half_marked(row: Mapping[str, Any], heeded: Collection[str], marks: dict[str, Counter[Any]]) -> str | None:
+    """Return a column that marks some rows as good and is empty in others; adds its values to `marks`."""
     for name in filter(says_what_is_good, row.keys() - heeded):
-        marks.setdefault((name, is_blank(row[name])), (place, row[name]))
-        if (name, not is_blank(row[name])) in marks:
-            (marked, value), (empty, _) = marks[name, False], marks[name, True]
-            has = f"has({in_filter(name)})"
-            return DataError(
-                f"`{name}` is `{quoted(str(value))}` at {marked} and empty at {empty}, and is not read",
-                place=place,
-                hint=f"`filter: {good(in_filter(name), value)}` keeps what is good, `filter: {has} or not {has}` all",
-            )
+        values, value = marks.setdefault(name, Counter()), None if is_blank(row[name]) else row[name]
+        if value is None or (isinstance(value, (str, int, float)) and len(values) < MOST_MARKS):
+            values[value] += 1
+        if None in values and len(values) > 1:
+            return name
     return None
+
+
+def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]], rows: Iterator[Placed]) -> NoReturn:
+    """Raise `DataError` with what the column has in the rows; of no single row, so that none is left out for it."""
+    for _, row in rows:
+        if not isinstance(row, DataError) and column in row:
+            _half_marked({column: row[column]}, (), marks)
+    counts, has = marks[column], f"has({in_filter(column)})"
+    listed = list_some(
+        [f"{'nothing' if value is None else f'`{value}`'} ({rows:,})" for value, rows in counts.most_common()], 8
+    )
+    keeps = good(in_filter(column), [value for value in counts if value is not None])
+    raise DataError(
+        f"`{column}` marks some rows and not others, and is not read: {listed}",
+        place=place,
+        hint=f"`filter: {keeps}` keeps those with a mark, `filter: {has} or not {has}` all",
+    )
 
 
 def _judgements(row: Mapping[str, Any], chat: bool) -> Iterator[tuple[str, str, bool]]:

@@ -313,15 +313,29 @@ def test_rows_that_judge_their_answer_need_a_filter(judged: Row, filtered: str, 
     assert len(examples(tmp_path, [{"text": "t", **judged}], format="text")) == 1, "a text has no answer"
 
 
-@pytest.mark.parametrize("values", [("yes", ""), ("", "yes"), (True, None), (None, True), (1, None)])
-def test_a_mark_that_only_good_rows_have_needs_a_filter(values: tuple[Any, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "good_rows"),
+    [
+        (("yes", "", "yes"), 2),
+        (("", "x", "X ", "nein"), 2),
+        ((True, None, False), 1),
+        ((None, 1, 0), 1),
+        (("anna", "", "2024-01-01"), 2),
+    ],
+)
+def test_a_mark_that_only_good_rows_have_needs_a_filter(
+    values: tuple[Any, ...], good_rows: int, tmp_path: Path
+) -> None:
     rows = [{**PAIR, "approved": value} for value in values]
-    with pytest.raises(DataError, match="and empty at") as caught:
+    marked = [value for value in values if value]
+    with pytest.raises(DataError, match="marks some rows and not others") as caught:
         examples(tmp_path, rows)
     chosen, all_rows = typed(caught.value.hint or "")
-    assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 2
-    for value in values:
-        assert len(examples(tmp_path, [{**PAIR, "approved": value}] * 2)) == 2, "all rows are alike"
+    assert len(examples(tmp_path, rows, **chosen)) == good_rows and len(examples(tmp_path, rows, **all_rows)) == len(
+        rows
+    )
+    assert f"`{marked[0]}` (" in caught.value.message and "nothing (1)" in caught.value.message
+    assert len(examples(tmp_path, [{**PAIR, "approved": marked[0]}] * 2)) == 2, "all rows are alike"
 
 
 def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
