@@ -212,6 +212,14 @@ def with_machines(request: Request) -> Request:
         network_speed(network, "launch.network", "`launch.network` is")
         if launch.num_nodes > 1 and not hardware.network:
             hardware = replace(hardware, network=network)
+    count = len(hardware.devices)
+    apart = hardware.described and request.hardware.network and 1 < hardware.listed == count
+    if apart and launch.num_nodes not in (1, count) and not launch.node_devices and launch.num_gpus in (None, 1):
+        raise HardwareError(
+            f"`HARDWARE` lists {count} cards joined by a network, one in each machine, and NUM_NODES is"
+            f" {launch.num_nodes}",
+            hint=f"NUM_NODES={count}; for machines that have all of these, LAUNCH_NETWORK= instead of `@`",
+        )
     if launch.num_nodes > 1 and one_each(hardware, launch):
         launch = replace(launch, node_devices=tuple((device,) for device in hardware.devices))
     return replace(request, hardware=hardware, launch=launch)

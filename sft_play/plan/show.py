@@ -72,7 +72,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         lines.append(
             f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else "")
         )
-        lines += [f"           {line}" for line in _communication(plan)]
+        lines += [f"           {line}" for line in (*_communication(plan), *_cost(plan))]
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     return typed_here("\n".join(lines))
@@ -240,8 +240,12 @@ def show_speed(plan: Plan) -> list[str]:
     price = (
         [f"at most {energy(plan.energy_kwh)} by the GPUs at their power limits"] if plan.energy_kwh is not None else []
     )
-    price += [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
+    price += _cost(plan)
     return [*lines, *communication, *(["; ".join(price)] if price else [])]
+
+
+def _cost(plan: Plan) -> list[str]:
+    return [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
 
 
 def _communication(plan: Plan) -> list[str]:
