@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.metrics import OF_ANSWERS, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
-from sft_play.files import file_sha256
+from sft_play.files import file_sha256, read_json
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.model.resolve import check_trained, weights_sha256
 from sft_play.plan.architecture import offline_unless_reachable, shape_of
@@ -392,6 +392,10 @@ def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepa
     from sft_play.runs.prepared import lookup
 
     if (cached := lookup(loaded.config)) and (day is None or (cached.validation and cached.validation.day == day)):
+        if "--scored" in words and cached.train:
+            from sft_play.data.store import MANIFEST, summary
+
+            tell(summary("evaluation", read_json(Path(cached.train.path) / MANIFEST)))
         return cached
     cache_folder().mkdir(parents=True, exist_ok=True)
     with end_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:

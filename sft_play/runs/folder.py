@@ -365,7 +365,8 @@ def of_memory(settings: Mapping[str, Any]) -> str | None:
     if trained is None:
         return "how many of these rows were trained is not known: the cache has lost the training rows"
     if type(trained) is int and trained:
-        return f"{trained:,} of these rows were trained, so their scores show memory and not skill"
+        were = "was" if trained == 1 else "were"
+        return f"{trained:,} of these rows {were} trained: such scores show memory and not skill"
     return None
 
 

@@ -132,7 +132,7 @@ def test_scores_on_rows_that_were_trained_are_called_memory(place: Place) -> Non
     rows = (place.folder / "train.jsonl").read_text().splitlines(keepends=True)[:4]
     mixed.write_text("".join(rows) + (place.folder / "other.jsonl").read_text())
     words = ("RUN=one", f"DATA={mixed}", "TRAIN_PREDICT_WITH_GENERATE=false")
-    warning = "4 of these rows were trained, so their scores show memory and not skill"
+    warning = "4 of these rows were trained: such scores show memory and not skill"
     assert place.scores(*words)["settings"]["rows_trained"] == 4
     assert warning in place.call("eval", *words).out
     assert "warning" not in place.call("eval", "RUN=one").out
@@ -146,6 +146,8 @@ def test_bad_rows_of_other_data_are_dropped_as_the_hint_says(place: Place) -> No
     refused = place.run("eval", "RUN=one", f"DATA={other}")
     assert refused.returncode == 4 and "DATA_BAD_ROWS=drop" in refused.stderr
     assert place.scores("RUN=one", f"DATA={other}", "DATA_BAD_ROWS=drop")["chrf"]["n"] == 6
+    again = place.call("eval", "RUN=one", f"DATA={other}", "DATA_BAD_ROWS=drop").err
+    assert "1 left out (bad row)" in again and "already scored" in again
 
 
 def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
