@@ -115,8 +115,13 @@ def conversation(draw: st.DrawFn) -> Row:
 FORMATS: dict[str, st.SearchStrategy[Row]] = {
     "messages": conversation(),
     "prompt_completion": st.fixed_dictionaries({"prompt": words, "completion": st.one_of(words, st.integers(-9, 9))}),
+    # Not any text: beside a number, `datasets` writes the text "0" without quotes, which is then a number too.
     "instruction": st.fixed_dictionaries(
-        {"instruction": words, "input": st.one_of(texts, st.none(), st.just(0)), "output": words}
+        {
+            "instruction": words,
+            "input": st.one_of(st.sampled_from(["", " "]), words, st.none(), st.just(0)),
+            "output": words,
+        }
     ),
     "question_answer": st.fixed_dictionaries({"question": words, "answer": st.one_of(words, st.just([]), st.none())}),
     "tokens": st.fixed_dictionaries(
