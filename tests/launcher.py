@@ -57,6 +57,20 @@ class Launcher:
     def __call__(self, *words: str, **environment: str) -> Done:
         return run_program(list(words), self.environment | environment, cwd=self.folder)
 
+    def in_namespace(self, option: str, script: str, *words: str, **environment: str) -> Done:
+        """Run the program as the arguments of a shell script in its own namespace, by an option of `unshare`."""
+        command = ["unshare", option, "sh", "-c", script, "sh", sys.executable, "-m", "sft_play", *words]
+        done = subprocess.run(
+            command,
+            env=self.environment | environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
     def events(self, name: str) -> list[dict[str, Any]]:
         return events(self.runs / name)
 

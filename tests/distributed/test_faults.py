@@ -133,28 +133,10 @@ def test_a_base_model_or_rows_that_have_changed_are_refused(launcher: Launcher) 
 @pytest.mark.skipif(not can_mount(), reason="needs root and namespaces")
 def test_a_run_resumes_under_another_host_name(launcher: Launcher) -> None:
     """Two local processes use the loopback if the host name does not resolve."""
-    words = [
-        sys.executable,
-        "-m",
-        "sft_play",
-        "train-distributed",
-        f"CONFIG={launcher.config}",
-        "RUN_NAME=moved",
-        "NUM_GPUS=2",
-    ]
-    script = 'hostname "nobody-knows-$1" && shift && exec "$@"'
-    resume = [*words[:3], "resume", "RUN=moved", "TRAIN_MAX_STEPS=3"]
-    for name, command in (("one", words), ("two", resume)):
-        done = subprocess.run(
-            ["unshare", "-u", "sh", "-c", script, "sh", name, *command],
-            env=launcher.environment,
-            cwd=launcher.folder,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    words = ("train-distributed", f"CONFIG={launcher.config}", "RUN_NAME=moved", "NUM_GPUS=2")
+    for name, typed in (("one", words), ("two", ("resume", "RUN=moved", "TRAIN_MAX_STEPS=3"))):
+        done = launcher.in_namespace("-u", f'hostname nobody-knows-{name} && exec "$@"', *typed)
+        assert done.code == 0, done.err
     assert [row["step"] for row in metrics(launcher.runs / "moved")] == [1, 2, 3]
 
 
@@ -245,18 +227,10 @@ def test_processes_that_load_data_meet_in_a_short_folder(launcher: Launcher, tmp
 def test_shared_memory_that_processes_that_load_data_cannot_use_is_named(
     launcher: Launcher, mount: str, message: str
 ) -> None:
-    command = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}", "RUN_NAME=one"]
     script = f'umount -l /dev/shm; mount -t tmpfs -o {mount} none /dev/shm && exec "$@"'
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", *command, "TRAIN_DATALOADER_NUM_WORKERS=1"],
-        env=launcher.environment,
-        cwd=launcher.folder,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 3 and "error: /dev/shm: " in done.stderr and message in done.stderr, done.stderr
+    words = ("train", f"CONFIG={launcher.config}", "RUN_NAME=one", "TRAIN_DATALOADER_NUM_WORKERS=1")
+    done = launcher.in_namespace("-m", script, *words)
+    assert done.code == 3 and "error: /dev/shm: " in done.err and message in done.err, done.err
 
 
 @pytest.mark.cold

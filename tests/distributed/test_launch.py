@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 
 from sft_play.launch.environment import free_port
 from tests.conftest import metrics
-from tests.launcher import SECONDS, Launcher, can_mount, events
+from tests.launcher import Launcher, can_mount, events
 
 
 @pytest.fixture
@@ -185,19 +183,10 @@ def test_a_full_disk_is_refused_before_the_workers_start(launcher: Launcher) -> 
     small = launcher.folder / "small"
     small.mkdir()
     script = f'mount -t tmpfs -o size=2m none {small} && "$@"; code=$?; ls -A {small} >&2; exit $code'
-    command = [sys.executable, "-m", "sft_play", "train", f"CONFIG={launcher.config}"]
-    outcome = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", *command],
-        env=launcher.environment | {"RUNS_DIR": str(small)},
-        cwd=launcher.folder,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert outcome.returncode == 3, outcome.stderr
-    assert "GiB free, but this run needs" in outcome.stderr
-    assert "demo-20" not in outcome.stderr.splitlines()[-1]  # the run's folder is gone again
+    outcome = launcher.in_namespace("-m", script, "train", f"CONFIG={launcher.config}", RUNS_DIR=str(small))
+    assert outcome.code == 3, outcome.err
+    assert "GiB free, but this run needs" in outcome.err
+    assert "demo-20" not in outcome.err.splitlines()[-1]  # the run's folder is gone again
 
 
 @pytest.mark.long
