@@ -333,7 +333,7 @@ def find_rows(call: Call, loaded: LoadedConfig, run: RunFolder | None) -> Scored
     if run is not None and not _gives_rows(call):
         return _own_rows(run)
     if isinstance(validation, list):
-        prepared = _prepare(replace(loaded, config=only_rows(config, validation, run)), "--scored")
+        prepared = _prepare(replace(loaded, config=only_rows(config, validation, run)), scored=True)
         split, path = prepared.train, ", ".join(source.path for source in validation)
     elif validation and run is not None:
         raise UserError(
@@ -384,7 +384,7 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
     )
 
 
-def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepared:
+def _prepare(loaded: LoadedConfig, *, scored: bool = False, day: str | None = None) -> Prepared:
     """Return the prepared data of a configuration, from the cache's index (no torch) or from a separate process."""
     from sft_play.config.load import save_config
     from sft_play.launch.attempt import obtain_prepared
@@ -392,7 +392,7 @@ def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepa
     from sft_play.runs.prepared import lookup
 
     if (cached := lookup(loaded.config)) and (day is None or (cached.validation and cached.validation.day == day)):
-        if "--scored" in words and cached.train:
+        if scored and cached.train:
             from sft_play.data.store import MANIFEST, summary
 
             tell(summary("evaluation", read_json(Path(cached.train.path) / MANIFEST)))
@@ -401,7 +401,7 @@ def _prepare(loaded: LoadedConfig, *words: str, day: str | None = None) -> Prepa
     with end_by_signals(), tempfile.TemporaryDirectory(prefix="evaluate-", dir=cache_folder()) as folder:
         run = RunFolder(Path(folder) / "run")
         save_config(loaded, run.config)
-        obtain_prepared(run, *words, day=day)
+        obtain_prepared(run, *(["--scored"] if scored else []), day=day)
         return Prepared.load(run.prepared)
 
 
