@@ -281,18 +281,18 @@ TAIL, HEAD = 40, 2000
 def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what the marks in a document, or in the questions and answers of a conversation, say."""
     if isinstance(content, str):
-        return sorted({*_found(content), *_found(content[:HEAD], DOCUMENTS)})
+        return sorted({*_marks_in(content), *_marks_in(content[:HEAD], DOCUMENTS)})
     doubts: set[str] = set()
     for turn in content:
         text = turn["content"]
         if turn["role"] == "user":
-            doubts.update(_found(text), _found(text[-TAIL:], ENDS_OF_QUESTIONS))
+            doubts.update(_marks_in(text), _marks_in(text[-TAIL:], ENDS_OF_QUESTIONS))
         elif turn["role"] == "assistant" and turn.get("train") is not False:
-            doubts.update(_found(text), _found(text, LINES_OF_ANSWERS), _found(text, WHOLE_ANSWERS))
+            doubts.update(_marks_in(text), _marks_in(text, LINES_OF_ANSWERS), _marks_in(text, WHOLE_ANSWERS))
     return sorted(doubts)
 
 
-def _found(text: str, marks: Marks = IN_TEXTS) -> list[str]:
+def _marks_in(text: str, marks: Marks = IN_TEXTS) -> list[str]:
     also = IN_WIDE_TEXTS if marks is IN_TEXTS and not text.isascii() else ()
     cut = [CUT] if marks is IN_TEXTS and len(text) == MOST_IN_A_CELL else []
     return cut + [meaning for meaning, mark in (*marks, *also) if re.search(mark, text)]

@@ -51,7 +51,7 @@ from sft_play.runs.prepared import (
     preparation_code,
     settings_that_matter,
 )
-from sft_play.text import bar
+from sft_play.text import bar, tell
 
 BAD = "bad row"
 """With `data.bad_rows: drop`, why a row is left out, whatever is wrong with it."""
@@ -215,16 +215,12 @@ class RowProblems:
         if self._stream is not None:
             self._stream.close()
             what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop skips them" if self.good else ""
-            print(
-                f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}")
         errors = self._faults.errors()
         if not self.drop:
             raise_all([*errors, *self.ended])
         for error in errors:
-            print(f"left out: {error.place}: {error.message}", file=sys.stderr, flush=True)
+            tell(f"left out: {error.place}: {error.message}")
         raise_all(self.ended)
 
 

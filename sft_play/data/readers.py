@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,6 +18,7 @@ from sft_play.config.reader import kind_of, names_of
 from sft_play.data.documents import DOCUMENTS, read_document
 from sft_play.data.streams import COMPRESSED, kind, open_bytes, refuse_other_kind, refuse_wide, report_damage, utf8
 from sft_play.errors import DataError
+from sft_play.text import tell
 
 Placed = tuple[str, Mapping[str, Any] | DataError]
 """A row and where it stands: `file:line`, or `file, row n`. A line that is no row is its error, so that later ones are
@@ -309,7 +309,7 @@ def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Pla
         skip(document, str(path))
     else:
         if document.note:
-            print(f"note: {path}: {document.note}", file=sys.stderr, flush=True)
+            tell(f"note: {path}: {document.note}")
         yield str(path), {"text": document.text, "path": str(path), "title": document.title}
 
 

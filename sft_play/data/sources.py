@@ -9,7 +9,6 @@ import json
 import platform
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -34,7 +33,7 @@ from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
-from sft_play.text import list_some
+from sft_play.text import list_some, tell
 
 OTHER_FILE = "another kind of file, a link to a folder, or of an installed package"
 """Why a file gives nothing to learn."""
@@ -339,7 +338,7 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
         ):
             skipped.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
     for note in missing_shards(files):
-        print(f"note: {note}", file=sys.stderr, flush=True)
+        tell(f"note: {note}")
     for path in files:
         count, before = 0, skipped.counts.total()
         for placed in read_file(path, skipped.add):
@@ -402,7 +401,7 @@ MOST_MARKS, LOOKED_AT = 20, 10_000
 
 def _half_marked(row: Mapping[str, Any], heeded: Collection[str], marks: dict[str, Counter[Any]]) -> str | None:
     """Return a column that marks some rows as good and is empty in others; adds its values to `marks`."""
-    for name in filter(says_what_is_good, row.keys() - heeded):
+    for name in (name for name in row if name not in heeded and says_what_is_good(name)):
         values, value = marks.setdefault(name, Counter()), None if is_blank(row[name]) else row[name]
         if value is None or (isinstance(value, (str, int, float)) and len(values) < MOST_MARKS):
             values[value] += 1
@@ -418,7 +417,7 @@ def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]],
             _half_marked({column: row[column]}, (), marks)
     counts, has = marks[column], f"has({in_filter(column)})"
     listed = list_some(
-        [f"{'nothing' if value is None else f'`{value}`'} ({rows:,})" for value, rows in counts.most_common()], 8
+        [f"{'nothing' if value is None else f'`{value}`'} ({count:,})" for value, count in counts.most_common()], 8
     )
     keeps = good(in_filter(column), [value for value in counts if value is not None])
     raise DataError(

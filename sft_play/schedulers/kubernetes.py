@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -30,7 +29,7 @@ from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import check_run
 from sft_play.schedulers import manifests
 from sft_play.schedulers.manifests import Spec, claims
-from sft_play.text import plural
+from sft_play.text import plural, tell
 
 KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job"}
 HEADER = "rendered by: make kubernetes"
@@ -81,7 +80,7 @@ def main(call: Call) -> int:
     ]
     print("\n".join([*lines, "\nto submit it:", *(f"  {command}" for command in commands)]))
     for note in rendered.notes:
-        print(f"note: {note}", file=sys.stderr)
+        tell(f"note: {note}")
     return 0
 
 

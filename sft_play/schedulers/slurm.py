@@ -42,7 +42,7 @@ from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.text import plural
+from sft_play.text import plural, tell
 
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 TEMPLATE = Path(__file__).with_name("slurm.sh")
@@ -153,7 +153,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
         job = replace(_job(rehearsal, name, script, environment), tasks=tasks)
         _write(rehearsal, script, render(job))
     for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld)]:
-        print(f"note: {notice}", file=sys.stderr)
+        tell(f"note: {notice}")
     if not call.json:
         print(f"{show_plan(rehearsal.plan)}\n\n{_show(job, script)}", flush=True)
     number = submit(script, rehearsal.loaded.origins) if submitting else None
