@@ -290,29 +290,35 @@ def read_settings(call: Call) -> LoadedConfig:
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
     loaded = override_config(loaded, overrides)
     rows = loaded.config.data
-    if data and isinstance(rows.validation, list) and (columns := _columns_of(Path(data), rows.sources)):
-        rows = replace(rows, validation=[replace(source, columns=columns) for source in rows.validation])
+    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), rows.sources)):
+        if form["filter"]:
+            tell(f"note: only rows that pass the run's filter are scored: {form['filter']}")
+        rows = replace(rows, validation=[replace(source, **form) for source in rows.validation])
         loaded = replace(loaded, config=replace(loaded.config, data=rows))
     note_consent(loaded)
     return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
 
 
-def _columns_of(path: Path, sources: Sequence[DataSource]) -> Mapping[str, str]:
-    """Return the `columns` of the first of the run's sources whose names the first row of a table has."""
-    from sft_play.config.data_rules import MISSING, look_up
+def _read_as(path: Path, sources: Sequence[DataSource]) -> dict[str, Any]:
+    """Return `columns` and `filter` of the first of the run's sources that names columns of a table's first row."""
+    from sft_play.config.data_rules import MISSING, Condition, look_up
     from sft_play.data.readers import TABLES, read_file
     from sft_play.data.streams import kind
 
-    named = [source.columns for source in sources if source.columns]
+    named = [source for source in sources if source.columns or source.filter]
     if not named or kind(path) not in TABLES or not path.is_file():
         return {}
     row = next((row for _, row in read_file(path) if not isinstance(row, DataError)), {})
 
     def is_there(names: Mapping[str, str], new: str) -> bool:
         column, _, of_turns = new.partition(".")
-        return column in {*row, *names} if of_turns else look_up(row, names[new]) is not MISSING
+        return column in {*row, *names} if of_turns else look_up(row, names.get(new, new)) is not MISSING
 
-    return next((names for names in named if all(is_there(names, new) for new in names)), {})
+    for source in named:
+        kept = source.filter and all(is_there(source.columns, name) for name in Condition(source.filter).columns)
+        if all(is_there(source.columns, new) for new in source.columns) and (source.columns or kept):
+            return {"columns": source.columns, "filter": source.filter if kept else None}
+    return {}
 
 
 def _within_context(loaded: LoadedConfig) -> LoadedConfig:

@@ -37,19 +37,30 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     assert text.count(words) == 1 and f"{path}:2" in text and "(2 such rows; the first is here)" in text
 
 
-def test_other_rows_are_scored_with_the_columns_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of the same kind as the training's; one with our names is read as it is."""
+def test_other_rows_are_scored_with_the_columns_and_filter_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table of the same kind as the training's; one with our names, or without what is filtered, is read as it is."""
     monkeypatch.chdir(tmp_path)
-    Path("my.yaml").write_text(
-        "model: {name: a/b}\ndata: {sources: [{path: train.csv, columns: {prompt: text, completion: label}}]}\n"
-    )
-    save_config(load_config(Path("my.yaml")), Path("runs/one/config.json"))
-    Path("same.csv").write_text("text,label\nIt broke,bug\n")
-    Path("ours.csv").write_text("prompt,completion\nIt broke,bug\n")
-    for name, columns in (("same.csv", {"prompt": "text", "completion": "label"}), ("ours.csv", {})):
+    mapped = {"prompt": "text", "completion": "label"}
+    for kept, name, columns, rule in (
+        ("", "same.csv", mapped, None),
+        ("", "ours.csv", {}, None),
+        (", filter: ok == 1", "same.csv", mapped, None),
+        (", filter: ok == 1", "marked.csv", mapped, "ok == 1"),
+    ):
+        Path("my.yaml").write_text(
+            "model: {name: a/b}\n"
+            f"data: {{sources: [{{path: t.csv, columns: {{prompt: text, completion: label}}{kept}}}]}}\n"
+        )
+        save_config(load_config(Path("my.yaml")), Path("runs/one/config.json"))
+        Path("same.csv").write_text("text,label\nIt broke,bug\n")
+        Path("ours.csv").write_text("prompt,completion\nIt broke,bug\n")
+        Path("marked.csv").write_text("text,label,ok\nIt broke,bug,1\n")
         call = parse_call(["eval", "RUN=runs/one", f"DATA={name}"], COMMANDS)
         [source] = cast(list[DataSource], read_settings(call).config.data.validation)
-        assert (source.path, source.columns) == (name, columns)
+        assert (source.path, source.columns, source.filter) == (name, columns, rule)
+        assert ("the run's filter are scored: ok == 1" in capsys.readouterr().err) == (rule is not None)
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
