@@ -285,6 +285,7 @@ class Side:
         }
         if self.weights.label != BASE:  # which no training made
             facts |= {
+                "learning rate": plan.learning_rate,
                 "steps": summary.step or None,
                 "training seconds": summary.seconds if summary.step else None,
                 "tokens/s": summary.tokens_per_second,
