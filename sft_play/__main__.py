@@ -141,12 +141,12 @@ COMMANDS: dict[str, Command] = {
     "slurm": Command(
         "sft_play.schedulers.slurm:main",
         "an sbatch script for CONFIG, from the plan; SUBMIT=1 submits it",
-        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES DEEPSPEED_CONFIG HARDWARE OUT SUBMIT",
+        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES DEEPSPEED_CONFIG HARDWARE OUT SUBMIT PRICE_PER_HOUR WHY",
     ),
     "kubernetes": Command(
         "sft_play.schedulers.kubernetes:main",
         "manifests for CONFIG, from the plan",
-        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES DEEPSPEED_CONFIG HARDWARE OUT",
+        "CONFIG JSON RUN_NAME NUM_GPUS NUM_NODES DEEPSPEED_CONFIG HARDWARE OUT PRICE_PER_HOUR WHY",
     ),
     "runs": Command(
         "sft_play.launch.runs:main",

@@ -39,10 +39,8 @@ def main(call: Call) -> int:
     """Print the plan, with `JSON=1` as plan.json, and return 0; show the parts of a misfit before its error."""
     if call.options.get("RUN"):
         find_run(call.options["RUN"])  # reports an unknown run before its missing configuration
-    why = call.flag("WHY") or "WHY" not in call.options
-    price = parse_price(call.options.get("PRICE_PER_HOUR"))
     rehearsal = rehearse(call, parse_source(call.options.get("SOURCE"), "known"))
-    plan, hardware = with_cost(rehearsal.plan, rehearsal.hardware, price), rehearsal.hardware
+    plan, hardware = rehearsal.plan, rehearsal.hardware
     for notice in rehearsal.options.notices:
         tell(f"note: {notice}")
     for problem in compare_versions(hardware) if plan.device == "cuda" else ():
@@ -50,10 +48,15 @@ def main(call: Call) -> int:
     if call.json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
-    print(show_plan(plan, why=why, details=True))
+    print(show_plan(plan, why=wants_reasons(call), details=True))
     if not hardware.described:
         print(f"\n  to run it: {_command(call, rehearsal)}")
     return 0
+
+
+def wants_reasons(call: Call) -> bool:
+    """Return whether a command that shows a plan before any run gives its reasons: unless `WHY=0`."""
+    return call.flag("WHY") or "WHY" not in call.options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +84,7 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
 
     Raise `UserError`, after showing the parts of what does not fit.
     """
+    price = parse_price(call.options.get("PRICE_PER_HOUR"))
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
     hardware = hardware_of(call)  # only now: an accelerate config may ask for the CPU
     if options.cpu and hardware.described and hardware.kind != "cpu":
@@ -100,7 +104,7 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise error.without_remedies() from None
     refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
-    return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=plan)
+    return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=with_cost(plan, hardware, price))
 
 
 def rehearse_for_nodes(call: Call) -> Rehearsal:

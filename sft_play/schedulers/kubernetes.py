@@ -18,7 +18,7 @@ from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes
+from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card, network_speed
@@ -74,7 +74,7 @@ def main(call: Call) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     lines = [
-        show_plan(plan),
+        show_plan(plan, why=wants_reasons(call)),
         f"{KINDS[spec.settings.kind]} `{spec.name}`: {_pods(spec)}",
         *(f"  {path}" for path in paths),
     ]
@@ -89,7 +89,8 @@ def render(call: Call) -> Rendered:
     rehearsal = rehearse_for_nodes(call)
     spec = _spec(call, rehearsal)
     settings, loaded = spec.settings, rehearsal.loaded
-    typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
+    shown_only = ("OUT", "JSON", "PRICE_PER_HOUR", "WHY")
+    typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in shown_only]
     command = shlex.join(
         ["make", call.command, *typed, *(override.origin.removeprefix("make ") for override in call.overrides)]
     )

@@ -35,7 +35,7 @@ from sft_play.config.load import own_words, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes
+from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.plan import COMMANDS
@@ -155,7 +155,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
     for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld)]:
         tell(f"note: {notice}")
     if not call.json:
-        print(f"{show_plan(rehearsal.plan)}\n\n{_show(job, script)}", flush=True)
+        print(f"{show_plan(rehearsal.plan, why=wants_reasons(call))}\n\n{_show(job, script)}", flush=True)
     number = submit(script, rehearsal.loaded.origins) if submitting else None
     if call.json:
         facts = {

@@ -27,8 +27,11 @@ def test_files_go_to_the_runs_folder_and_json_says_which(in_process: Program, tm
     assert (
         "# PyTorchJob of the run demo, rendered by: make kubernetes CONFIG=configs/l40s_pair.yaml HARDWARE=L40S" in text
     )
+    again = in_process("kubernetes", *TWO, "RUN_NAME=demo", "PRICE_PER_HOUR=2", "WHY=0")
+    assert again.code == 0 and "\n  because" not in again.out and "cost: unknown, since the speed is" in again.out
+    assert Path(done.json["files"][0]).read_text() == text
     again = in_process("kubernetes", *TWO, "RUN_NAME=demo")
-    assert again.code == 0 and Path(done.json["files"][0]).read_text() == text
+    assert again.code == 0 and Path(done.json["files"][0]).read_text() == text and "\n  because" in again.out
     assert "kubectl apply -f" in again.out and "2 pods with 1 GPU (L40S) each" in again.out
     assert "these claims must exist: models, runs, each mounted by all pods at once" in again.err
 

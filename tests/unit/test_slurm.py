@@ -412,7 +412,8 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
 
 def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
     script = tmp_path / "jobs" / "first.sbatch"
-    done = command(in_process, tmp_path, f"OUT={script}", "SLURM_ARRAY=0-3")
+    done = command(in_process, tmp_path, f"OUT={script}", "SLURM_ARRAY=0-3", "PRICE_PER_HOUR=9", "WHY=0")
+    assert "at PRICE_PER_HOUR" in done.out + done.err and "\n  because" not in done.out
     assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
     assert (
         "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
