@@ -70,6 +70,8 @@ def test_a_price_must_be_a_number(text: str) -> None:
 def test_measured_energy_is_shown_next_to_its_bound(tmp_path: Path) -> None:
     write_json(RunFolder(tmp_path).training_metrics, {"energy_kwh": 0.75, "forecast": {"energy_kwh": 1.0}})
     assert beside_forecast(RunFolder(tmp_path)) == "  energy   0.75 kWh, forecast 1 kWh (-25%)\n"
+    write_json(RunFolder(tmp_path).training_metrics, {"training_seconds": 90.0, "resumed": True, "forecast": {"x": 1}})
+    assert beside_forecast(RunFolder(tmp_path)) == "  time     90 s in all, also before it was resumed\n"
     rows = [{"rank_power_watts": watts} for watts in ([100.0, 300.0], [None, 300.0], None, [200.0, 400.0])]
     assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
 
