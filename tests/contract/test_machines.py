@@ -120,7 +120,7 @@ def test_a_lost_card_can_be_excluded(tmp_path: Path, in_process: Program) -> Non
     facts = in_process(
         "memory-check", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}
     ).json
-    assert facts["devices"][0]["device"] == facts["need"]["ranks"][0]["device"] == "cuda:1"
+    assert facts["devices"][0]["device"] == "cuda:1" and len(facts["need"]["ranks"]) == 1
 
 
 def test_answers_use_one_card_or_say_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
