@@ -1,5 +1,5 @@
-"""The plan as a pure function of a request, and what lies around it: what would need less memory, fewer cards or
-machines that would be faster, and where the peak is.
+"""The plan as a pure function of a request, and what lies around it: what would need less memory, and fewer cards
+or machines that would be faster.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.layers import shipped
-from sft_play.config.schema import Config
 from sft_play.plan.batch import rows_each
-from sft_play.plan.choices import with_chunks
 from sft_play.plan.decide import decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
-from sft_play.plan.memory import OPTIMIZER_BYTES, host_bytes, rank_memory, rank_moments
+from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, tightest
 from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request, with_machines
-from sft_play.plan.shape import ModelShape
 from sft_play.plan.throughput import token_cost
 from sft_play.text import figure
 
@@ -245,76 +242,3 @@ def ways_out(request: Request, plan: Plan, rank: RankPlan) -> tuple[Remedy, ...]
     """
     need = rank_memory(request.config, request.shape, plan, rank.micro_batch)
     return remedies(with_machines(request), plan, rank.micro_batch, sum(need.values()))
-
-
-# The peak of a plan in words.
-
-WORTH_SAYING = GIB // 50
-CHANGEABLE = {"update": ("optimizer", "gradients", "workspace"), "": ("activations", "recompute", "logits", "casts")}
-"""Parts that can be named as the largest of a peak: at the update, and at any other moment."""
-NAMES = {
-    "recompute": "the recomputed layer",
-    "casts": "the 16-bit copies of weights",
-    "optimizer": "the optimizer's states",
-}
-
-
-def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
-    """Return the plan with its peak in words, its largest part, and what would lower it, with the saving by formula.
-
-    `moment` and `operation` come from a trace; without them the peak of the formula counts.
-    """
-    rank = tightest(plan.ranks)
-    setup = plan.on(rank.rank)
-    if not moment:
-        moments = rank_moments(config, shape, setup, rank.worst_rows)
-        moment = max(moments, key=lambda name: sum(moments[name].values()))
-    at, name = MOMENTS.get(moment, moment), operation.removeprefix("aten.").removesuffix(".default")
-    plan = replace(plan, peak_at=at + (f" (`{name}`)" if name else ""), peak_remedy=None)
-    part = max(CHANGEABLE.get(moment, CHANGEABLE[""]), key=lambda name: rank.memory_bytes.get(name, 0))
-    if rank.memory_bytes.get(part, 0) < WORTH_SAYING:
-        return plan
-    before = sum(rank_memory(config, shape, setup, rank.worst_rows).values())
-    for words, other, rows in _changes(config, shape, setup, rank.worst_rows, part):
-        saving = before - sum(rank_memory(config, shape, other, rows).values())
-        if saving >= WORTH_SAYING:
-            shrinks = f"largest part that can shrink: {NAMES.get(part, f'the {part}')}"
-            return replace(
-                plan, peak_remedy=f"{shrinks}; with {words} the whole peak is {saving / GIB:.1f} GiB lower, by formula"
-            )
-    return plan
-
-
-def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: str) -> list[tuple[str, Setup, int]]:
-    """Return (words, setup, rows) of each change that makes a part smaller, the cheapest first."""
-    changes: list[tuple[str, Setup, int]] = []
-    bf16_on_gpu = (
-        setup.device == "cuda" and setup.precision == "bf16" and config.tuning.mode == "full" and not setup.zero
-    )
-    if part in ("optimizer", "gradients", "workspace"):
-        if bf16_on_gpu and setup.optim not in OPTIMIZER_BYTES:
-            changes.append(("TRAIN_OPTIM=adamw_bnb_8bit", replace(setup, optim="adamw_bnb_8bit"), rows))
-        return changes
-    if part == "logits" and not setup.loss_chunk:
-        changes.append(("chunks of the loss", with_chunks(config, shape, setup), rows))
-    if part == "casts" and bf16_on_gpu:
-        changes.append(("MODEL_DTYPE=bfloat16", replace(setup, weights_dtype="bfloat16"), rows))
-    if part in ("activations", "casts") and not setup.gradient_checkpointing:
-        changes.append(("TRAIN_GRADIENT_CHECKPOINTING=true", replace(setup, gradient_checkpointing=True), rows))
-    if rows > 1:
-        changes.append((f"TRAIN_BATCH_SIZE={rows // 2}", setup, rows // 2))
-    shorter = max(SHORTEST_ROW, setup.row_tokens // 2)
-    return [*changes, (f"rows of at most {shorter} tokens", replace(setup, row_tokens=shorter), rows)]
-
-
-MOMENTS = {
-    "forward first": "in the first layer's forward pass",
-    "forward middle": "in the forward pass",
-    "forward last": "in the last layer's forward pass",
-    "forward head": "where the logits and the loss are computed",
-    "backward head": "where the gradient of the logits is computed",
-    "backward last": "in the last layer's backward pass, all activations held",
-    "backward middle": "in the backward pass",
-    "backward first": "at the end of the backward pass, all gradients held",
-    "update": "in the optimizer's update",
-}

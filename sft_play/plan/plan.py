@@ -226,10 +226,6 @@ class Plan(Setup):
     """Rows of the largest micro-batch that fits the tightest rank."""
     longest_row: int = 0
     """Tokens of the longest rows with which the planned micro-batch fits, at most the model's context."""
-    peak_at: str | None = None
-    """Where in a step the peak is, in words."""
-    peak_remedy: str | None = None
-    """The peak's largest part that can shrink, what shrinks it, and how far the peak falls; `None` if nothing does."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """Changes made because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: Mapping[str, str]

@@ -63,7 +63,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     )
     speed = show_speed(plan)
     if why:
-        lines += [f"  room     {_room(plan)}", *_peak(plan)]
+        lines += [f"  room     {_room(plan)}"]
         lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
         if plan.exchanges:
             lines += ["", *show_exchanges(plan.exchanges), ""]
@@ -150,12 +150,6 @@ def _room(plan: Plan) -> str:
         return f"rows of up to {plan.longest_row:,} tokens would fit in these micro-batches"
     longest = f"{plan.ranks[0].micro_batch} of {plan.longest_row:,}"
     return f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {longest}, would fit"
-
-
-def _peak(plan: Plan) -> list[str]:
-    """Return lines that say where in a step the peak is, and what would lower it."""
-    peak = [f"  peak     {plan.peak_at}"] if plan.peak_at else []
-    return peak + ([f"           {plan.peak_remedy}"] if plan.peak_at and plan.peak_remedy else [])
 
 
 def _parts(rank: RankPlan) -> str:

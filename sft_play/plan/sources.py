@@ -32,7 +32,7 @@ from sft_play.plan.architecture import (
 from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
-from sft_play.plan.make import make_plan, with_peak
+from sft_play.plan.make import make_plan
 from sft_play.plan.memory import MIB, WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.request import DoesNotFitError, Request
@@ -107,10 +107,9 @@ def _plan_by(request: Request, source: Source) -> Plan:
 
 
 def _by_formula(request: Request, why: str = "") -> Plan:
-    config, shape = request.config, request.shape
-    plan = with_peak(make_plan(replace(request, memory=rank_memory)), config, shape)
-    if shape.counted:
-        plan = plan.with_reason("family", f"{_unknown(shape)} as if it were a Llama of these sizes")
+    plan = make_plan(replace(request, memory=rank_memory))
+    if request.shape.counted:
+        plan = plan.with_reason("family", f"{_unknown(request.shape)} as if it were a Llama of these sizes")
     return plan.with_reason("source", why) if why else plan
 
 
@@ -137,7 +136,7 @@ def _is_near(request: Request) -> bool:
 
 
 def _by_trace(request: Request, memory: TracedMemory) -> Plan:
-    config, shape, traced = request.config, request.shape, replace(request, memory=memory)
+    shape, traced = request.shape, replace(request, memory=memory)
     for rounds_left in reversed(range(ROUNDS)):
         try:
             plan = make_plan(traced)
@@ -156,16 +155,12 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
             f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used stays"
             " free",
         )
-        plan = replace(plan, source="probe")
-    elif memory.error:
+        return replace(plan, source="probe")
+    if memory.error:
         return _by_formula(request, f"memory by formula: the trace cannot run this architecture ({memory.error})")
     if not cases <= memory.observations.keys():
         if memory.traces and memory.observations:
             plan = plan.with_reason("source", UNSETTLED.format(seen=len(memory.observations), rounds=ROUNDS))
-        return with_peak(plan, config, shape)
-    worst = max((memory.observations[case] for case in cases), key=lambda seen: sum(seen.parts.values()))
-    plan = with_peak(plan, config, shape, worst.moment, worst.operation)
-    if plan.source == "probe":
         return plan
     plan = plan.with_reason("family", f"{_unknown(shape)} are traced") if shape.counted else plan
     return replace(plan.with_reason("source", f"memory by trace of {_traced(setup)}"), source="trace")
@@ -255,16 +250,6 @@ STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimize
 MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
-    """What a trace observed of one micro-batch."""
-
-    parts: Mapping[str, int]
-    """Bytes of every part at the peak."""
-    moment: str
-    operation: str
-
-
 @dataclass(kw_only=True, slots=True)
 class TracedMemory:
     """A rank's memory: exact where it was traced, otherwise by the formula, scaled by part to the nearest trace."""
@@ -273,7 +258,8 @@ class TracedMemory:
     architecture: dict[str, Any]
     traces: bool = False
     """Whether to trace cases that are not in the cache."""
-    observations: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
+    observations: dict[tuple[Setup, int], dict[str, int]] = field(default_factory=dict)
+    """What a trace observed of a micro-batch: bytes of every part at the peak."""
     probed: set[tuple[Setup, int]] = field(default_factory=set)
     """Observations that a probe corrected."""
     error: str | None = None
@@ -284,13 +270,13 @@ class TracedMemory:
         # A trace is of one configuration; apart from the setup, memory depends on its tuning alone.
         same = config.tuning == self.config.tuning
         if same and (exact := self.observations.get((setup, micro_batch))):
-            return dict(exact.parts)
+            return dict(exact)
         parts = rank_memory(config, shape, setup, micro_batch)
         near = self._nearest(setup, micro_batch) if same else None
         if near is None:
             return parts
         (other, rows), observed = near
-        return _scale_parts(parts, rank_memory(config, shape, other, rows), observed.parts)
+        return _scale_parts(parts, rank_memory(config, shape, other, rows), observed)
 
     def probe_path(self, plan: Plan) -> Path:
         """Return the file of a probe's measurements, named by what runs, on which devices, under which strategy."""
@@ -306,17 +292,13 @@ class TracedMemory:
             case = setup, rank.worst_rows
             if case in earlier:
                 continue
-            seen = self.observations.get(case)
-            parts = seen.parts if seen else rank_memory(self.config, shape, setup, rank.worst_rows)
-            fixed = correct_parts(parts, probe, rank.capacity_bytes)
-            self.observations[case] = Observation(
-                parts=fixed, moment=seen.moment if seen else "", operation=seen.operation if seen else ""
-            )
+            parts = self.observations.get(case) or rank_memory(self.config, shape, setup, rank.worst_rows)
+            self.observations[case] = correct_parts(parts, probe, rank.capacity_bytes)
             self.probed.add(case)
             new = True
         return new
 
-    def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
+    def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], dict[str, int]] | None:
         """Return the observation nearest in tokens whose setup differs only in its rows."""
         tokens = micro_batch * setup.row_tokens
 
@@ -365,11 +347,11 @@ def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed:
 
 def assemble(
     config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]
-) -> Observation:
+) -> dict[str, int]:
     """Return a rank's parts at its peak: temporary parts as traced, states as traced or as the strategy shards them."""
     formula = rank_memory(config, shape, setup, micro_batch)
-    best: Observation | None = None
-    for moment, traced_parts in result["moments"].items():
+    best: dict[str, int] = {}
+    for traced_parts in result["moments"].values():
         parts = {name: max(0, traced_parts.get(name, 0)) for name in MOVING}
         for name in STATES:
             if name in formula:
@@ -378,15 +360,13 @@ def assemble(
             parts["optimizer"] = formula["optimizer"]
         parts["workspace"] += WORKSPACE_BYTES[setup.device]
         parts |= {name: formula[name] for name in ("buffers", "context")}
-        if best is None or sum(parts.values()) > sum(best.parts.values()):
-            best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
-    assert best is not None, "a trace has moments"
+        best = max(best, parts, key=lambda parts: sum(parts.values()))
     lost = formula["fragmentation"]
     if setup.device == "cuda":
         share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
-        by_formula = int(share * sum(best.parts.get(name, 0) for name in MOVING))
+        by_formula = int(share * sum(best.get(name, 0) for name in MOVING))
         lost = SEGMENTS_BYTES if setup.expandable_segments else by_formula
-    return replace(best, parts={**best.parts, "fragmentation": lost})
+    return best | {"fragmentation": lost}
 
 
 NOT_ALLOCATED = ("context", "fragmentation")
