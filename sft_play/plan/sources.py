@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.call import Call
-from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, Problems, UserError
@@ -177,39 +176,10 @@ def _traced(setup: Setup) -> str:
     )
 
 
-LAN = "12GB+8GB+8GB@1Gbit"
-MADE_FOR = {
-    "run_bnb": "24GB", "run_unsloth": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100",
-    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": LAN,
-    "home_lan_13b": LAN, "smoke": "8GB+8GB@1Gbit", "from_scratch": "24GB", "run_bnb_qwen3_5": "16GB",
-    "rtx4090_sli_gemma4": "2xRTX4090", "home_lan_smollm3": LAN, "h200_pair_gemma4": "2xH200",
-    "h200_single_gpt_oss": "H200",
-}  # fmt: skip
-"""Preset -> the hardware that it is for, as in docs/presets.md."""
-
-
 def hardware_of(call: Call) -> Hardware:
     """Return the hardware that `HARDWARE` describes, or this machine's. Raise `HardwareError`."""
     described = call.options.get("HARDWARE")
     return parse_hardware(described) if described else detect()
-
-
-def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) -> UserError:
-    """Return the refusal of a plan with the place where the named key was written.
-
-    A refusal for lack of memory on this machine also names the hardware of the preset that the file is, or extends.
-    """
-    for problem in error.problems if isinstance(error, Problems) else (error,):
-        if problem.place and problem.place in loaded.origins:
-            problem.place = loaded.origins[problem.place]
-    if hardware.described or not isinstance(error, DoesNotFitError):
-        return error
-    files = [str(loaded.path), *(loaded.origins[key].rpartition(":")[0] for key in ("model.name", *loaded.origins))]
-    presets = (file for file in map(Path, files) if file.stem in MADE_FOR and file.resolve().parent == PRESETS)
-    name = next((file.stem for file in presets), None)
-    if name is None:
-        return error
-    return error.add(notes=(f"the preset `{name}` is for HARDWARE={MADE_FOR[name]}, which `make plan` plans for",))
 
 
 def plan_for(
@@ -237,7 +207,10 @@ def plan_for(
     try:
         return plan_by_source(asked, source)
     except UserError as error:
-        raise explain_refusal(loaded, hardware, error) from None
+        for problem in error.problems if isinstance(error, Problems) else (error,):
+            if problem.place:
+                problem.place = loaded.origins.get(problem.place, problem.place)  # where the key was written
+        raise
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:
