@@ -23,8 +23,6 @@ USABLE = 0.98
 """Share of a card's nominal gigabytes (in fact GiB) that programs can use; ECC and driver keep the rest."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
 """Share of the free memory that a plan uses."""
-FULL = 0.05
-"""A GPU with a smaller share of its memory free is full: CUDA and a model's first layer already need more."""
 ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB
 """Assumed for a machine of which only the GPUs are described."""
 
@@ -54,11 +52,6 @@ class Device:
     """Whether torch's allocator can grow its blocks in place; under WSL2 the first allocation would fail
     (pytorch#192330).
     """
-
-    @property
-    def full(self) -> bool:
-        """Whether other programs hold nearly all of its memory."""
-        return self.free_bytes < FULL * self.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

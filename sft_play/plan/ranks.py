@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.config.schema import LaunchConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.hardware import FULL, GIB, HEADROOM, Device, Hardware, device_of, find_card
+from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, device_of, find_card
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
 
 
@@ -84,12 +84,10 @@ def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
 
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
-    """Return the ranks of all machines. Raise `HardwareError` for devices that are absent or full."""
+    """Return the ranks of all machines. Raise `HardwareError` for devices that are absent."""
     single, nodes = launch.command_strategy == "single", launch.num_nodes
     if launch.node_devices and not single:
         assert len(launch.node_devices) == nodes, (len(launch.node_devices), nodes)
-        for node, devices in enumerate(launch.node_devices):
-            _refuse_full_node(node, devices)
         machines = [(tuple(range(len(devices))), devices) for devices in launch.node_devices]
     else:
         machines = [devices_for(hardware, launch, single)] * nodes
@@ -101,23 +99,6 @@ def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
     )
 
 
-def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
-    for index, device in enumerate(devices):
-        if device.full:
-            hint = "`make memory-check` there lists the programs that use it; exclude it with NUM_GPUS or"
-            raise _full(f"GPU {index} of node {node}", device, f"{hint} CUDA_VISIBLE_DEVICES on that node")
-
-
-def _full(which: str, device: Device, hint: str) -> HardwareError:
-    """Return the error for a GPU that other programs fill."""
-    free, size = device.free_bytes / GIB, max(1, device.memory_bytes) / GIB
-    return HardwareError(
-        f"{which} ({device.name}) is full: {free:.1f} of {size:.1f} GiB free = {free / size:.1%}, less than the"
-        f" {FULL:.0%} that CUDA and the first layers take",
-        hint=hint,
-    )
-
-
 MOST_CPU_PROCESSES = 64
 
 
@@ -126,7 +107,7 @@ def devices_for(
 ) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
-    Raise `HardwareError` if there are too few, or when other programs fill one that would be used.
+    Raise `HardwareError` if there are too few.
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:
@@ -154,28 +135,9 @@ def devices_for(
     if wants_one:
         # The card with the most free memory, rounded to a GiB; among equals, the fastest.
         best = max(hardware.devices, key=lambda device: (device.free_bytes // GIB, device.peak_flops or 0.0))
-        _refuse_full(hardware, (best,))
         return (hardware.devices.index(best),), (best,)
     chosen = hardware.devices[: asked or len(hardware.devices)]
-    _refuse_full(hardware, chosen)
     return tuple(range(len(chosen))), chosen
-
-
-def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
-    """Raise `HardwareError` for a GPU that other programs fill, with the way to skip it."""
-    full = [device for device in chosen if device.full]
-    if not full:
-        return
-    usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
-    if not usable:
-        hint = "`make memory-check` lists the programs that use them; wait, or end those programs"
-    else:
-        free = sum(device.free_bytes for _, device in usable) / GIB
-        hint = f"{visible_variable(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
-        hint += (
-            f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` lists the programs that use the rest"
-        )
-    raise _full(f"GPU {hardware.devices.index(full[0])}", full[0], hint)
 
 
 def visible_variable(hardware: Hardware, indices: list[int]) -> str:

@@ -62,7 +62,7 @@ class Request:
 
     @cached_property
     def ranks(self) -> RankLayout:
-        """Where the ranks are. Raise `HardwareError` for devices that are absent or full."""
+        """Where the ranks are. Raise `HardwareError` for devices that are absent."""
         return ranks_of(self.hardware, self.launch)
 
     @property

@@ -127,8 +127,8 @@ def gpus(*free: float) -> Hardware:
 
 def test_a_full_gpu_is_named_with_the_way_to_exclude_it() -> None:
     text = message(HardwareError, gpus(23, 0.4, 23), name=SMALL, command_strategy="auto")
-    assert "GPU 1 (GPU 1) is full: 0.4 of 24.0 GiB free = 1.7%, less than the 5%" in text
-    assert "CUDA_VISIBLE_DEVICES=2,4 skips full GPUs: 46.0 GiB free on 2 of 3 GPUs" in text
+    assert "other programs hold 23.6 of GPU 3's 24.0 GiB (`make memory-check` names them)" in text
+    assert "CUDA_VISIBLE_DEVICES=2,4: 2 of 3 GPUs hold it" in text
     assert plan_of(gpus(0.4, 23), name=SMALL).ranks[0].device == "cuda:1"  # one process takes the free one
 
 
