@@ -37,7 +37,7 @@ def prepared(kind: str, mode: str) -> Any:
             {name.rpartition(".")[2] for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
         )
         torch.manual_seed(3)
-        model, _ = lora.add_adapters(model, LoraSettings(r=4, alpha=8, target_modules=targets), BASE, torch.float32)
+        model = lora.add_adapters(model, LoraSettings(r=4, alpha=8, target_modules=targets), BASE, torch.float32)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
