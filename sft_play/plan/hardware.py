@@ -42,8 +42,6 @@ class Device:
     """Dense bf16 operations per second with fp32 accumulation; fp32 on a CPU. `None` when unknown."""
     bandwidth: float | None = None
     """Bytes per second of device memory."""
-    power_watts: float | None = None
-    """Power limit that the driver enforces, or that of the data sheet; `None` when unknown, as for every CPU."""
     number: int | None = None
     """The driver's number, as in `CUDA_VISIBLE_DEVICES`; `None` for a CPU and for described devices."""
     mig_uuid: str | None = None
@@ -180,7 +178,6 @@ def device_of(label: str, card: Card) -> Device:
         compute_capability=card.capability,
         peak_flops=card.bf16_tflops * 1e12,
         bandwidth=card.bandwidth_gb_s * GB,
-        power_watts=card.watts,
     )
 
 
@@ -204,27 +201,11 @@ class Card:
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
-    watts: float | None = None
-    """Power limit; `None` for parts that have a range of limits (laptops, NVL and GH parts)."""
     confirmed: bool = True
     """Whether a published page confirms the figures; otherwise they were recalled or inferred."""
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
-
-FP32_SHARES = {(7, 0): 1 / 8, (7, 5): 1 / 8, (8, 0): 1 / 16, (9, 0): 1 / 15, (9, 4): 1 / 8, (10, 0): 1 / 28}
-"""Compute capability -> fp32 speed without tensor cores as a share of that of bf16 (or fp16), from NVIDIA's data
-sheets: T4 8.1 of 65, V100 15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of 1307, B200 80 of 2250. Others:
-half on GeForce cards, a quarter on L4, L40S, A10 and RTX A6000.
-"""
-
-
-def fp32_share(name: str, capability: tuple[int, int] | None) -> float:
-    """Return the speed of fp32 matrix products as a share of bf16's; TF32, which torch does not enable, is faster."""
-    return FP32_SHARES.get(capability or (0, 0)) or (
-        1 / 4 if re.search(r"\b(L4\b|L40S|A10|A40|RTX ?A6000|RTX ?6000)", name) else 1 / 2
-    )
-
 
 NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a pair of the 50 series may
@@ -232,20 +213,19 @@ hang. `RTX 4000` is not a consumer card.
 """
 
 CATALOGUE: Mapping[str, Card] = {
-    # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock; watts from NVIDIA's product pages,
-    # total graphics power of the founders' edition or reference card.
-    "RTX3060": Card(11.8, 25.5, 360, AMPERE, 170, confirmed=False),
-    "RTX3070": Card(7.8, 40.6, 448, AMPERE, 220, confirmed=False), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE, 290),
-    "RTX3080": Card(9.8, 59.5, 760, AMPERE, 320, confirmed=False),
-    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE, confirmed=False), "RTX3090": Card(23.6, 71.2, 936, AMPERE, 350),
-    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE, 450, confirmed=False), "RTX4060": Card(7.8, 30.2, 272, ADA, 115),
-    "RTX4060Ti": Card(7.8, 44.1, 288, ADA, 160), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA, 165),
-    "RTX4070": Card(11.8, 58.3, 504, ADA, 200), "RTX4070Super": Card(11.8, 71, 504, ADA, 220, confirmed=False),
-    "RTX4070Ti": Card(11.8, 80.2, 504, ADA, 285), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA, 285, confirmed=False),
-    "RTX4080": Card(15.6, 97.5, 717, ADA, 320), "RTX4080Super": Card(15.6, 104.4, 736, ADA, 320, confirmed=False),
-    "RTX4090": Card(23.6, 165.2, 1008, ADA, 450), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL, 250),
-    "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL, 300), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL, 360),
-    "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL, 575),
+    # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock.
+    "RTX3060": Card(11.8, 25.5, 360, AMPERE, confirmed=False),
+    "RTX3070": Card(7.8, 40.6, 448, AMPERE, confirmed=False), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE),
+    "RTX3080": Card(9.8, 59.5, 760, AMPERE, confirmed=False),
+    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE, confirmed=False), "RTX3090": Card(23.6, 71.2, 936, AMPERE),
+    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE, confirmed=False), "RTX4060": Card(7.8, 30.2, 272, ADA),
+    "RTX4060Ti": Card(7.8, 44.1, 288, ADA), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA),
+    "RTX4070": Card(11.8, 58.3, 504, ADA), "RTX4070Super": Card(11.8, 71, 504, ADA, confirmed=False),
+    "RTX4070Ti": Card(11.8, 80.2, 504, ADA), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA, confirmed=False),
+    "RTX4080": Card(15.6, 97.5, 717, ADA), "RTX4080Super": Card(15.6, 104.4, 736, ADA, confirmed=False),
+    "RTX4090": Card(23.6, 165.2, 1008, ADA), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL),
+    "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL),
+    "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL),
     # GeForce, laptops: at the highest power that a manufacturer may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
     "RTX4060Laptop": Card(7.8, 29.1, 256, ADA), "RTX4070Laptop": Card(7.8, 40.1, 256, ADA),
     "RTX4080Laptop": Card(11.8, 67.7, 432, ADA), "RTX4090Laptop": Card(15.6, 79.4, 576, ADA, confirmed=False),
@@ -253,17 +233,17 @@ CATALOGUE: Mapping[str, Card] = {
     "RTX5070TiLaptop": Card(11.8, 62, 672, BLACKWELL, confirmed=False),
     # Workstations and servers, dense, from NVIDIA's data sheets (V100 16 GB and T4: fp16, since they lack bf16; A100,
     # H100 and H200: SXM; GH200 96 GB; B200 180 GB), and from AMD's as quoted in Bekman's ml-engineering (matrix
-    # products reach 668 TFLOP/s there). Watts: thermal design power, or "max power consumption", of that part.
-    "RTXA6000": Card(47.5, 154.8, 768, AMPERE, 300), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, 300, confirmed=False),
-    "V100": Card(15.8, 125, 900, (7, 0), 300), "T4": Card(14.7, 65, 320, (7, 5), 70),
-    "L4": Card(22.2, 121, 300, ADA, 72), "L40": Card(44.4, 181, 864, ADA, 300, confirmed=False),
-    "L40S": Card(44.4, 362, 864, ADA, 350), "A10": Card(22.2, 125, 600, AMPERE, 150),
-    "A10G": Card(22.2, 70, 600, AMPERE, confirmed=False), "A40": Card(44.4, 149.7, 696, AMPERE, 300),
-    "A100-40GB": Card(39.4, 312, 1555, (8, 0), 400), "A100": Card(79.2, 312, 2039, (8, 0), 400),
-    "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0), 700),
+    # products reach 668 TFLOP/s there).
+    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, confirmed=False),
+    "V100": Card(15.8, 125, 900, (7, 0)), "T4": Card(14.7, 65, 320, (7, 5)),
+    "L4": Card(22.2, 121, 300, ADA), "L40": Card(44.4, 181, 864, ADA, confirmed=False),
+    "L40S": Card(44.4, 362, 864, ADA), "A10": Card(22.2, 125, 600, AMPERE),
+    "A10G": Card(22.2, 70, 600, AMPERE, confirmed=False), "A40": Card(44.4, 149.7, 696, AMPERE),
+    "A100-40GB": Card(39.4, 312, 1555, (8, 0)), "A100": Card(79.2, 312, 2039, (8, 0)),
+    "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0)),
     "H100PCIe": Card(79.1, 756, 2000, (9, 0)), "H100NVL": Card(93.1, 835, 3900, (9, 0)),
-    "GH200": Card(94.5, 989, 4000, (9, 0), confirmed=False), "H200": Card(139.8, 989, 4800, (9, 0), 700),
-    "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0), 1000),
+    "GH200": Card(94.5, 989, 4000, (9, 0), confirmed=False), "H200": Card(139.8, 989, 4800, (9, 0)),
+    "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0)),
     "MI300X": Card(191.5, 1307, 5300, (9, 4), confirmed=False),
 }  # fmt: skip
 
@@ -299,17 +279,6 @@ def did_you_mean(name: str) -> str | None:
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s\-_]", "", name.lower())
-
-
-def energy_kwh(devices: tuple[Device, ...], seconds: float | None) -> float | None:
-    """Return the energy of GPUs at their power limits, an upper bound without the rest of the machine.
-
-    `None` when the time or any device's limit is not known.
-    """
-    watts = [device.power_watts for device in devices]
-    if seconds is None or any(limit is None for limit in watts):
-        return None
-    return sum(limit for limit in watts if limit) * seconds / 3.6e6
 
 
 def cpu_only() -> Hardware:

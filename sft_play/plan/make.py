@@ -17,7 +17,6 @@ from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, tightest
 from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request, with_machines
-from sft_play.plan.throughput import token_cost
 from sft_play.text import figure
 
 MOST_REMEDIES = 6
@@ -54,8 +53,8 @@ def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
 
 
 def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
-    """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then by cost
-    in speed.
+    """Return what would need less than the `before` bytes of `rows` rows in this setup: first what fits, in the order
+    of `_overrides`.
     """
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
@@ -73,18 +72,11 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
         host = changed.ranks.local * host_bytes(changed.config, changed.shape, other, each)
         if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
             return None
-        slower = None
-        alike = all(getattr(setup, n) == getattr(other, n) for n in ("strategy", "copies", "sequence_parallel"))
-        if alike and not other.offload_parameters and not other.activation_offload:
-            device = min(request.hardware.devices, key=lambda card: card.peak_flops or 0.0)
-            now = token_cost(request.config, request.shape, setup, each, device)
-            slower = token_cost(changed.config, request.shape, other, each, device) / now
         return Remedy(
             override=text,
             need_bytes=need,
             saving_bytes=before - need,
             fits=need <= capacity,
-            slower=slower,
             host_bytes=host,
         )
 
@@ -96,7 +88,7 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
         if may_add and option not in text and not (remedy and remedy.fits):
             remedy = remedy_of(f"{text} {option}", changed.with_keys(RECOMPUTED)) or remedy
         ways += [remedy] if remedy else []
-    ways.sort(key=lambda way: (not way.fits, _price(way), way.need_bytes))
+    ways.sort(key=lambda way: (not way.fits, 0 if way.fits else way.need_bytes))
     return tuple(ways[:MOST_REMEDIES])
 
 
@@ -107,7 +99,7 @@ def _typed(keys: Mapping[str, Any]) -> str:
 
 
 def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Request]]:
-    """Return every change to try: what to type, and the request with it."""
+    """Return every change to try, what changes least first: what to type, and the request with it."""
     config, launch, train = request.config, request.launch, request.config.train
     mode, strategy = config.tuning.mode, config.launch.strategy
     whole = replace(launch, halvings=0)
@@ -145,27 +137,7 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
         command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
         add(keys, command, halved.with_offloading())
-    alone = setup.strategy == "ddp" and setup.group_size == 1 and strategy in ("auto", "ddp")
-    if alone and setup.world_size > 1:
-        size = setup.world_size // launch.num_nodes
-        ways: list[dict[str, Any]] = [
-            {"launch.strategy": "pipeline"},
-            {"launch.tensor_parallel": size},
-            {"launch.sequence_parallel": size},
-        ]
-        for keys in ways:
-            add(keys, "make train-distributed CONFIG=...", replace(halved, command_strategy="auto"))
     return overrides
-
-
-def _price(remedy: Remedy) -> float:
-    """Return the relative time per token, estimated where arithmetic cannot predict it."""
-    if remedy.slower is not None:
-        return max(1.0, remedy.slower)
-    # Slices and stages come after anything simpler; sharding costs some communication, offloading much.
-    if "train-distributed" in remedy.override:
-        return 2.0
-    return 4.0 if "offload" in remedy.override else 1.3
 
 
 GAIN = 1.02

@@ -353,18 +353,6 @@ def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
     return 0.0 if request.group_size == 1 or link is None else slices_bytes(request, setup, tokens) / link
 
 
-def describe_traffic(request: Request, setup: Setup, tokens: float) -> dict[str, str]:
-    """Return a note on the traffic of slices or stages in a step."""
-    if request.group_size == 1:
-        return {}
-    sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens)
-    what = "hidden states" if setup.copies > 1 else "queries, keys, values and outputs"
-    return {
-        "traffic": f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step,"
-        f" {figure(seconds, 2)} s by forecast"
-    }
-
-
 def _apart(request: Request) -> bool:
     """Return whether a network connects the ranks of a group: between machines, or as described by `8GB+8GB@1Gbit`."""
     nodes = request.ranks.nodes

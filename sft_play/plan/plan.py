@@ -212,8 +212,6 @@ class Plan(Setup):
     """Source of the forecast: a measured run, or an estimate with its arithmetic."""
     work: Work | None = None
     """What later forecasts compare this run by, with what arithmetic alone predicts for it."""
-    energy_kwh: float | None = None
-    """Upper bound for all steps, from the GPUs' power limits; `None` if a limit is not known."""
     cost: float | None = None
     """Cost of all steps, in the currency of `PRICE_PER_HOUR`; `None` without a price."""
     nf4_experts: bool = False

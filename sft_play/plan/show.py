@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,14 +10,13 @@ from typing import Any
 
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
-from sft_play.plan.experience import LEAST_STEPS
 from sft_play.plan.hardware import GIB, Hardware, find_card
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.gate import read_facts
-from sft_play.text import duration, energy, figure, gib, plural
+from sft_play.text import duration, energy, figure, gib, list_some, plural
 
 ORDER = (
     "frozen",
@@ -41,8 +39,8 @@ LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts
 """Parts that are shown by another name."""
 BAR = 40
 MOST_LISTED = 32
-MOST_GROUPS = 8
-"""Largest number of groups of adjacent ranks in the heading of a block of bars."""
+MOST_SHOWN = 8
+"""Largest number of ranks in the heading of a block of bars."""
 
 
 def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
@@ -171,16 +169,8 @@ def _bars(plan: Plan) -> list[str]:
 
 
 def _who(members: Sequence[int]) -> str:
-    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for ascending ranks; many groups are cut short."""
-    groups: list[list[int]] = []
-    for rank in members:
-        if groups and rank == groups[-1][-1] + 1:
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    shown = [str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups[:MOST_GROUPS]]
-    rest = sum(map(len, groups[MOST_GROUPS:]))
-    return f"rank{'s' if len(members) > 1 else ''} {', '.join(shown)}" + (f" and {rest} more" if rest else "")
+    """Return `rank 0`, or `ranks 0, 2, 3`; many are cut short."""
+    return f"rank{'s' if len(members) > 1 else ''} {list_some(list(map(str, members)), MOST_SHOWN)}"
 
 
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
@@ -213,14 +203,14 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
     }
 
 
-# The forecast as text: speed, time, communication, energy and cost.
+# The forecast as text: speed, time, communication and cost.
 
 
 CARDS = "unknown for these devices until they have trained (`make bench` trains some steps)"
 
 
 def show_speed(plan: Plan) -> list[str]:
-    """Return lines about expected speed, time, energy and cost; where they are not known, how to find out."""
+    """Return lines about expected speed, time and cost; where they are not known, how to find out."""
     communication = _communication(plan)
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
         return [*_unknown(plan), *communication]
@@ -231,11 +221,7 @@ def show_speed(plan: Plan) -> list[str]:
     times = [f"{duration(plan.total_seconds)} in all"] if plan.total_seconds is not None else []
     times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
-    price = (
-        [f"at most {energy(plan.energy_kwh)} by the GPUs at their power limits"] if plan.energy_kwh is not None else []
-    )
-    price += _cost(plan)
-    return [*lines, *communication, *(["; ".join(price)] if price else [])]
+    return [*lines, *communication, *_cost(plan)]
 
 
 def _cost(plan: Plan) -> list[str]:
@@ -290,32 +276,7 @@ def beside_forecast(run: RunFolder) -> str:
     ]
     if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
         lines[-1] += " for a micro-batch of the longest rows"
-    speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")
-    if speed and expected and abs(speed / expected - 1) > UNEXPLAINED:
-        lines.append(f"           {_cause(measured, forecast.get('basis'))}")
     return "".join(f"{line}\n" for line in lines)
-
-
-UNEXPLAINED, SHORT_SECONDS = 0.5, 60
-"""Relative deviation from the forecast that needs an explanation, and the length of a run in which start-up (first
-steps, first saves) still matters.
-"""
-
-
-def _cause(measured: Mapping[str, Any], basis: str | None) -> str:
-    """Return what may explain the difference between speed and forecast, as far as it is known after the run."""
-    teaches = (measured.get("steps") or 0) >= LEAST_STEPS
-    later = (
-        "the next forecast uses this run"
-        if teaches
-        else f"only runs of {LEAST_STEPS} steps or more improve the next ones"
-    )
-    causes = [f"the forecast was a guess; {later}"] if basis and basis.startswith("a guess") else []
-    if (seconds := measured.get("training_seconds")) and seconds < SHORT_SECONDS:
-        causes.append("start-up counts in so short a run")
-    if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
-        causes.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(causes) or later)
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:

@@ -150,10 +150,6 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
     text = show_plan(cut)
     assert "32 rows a step = micro-batch 1 x accumulation 16 x 2 groups of 4" in text
     assert "accumulation 16 = 32 global / (1 per group x 2 groups)" in text and "with 7 of 28 heads" in text
-    # 2 (28 + 4 heads) x 128 x 2 bytes a token, 28 layers, 3 passes; of 16 rows a group each rank sends 3 of its 4
-    # quarters of a quarter.
-    tokens = 16 * cut.row_tokens
-    assert f"a rank sends {2 * 32 * 128 * 2 * 28 * 3 * tokens / 4 * 3 / 4 / 1e9:,.0f} GB" in text
     assert (cut.communication_seconds or 0) > (whole.communication_seconds or 0)
 
 
