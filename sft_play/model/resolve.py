@@ -15,10 +15,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import CheckpointError, DataError, first_line
+from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
-from sft_play.plan.architecture import hub_reachable, is_expanded
+from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded
 from sft_play.runs.adapters import check_adapter, made_folder
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
@@ -114,7 +114,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     if not hub_reachable():
-        raise _refusal(model)
+        raise hub_refusal(model)
     try:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
@@ -124,32 +124,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
             snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED)
         )
     except (ValueError, OSError) as error:
-        raise _refusal(model, error) from error
-
-
-def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
-    """Return why the hub did not provide the model; without an error, it cannot be reached."""
-    from huggingface_hub import errors, get_token
-
-    page = f"https://huggingface.co/{model.name}"
-    denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-    # Without a token the hub also denies access to repositories that do not exist.
-    unknown = isinstance(error, errors.RepositoryNotFoundError)
-    if isinstance(error, errors.GatedRepoError) or (denied and (get_token() or not unknown)):
-        token = "the token that is set has no access to it" if get_token() else "no token is set"
-        hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
-        return DataError(f"the model is gated, and {token}", place=model.name, hint=hint)
-    if unknown:
-        hint = f"check the name at {page}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)"
-        return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return DataError(f"the model has no revision `{model.revision}`", place=model.name)
-    if isinstance(error, errors.HFValidationError):
-        return DataError(f"is neither a folder nor a hub id: {error}", place=model.name)
-    if isinstance(error, errors.HfHubHTTPError):
-        return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later")
-    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model"
-    return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
+        raise hub_refusal(model, error) from error
 
 
 def describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,6 @@ from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.architecture import (
     architecture_of,
     ask,
-    check_names,
     end_tracer,
     key_of,
     shape_of,
@@ -77,10 +75,7 @@ def plan_by_source(request: Request, source: Source) -> Plan:
             "`SOURCE=probe` measures complete models, and `launch.strategy` is `pipeline`", hint="omit SOURCE"
         )
     try:
-        plan = _plan_by(request, source)
-        with suppress(DataError, OSError, ValueError):  # of a model that cannot be read, which its preparation refuses
-            check_names(request.config, architecture_of(request.config.model, request.prepared))
-        return plan
+        return _plan_by(request, source)
     finally:
         end_tracer()
 

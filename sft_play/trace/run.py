@@ -1,4 +1,4 @@
-"""Answers requests: a case is traced, few layers standing for many; a model is counted; names are checked."""
+"""Answers requests: a case is traced, few layers standing for many; a model is counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.schema import LoraSettings
 from sft_play.errors import DataError
 from sft_play.model import lora
 from sft_play.model.load import settings_of
@@ -197,12 +196,6 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         ),
     )
     return asdict(shape)
-
-
-def check_names(architecture: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Raise `UserError` for names in `tuning.lora` that mean no module of the model of a `config.json`."""
-    lora.check_names(build.on_meta(settings_of(architecture)), LoraSettings(**settings))
-    return {}
 
 
 def _setting(text: Any, name: str) -> Any:

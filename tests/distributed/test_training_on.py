@@ -310,13 +310,6 @@ def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, se
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
     refused(2, "lacks `adapter_model.safetensors`", words=[f"MODEL_ADAPTER={missing}"])
     refused(2, "`adapter_model.bin` is not read, only safetensors", words=[f"MODEL_ADAPTER={pickled}"])
-    for names, message in (("RANK_PATTERN={dwn_proj: 4}", "no module with"), ("MODULES_TO_SAVE=[x]", "does not have")):
-        refused(
-            2,
-            f"TUNING_LORA_{names}: `tuning.lora.{names.partition('=')[0].lower()}` names `",
-            message,
-            words=[f"TUNING_LORA_{names}"],
-        )
     int8 = ["TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8", "TUNING_LORA_VARIANT=dora"]
     refused(2, "over int8 trains on a GPU only", words=int8)
     other = build_tiny_llama(tmp_path / "other", seed=5)
