@@ -89,7 +89,6 @@ def decide(request: Request) -> Plan:
     # How much at a time: micro-batches, micro-steps and packs, with the memory that they take.
     division = divide(request, setup, rows_that_fit, reasons)
     setup = division.setup
-    rate = choices.scale_learning_rate(config, rate, request.global_batch, reasons)
     choices.check_schedule(config, rate)
     rank_plans = _rank_plans(request, division)
     reasons |= _explain_memory(request, setup, division.accumulation, rank_plans)

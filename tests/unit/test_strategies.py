@@ -132,22 +132,6 @@ def test_a_full_gpu_is_named_with_the_way_to_exclude_it() -> None:
     assert plan_of(gpus(0.4, 23), name=SMALL).ranks[0].device == "cuda:1"  # one process takes the free one
 
 
-# The learning rate that goes with the batch.
-
-
-@pytest.mark.parametrize(
-    ("rule", "rows", "expected"), [("none", 64, 1e-4), ("sqrt", 128, 2e-4), ("linear", 8, 2.5e-5), ("sqrt", 32, 1e-4)]
-)
-def test_the_learning_rate_is_scaled_by_the_global_batch(rule: Any, rows: int, expected: float) -> None:
-    plan = plan_of(learning_rate=1e-4, global_batch_size=rows, learning_rate_scaling=rule)
-    assert plan.learning_rate == pytest.approx(expected)
-    if rows == 128:
-        assert (
-            "learning rate 0.0002 = 0.0001 x sqrt(128 global / 32): `train.learning_rate_scaling` is sqrt"
-            in plan.reasons.values()
-        )
-
-
 # What loading takes counts too.
 
 
