@@ -86,15 +86,13 @@ def _trainable(folder: Path) -> Path:
 
 def _folder(name: str) -> Path | None:
     """Return the folder that a name means, or `None` for a hub id. Raise `DataError`."""
-    path, hint = Path(name).expanduser(), "paths count from the folder in which you typed the command"
+    path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf":
-        hint = "use the model that the file was made from, by its hub id or as a folder"
-        raise DataError("GGUF files cannot be trained", place=name, hint=hint)
     if path.is_file():
-        raise DataError("is a file; a model is a folder or a hub id", place=name, hint=f"perhaps `{path.parent}`")
+        raise DataError("is a file; a model is a folder with safetensors, or a hub id", place=name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        hint = "paths count from the folder in which you typed the command"
         raise DataError("there is no such model folder", place=name, hint=hint)
     return None
 
@@ -257,13 +255,8 @@ def refuse_embedded_adapter(folder: Path, place: str) -> None:
 def _check_weights(folder: Path, place: str) -> None:
     files, indexed = weight_files(folder), _indexed_files(folder)
     if not files:
-        gguf = next(folder.glob("*.gguf"), None)
-        if gguf:
-            message = f"the model has no weights that can be trained: `{gguf.name}` is a GGUF file"
-            raise DataError(message, place=place, hint="use the model that the GGUF file was made from")
-        raise DataError(
-            "the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)"
-        )
+        hint = "it needs `model.safetensors` (or shards with an index); GGUF files cannot be trained"
+        raise DataError("the model has no weights", place=place, hint=hint)
     expected = {name for name in indexed if name.endswith(files[0].suffix)}
     missing = sorted(name for name in expected if not (folder / name).is_file())
     if missing:
