@@ -281,11 +281,6 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-    except OSError as error:
-        raise UserError(
-            f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= names another place"
-        ) from error
-    try:
         merged = (
             _merge_adapter(config, Path(base.path), weights, tokenizer_of(weights, base, config), partial)
             if base
@@ -301,7 +296,11 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
         partial.rename(out)
         sync_path(out.parent)
     except OSError as error:
-        raise HardwareError(f"the merged model cannot be written: {error.strerror or error}", place=str(out)) from error
+        raise HardwareError(
+            f"the merged model cannot be written: {error.strerror or error}",
+            place=str(out),
+            hint="OUT= names another place",
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {"folder": str(out), **merged}

@@ -263,18 +263,16 @@ def check_slices(request: Request) -> dict[str, str]:
     # copies.
     heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
     what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
-    fitting = max(number for number in range(1, world + 1) if world % number == 0 and heads % number == 0)
-    other = f" NUM_GPUS={size}, or a number that divides {world}" if world > 1 else ""
     refusals = (
         (
             world % size > 0,
             f", which does not divide {plural(world, 'process')}",
-            f"make train-distributed{other}; {variable}=1 cuts nothing",
+            f"make train-distributed with a multiple of {size} processes; {variable}=1 cuts nothing",
         ),
         (
             heads % size > 0,
             f", but {shape.heads} {what} cannot be divided evenly among {size} ranks",
-            f"{variable}={fitting}",
+            f"{variable}=1, or a number that divides {heads}",
         ),
         (
             key == KEY and shape.moving_rope,

@@ -7,12 +7,12 @@ before that, each assumes the others to be like itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sft_play.config.schema import LaunchConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, device_of, find_card
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.plan import LaunchRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,28 +59,6 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
         and launch.num_gpus in (None, 1)
         and not launch.node_devices
     )
-
-
-def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each node's ranks at the time of a plan, with the memory that was free then.
-
-    Cards that the catalogue knows by name have its figures; processes on a CPU share its memory.
-    """
-    nodes, first = [], 0
-    for count in plan.ranks_by_node:
-        ranks = plan.ranks[first : first + count]
-        share = count if plan.device == "cpu" else 1
-        nodes.append(tuple(_as_planned(rank, plan, share) for rank in ranks))
-        first += count
-    return tuple(nodes)
-
-
-def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
-    free = round(rank.capacity_bytes * share / HEADROOM[plan.device])
-    card = find_card(rank.device_name) if plan.device == "cuda" else None
-    if card is None:
-        return Device(name=rank.device_name, memory_bytes=free, free_bytes=free, bf16=plan.precision == "bf16")
-    return replace(device_of(*card), name=rank.device_name, free_bytes=free)
 
 
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
-from sft_play.plan.hardware import GIB, Hardware, find_card
+from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
@@ -206,7 +206,10 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
 # The forecast as text: speed, time, communication and cost.
 
 
-CARDS = "unknown for these devices until they have trained (`make bench` trains some steps)"
+UNKNOWN = (
+    "unknown until these devices have trained (`make bench`), or the plan knows cards and network by name:"
+    " HARDWARE=2xRTX4090@1Gbit, LAUNCH_NETWORK=1Gbit"
+)
 
 
 def show_speed(plan: Plan) -> list[str]:
@@ -238,18 +241,10 @@ def _communication(plan: Plan) -> list[str]:
 
 
 def _unknown(plan: Plan) -> list[str]:
-    """Return lines that say whether the speed of the devices or of the network is missing, and how to name it."""
+    """Return how to find out an unknown speed."""
     if plan.offload_optimizer or plan.offload_parameters:
         return ["unknown with offloading: states cross PCIe in every micro-step, and the CPU makes the update; slow"]
-    cards_known = plan.device == "cpu" or all(find_card(rank.device_name) for rank in plan.ranks)
-    lines = [] if cards_known else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
-    if plan.num_nodes > 1 and plan.communication_seconds is None:
-        speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
-        lines.append("unknown for the network between the nodes")
-        lines.append(
-            f"to forecast it, name the network: LAUNCH_NETWORK={speed} (`launch.network`), or HARDWARE=...@{speed}"
-        )
-    return lines or [CARDS]
+    return [UNKNOWN]
 
 
 MOST_CHANGE = 3.0
@@ -303,19 +298,13 @@ def parse_price(text: str | None) -> float | None:
 
 
 def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
-    """Return the plan with the cost of all steps, or of 1,000 where their number is not known, at `price` per hour."""
+    """Return the plan with the cost of all steps at `price` per hour."""
     if price is None:
         return plan
-    if plan.seconds_per_step is None:
-        return replace(plan, notices=(*plan.notices, "cost: unknown, since the speed is"))
+    if plan.total_seconds is None:
+        unknown = "the speed" if plan.seconds_per_step is None else "the number of steps"
+        return replace(plan, notices=(*plan.notices, f"cost: unknown, since {unknown} is"))
     # Where only a stated network connects the devices of a node, each device is a separate machine.
     apart = hardware.network is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes
-    if plan.total_seconds is None:
-        thousand = price * machines * plan.seconds_per_step * 1000 / 3600
-        notice = (
-            f"cost: 1,000 steps cost {thousand:.2f} at PRICE_PER_HOUR; how many there are is known once the data are"
-            " prepared"
-        )
-        return replace(plan, notices=(*plan.notices, notice))
     return replace(plan, cost=price * machines * plan.total_seconds / 3600)

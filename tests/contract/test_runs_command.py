@@ -171,7 +171,7 @@ def test_the_list_names_origins_and_counts_the_time_of_launches(in_process: Prog
     assert [row["seconds"] for row in in_process("runs", "JSON=1", "WHERE=name != stopped").json] == pytest.approx(
         [50.0, 50.0], abs=1e-3
     )
-    assert "50 s" in text and "0.28 J" in text
+    assert "50 s" in text
 
 
 @pytest.mark.parametrize("by_script", [True, False])

@@ -100,22 +100,11 @@ def test_fsdp2_gathers_trained_weights_in_bf16_whatever_their_configured_type(dt
     assert "for weights = 2 x 15.2 GB x 15/16" in message(UserError, "8xH100@1Gbit", **case, num_nodes=2, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "nodes", "cards", "network"),
-    [
-        ("4xH100", 2, False, "100Gbit"),
-        ("2x24GB", 2, True, "100Gbit"),
-        ("cpu@1Gbit", 2, False, None),
-    ],
-)
-def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:
-    shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=nodes))
-    assert ("name the cards (HARDWARE=2xRTX4090)" in shown) is cards
-    assert (
-        f"name the network: LAUNCH_NETWORK={network} (`launch.network`), or HARDWARE=...@{network}" in shown
-        or not network
-    )
-    assert ("tokens/s" in shown) is (not cards and network is None)
+@pytest.mark.parametrize(("hardware", "known"), [("4xH100", False), ("2x24GB", False), ("cpu@1Gbit", True)])
+def test_the_plan_says_how_to_find_out_a_speed(hardware: str, known: bool) -> None:
+    shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=2))
+    assert ("LAUNCH_NETWORK=1Gbit" in shown) is not known
+    assert ("tokens/s" in shown) is known
 
 
 # Sequences that are cut over ranks: memory, batch and bytes by groups.
