@@ -284,11 +284,6 @@ def tell(*notes: str) -> None:
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-TRAINED = frozenset({
-    "bitsandbytes", "gptq", "awq", "aqlm", "hqq", "eetq", "compressed-tensors", "quanto", "torchao", "vptq", "higgs",
-})  # fmt: skip
-"""Quantisation methods of a base over which adapters train."""
-
 
 def quantisation_method(quantisation: dict[str, Any]) -> str:
     """Return the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
@@ -305,8 +300,8 @@ def quantisation_method(quantisation: dict[str, Any]) -> str:
 def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
     """Return a note for the user about a base that is already quantised.
 
-    Raise `UserError` for `full` tuning, which needs plain weights, for a quantisation method that is not known to
-    train, and for a strategy that cannot hold quantised weights.
+    Raise `UserError` for `full` tuning, which needs plain weights, for another library than bitsandbytes, and for a
+    strategy that cannot hold quantised weights.
     """
     method = quantisation_method(quantisation)
     if tuning.mode == "full":
@@ -314,15 +309,13 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
             f"the base model is quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
             hint="use `tuning.mode: qlora`, or the model's unquantised version",
         )
-    if method not in TRAINED:
+    if method != "bitsandbytes":
         raise UserError(
             f"the base model is quantised by `{method}`, and adapters over such a base are not supported",
             hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
     as_it_is = replace(tuning, mode="qlora", quantization="int8" if quantisation.get("load_in_8bit") else "nf4")
     conflict = conflict_for(as_it_is, strategy)
-    if not conflict and strategy == "zero3" and method != "bitsandbytes":
-        conflict = f"`{method}` under ZeRO-3 was not tried: use `ddp`, `zero2` or `fsdp2`"
     if conflict:
         raise UserError(f"the base model is quantised ({quantisation_name(quantisation)}). {conflict}")
     note = f"the base is quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
@@ -334,15 +327,9 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
 
 
 def quantisation_name(quantisation: dict[str, Any]) -> str:
-    """Describe a quantisation in a few words: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
-    method = quantisation_method(quantisation)
-    if method == "bitsandbytes":
-        return (
-            "bitsandbytes"
-            f" {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
-        )
-    bits = quantisation.get("bits") or quantisation.get("w_bit")
-    return f"{method} {bits} bits" if bits else method
+    """Describe a quantisation by bitsandbytes in two words."""
+    kind = "int8" if quantisation.get("load_in_8bit") else quantisation.get("bnb_4bit_quant_type", "fp4")
+    return f"bitsandbytes {kind}"
 
 
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:

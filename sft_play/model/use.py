@@ -37,7 +37,6 @@ from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
     COMPUTE_TYPES,
     bnb_settings,
-    quantisation_method,
     quantisation_name,
     read_model,
     tell,
@@ -426,11 +425,6 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
                 " merged into that, and answer a little differently"
             )
         return read_model(folder, config.model, dtype=torch.float32)
-    if quantisation_method(existing) != "bitsandbytes":
-        raise UserError(
-            f"the base exists only quantised ({quantisation_name(existing)}), and adapters cannot be merged into that",
-            hint="serve and infer work with the adapter as it is",
-        )
     tell(
         f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and"
         " merged"
