@@ -43,10 +43,6 @@ where the formula comes near the limit; both trace a family that the formulas do
 by what `launch.attempt.probe` measured; measurements of earlier probes correct every plan except one by `formula`.
 """
 ROUNDS = 10
-UNSETTLED = (
-    "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a"
-    " new one"
-)
 WORTH_A_TRACE = 0.5
 """Share of a rank's capacity above which training traces instead of relying on the formulas."""
 
@@ -153,8 +149,6 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
     if memory.error:
         return _by_formula(request, f"memory by formula: the trace cannot run this architecture ({memory.error})")
     if not cases <= memory.observations.keys():
-        if memory.traces and memory.observations:
-            plan = plan.with_reason("source", UNSETTLED.format(seen=len(memory.observations), rounds=ROUNDS))
         return plan
     plan = plan.with_reason("family", f"{_unknown(shape)} are traced") if shape.counted else plan
     return replace(plan.with_reason("source", f"memory by trace of {_traced(setup)}"), source="trace")

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from sft_play.config.schema import LoraSettings
 from sft_play.data.batches import Collator
 from sft_play.model import lora
-from sft_play.model.parallel import Slicer, families_plan, slice_of
+from sft_play.model.parallel import Slicer, slice_of
 from sft_play.trace.build import BASE
 from tests.families import tiny_model
 from tests.numerics.rank_processes import answer
@@ -32,7 +32,7 @@ def prepared(kind: str, mode: str) -> Any:
     lora.free_text_part(model)
     if mode == "lora":
         model.requires_grad_(False)
-        plan = families_plan(model.config.get_text_config())
+        plan = model.config.get_text_config().base_model_tp_plan
         targets = sorted(
             {name.rpartition(".")[2] for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
         )
