@@ -133,6 +133,16 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
     if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
         keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
         add(keys, "make train-fsdp CONFIG=...", halved.without_json("fsdp2"))
+    alone = setup.strategy == "ddp" and setup.group_size == 1 and strategy in ("auto", "ddp")
+    if alone and setup.world_size > 1:
+        size = setup.world_size // launch.num_nodes
+        ways: list[dict[str, Any]] = [
+            {"launch.strategy": "pipeline"},
+            {"launch.tensor_parallel": size},
+            {"launch.sequence_parallel": size},
+        ]
+        for keys in ways:
+            add(keys, "make train-distributed CONFIG=...", replace(halved, command_strategy="auto"))
     if mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
         keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
         command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
