@@ -156,20 +156,24 @@ ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_para
 
 
 def _faster_ways(request: Request, plan: Plan) -> list[str]:
-    """Return a note where the forecast says that one card or machine alone makes the same step sooner."""
-    speeds: list[tuple[float, str]] = []
-    for name, alone in _parts(request) if plan.seconds_per_step else ():
-        other = try_plan(request, alone)
+    """Return a note where the forecast says that the same step is made sooner by one card or machine alone, or by
+    recomputation, whose larger micro-batches gather shards less often.
+    """
+    speeds, tried = list[tuple[float, str]](), [*_parts(request)]
+    if request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing:
+        tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
+    for words, changed in tried if plan.seconds_per_step else ():
+        other = try_plan(request, changed)
         if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size:
-            speeds.append((other.seconds_per_step or math.inf, name))
-    best, name = min(speeds, default=(math.inf, ""))
+            speeds.append((other.seconds_per_step or math.inf, words))
+    best, words = min(speeds, default=(math.inf, ""))
     if not plan.seconds_per_step or plan.seconds_per_step <= GAIN * best:
         return []
-    return [f"FASTER on {name} alone: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
+    return [f"FASTER {words}: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
 
 
 def _parts(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield name and request of each machine alone, or on a single machine of each card; of like ones, the first."""
+    """Yield each machine alone, in words and as a request, or on a single machine each card; of like ones, the first."""
     ranks, several, cpu = request.ranks, len(request.ranks.nodes) > 1, request.hardware.kind == "cpu"
     groups = map(ranks.ranks_of, range(len(ranks.nodes))) if several else ((rank,) for rank in range(ranks.local))
     parts = {tuple(ranks.devices[rank] for rank in group): place for place, group in reversed([*enumerate(groups)])}
@@ -182,7 +186,7 @@ def _parts(request: Request) -> Iterator[tuple[str, Request]]:
         hardware = replace(request.hardware, devices=devices[:1] if cpu else devices, described=True, network=None)
         alone = replace(request, launch=launch.without_json("single") if single else launch, hardware=hardware)
         if len(devices) < len(ranks.devices):
-            yield name, alone.with_keys(ALONE) if single else alone
+            yield f"on {name} alone", alone.with_keys(ALONE) if single else alone
 
 
 def ways_out(request: Request, plan: Plan, rank: RankPlan) -> tuple[Remedy, ...]:
