@@ -31,7 +31,16 @@ from sft_play.plan.request import (  # noqa: E402
     DoesNotFitError,
     Request,
 )
-from sft_play.plan.sources import MADE_FOR  # noqa: E402
+
+LAN = "12GB+8GB+8GB@1Gbit"
+MADE_FOR = {
+    "run_bnb": "24GB", "run_unsloth": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100",
+    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": LAN,
+    "home_lan_13b": LAN, "smoke": "8GB+8GB@1Gbit", "from_scratch": "24GB", "run_bnb_qwen3_5": "16GB",
+    "rtx4090_sli_gemma4": "2xRTX4090", "home_lan_smollm3": LAN, "h200_pair_gemma4": "2xH200",
+    "h200_single_gpt_oss": "H200",
+}  # fmt: skip
+"""Preset -> the hardware that it is for, as in docs/presets.md."""
 
 QUOTED = {
     "rtx4090_sli": (6, 4),

@@ -31,7 +31,7 @@ from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
-from sft_play.runs.adapters import ADAPTER_WEIGHTS, made_folder, parent_of
+from sft_play.runs.adapters import made_folder, parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import ChatFormat, ParentAdapter, Prepared, ResolvedModel, day_of, remember
 from sft_play.runs.stamp import MADE
@@ -122,7 +122,6 @@ def prepare(
     from sft_play.data.store import summary
     from sft_play.model.resolve import (
         check_trained,
-        refuse_infinite,
         refuse_other_base,
         refuse_untrusted_code,
         runs_code,
@@ -135,7 +134,6 @@ def prepare(
     model = with_chat(bare, chat)
     if (adapter := parent_of(config)) is not None:
         check_trained(Path(adapter.path), ours=False)
-        refuse_infinite(Path(adapter.path) / ADAPTER_WEIGHTS)
         tell(f"adapter: {adapter.name}, from the folder {adapter.path}")
         if config.tuning.adapter == "merge":
             refuse_other_base(adapter, with_chat(bare, _chat_to_compare(adapter, chat, merged=True)))

@@ -7,6 +7,7 @@ Only the launcher is omitted, since it would import torch each time: the work is
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -116,8 +118,8 @@ def in_child(work: Callable[[], Done]) -> Done:
 def _send(work: Callable[[], Done], sender: Connection) -> None:
     sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]  # as in workers; saving would import it
     torch.set_num_threads(1)  # tiny models wait for threads, mostly
-    resident = SimpleNamespace(ask=answers, close=lambda: None, has_ended=False)  # torch is here already
-    architecture._running[os.getpid()] = resident  # type: ignore[assignment]
+    resident: Any = SimpleNamespace(ask=answers, close=lambda: None)  # torch is here already
+    architecture.running_tracer = functools.cache(lambda: resident)
     sender.send(work())
     sender.close()
     os._exit(0)

@@ -46,7 +46,7 @@ def pretrained(config: Config) -> Iterator[Conflict]:
         for key in SHAPE_KEYS:
             if getattr(model, key) is not None:
                 yield Conflict(f"model.{key}", ", but a pretrained model has its own shape", hint)
-        if model.tokenizer == "train":
+        if model.tokenizer is not None:
             yield Conflict(
                 "model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint
             )
@@ -92,10 +92,9 @@ def adapter(config: Config) -> Iterator[Conflict]:
         if tuning.adapter != "continue":
             yield Conflict("tuning.adapter", ", but there is no `model.adapter`", "MODEL_ADAPTER=run, folder or hub id")
         return
-    if model.init == "random" or model.tokenizer is not None:
-        key = "model.init" if model.init == "random" else "model.tokenizer"
+    if model.init == "random":
         yield Conflict(
-            key, ", but `model.adapter` belongs to the weights and tokens of its base", "omit one of the two"
+            "model.init", ", but `model.adapter` belongs to the weights and tokens of its base", "omit one of the two"
         )
     if tuning.mode == "full" and tuning.adapter == "continue":
         yield Conflict(

@@ -139,6 +139,7 @@ REMOVED: dict[str, str] = {
     "powersgd_rank": "it was removed in 0.2.0, as `launch.compression: powersgd`",
     "skypilot": "it was removed in 0.2.0: `pytorchjob`, `trainjob` and `job` are what a cluster takes",
     "scale": "it was removed in 0.2.0: NUM_GPUS=, NUM_NODES= or HARDWARE= plans for each number of devices",
+    "learning_rate_scaling": "it was removed in 0.2.0: type the `train.learning_rate` that goes with the batch",
     "bench": "it was removed in 0.2.0: run `make bench` on each machine",
 }
 """Commands, keys, variables and values of 0.1.0 -> what replaces them; kept for one release."""

@@ -43,7 +43,7 @@ class ModelConfig:
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains [from scratch](pretraining.md#from-scratch), with `tuning.mode: full`."""
     tokenizer: str | None = None
-    """Folder or hub id of another tokenizer; from scratch also `train`: made from the training data."""
+    """From scratch: folder or hub id of a tokenizer, or `train`: made from the training data."""
     vocab_size: Positive | None = None
     """From scratch: vocabulary size."""
     hidden_size: Positive | None = None
@@ -231,8 +231,6 @@ class TrainConfig:
     """Optimizer steps; -1: by `train.epochs`, which replaces steps of a preset or a file where it is set later."""
     learning_rate: NotNegative | Auto = "auto"
     """Peak; `auto`: 2e-4 for adapters, 2e-5 for `full`, 6e-4 from scratch."""
-    learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply it by sqrt(G / 32) or G / 32 for a global batch of G rows."""
     lr_scheduler_type: str = "cosine"
     """Schedule of transformers."""
     warmup_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.03

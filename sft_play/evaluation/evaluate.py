@@ -378,8 +378,8 @@ def only_rows(config: Config, sources: list[DataSource], run: RunFolder | None) 
     from sft_play.config.schema import EvalConfig, ModelConfig, TrainConfig, TuningConfig
 
     model = replace(config.model, adapter=None)
-    if run is not None and (model.init == "random" or model.tokenizer is not None):
-        # The run created its model or tokenizer, perhaps from its training data: use those, do not create new ones.
+    if run is not None and model.init == "random":
+        # The run created its model and perhaps its tokenizer: use those, do not create new ones.
         folder = Path(Prepared.load(run.prepared).model.path)
         name = str(folder if folder.is_dir() else run.model)
         model = ModelConfig(name=name, max_seq_len=model.max_seq_len, trust_remote_code=model.trust_remote_code)

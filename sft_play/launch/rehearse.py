@@ -20,7 +20,6 @@ from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
-from sft_play.plan.ranks import devices_of
 from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.show import (
     misfit_json,
@@ -90,7 +89,7 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
     if options.cpu and hardware.described and hardware.kind != "cpu":
         hint = "HARDWARE=cpu, or another file"
         raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)
-    request = _as_the_run_was(call, options.request, hardware)
+    request = _as_the_run_was(call, options.request)
     if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
         request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
@@ -134,7 +133,7 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
         probe(job, run, Prepared.load(run.prepared))
 
 
-def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> LaunchRequest:
+def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:
     """Return the request with the settings of `RUN`'s launch where nothing is typed now."""
     if not call.options.get("RUN"):
         return request
@@ -145,7 +144,6 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
     nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
     command: Any = "zero" if before.zero else "auto" if before.strategy == "ddp" else before.strategy
     same_hardware = not call.options.get("HARDWARE")
-    met = nodes == before.num_nodes > 1 and same_hardware and before.device == hardware.kind and not request.num_gpus
     return replace(
         request,
         command_strategy=command if request.command_strategy == "auto" else request.command_strategy,
@@ -153,7 +151,6 @@ def _as_the_run_was(call: Call, request: LaunchRequest, hardware: Hardware) -> L
         num_gpus=request.num_gpus
         or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
         num_nodes=nodes,
-        node_devices=devices_of(before) if met else (),
         offload_optimizer=request.offload_optimizer or before.offload_optimizer,
         offload_parameters=request.offload_parameters or before.offload_parameters,
     )

@@ -255,7 +255,7 @@ class Summary:
     seconds: float | None
     """Time spent on optimizer steps; before the first, time of its launches, without what lay between them."""
     energy_kwh: float | None
-    """Energy of the GPUs as measured by the driver, or else an upper bound from their power limits."""
+    """Energy of the GPUs as measured by the driver."""
     cost: float | None
     """Cost of all machines at `PRICE_PER_HOUR`."""
     age_seconds: float | None
@@ -323,8 +323,6 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     hours = seconds / 3600 if seconds is not None else None
     # The peak so far, for a run that has not ended.
     peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
-    planned, forecast = plan.get("energy_kwh"), plan.get("total_seconds")
-    expected = planned * seconds / forecast if planned and seconds and forecast else None
     return Summary(
         name=run.name,
         state=state,
@@ -347,7 +345,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         tokens_per_second=final.get("tokens_per_second") or (tokens / trained if trained else None),
         peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None,
         seconds=seconds,
-        energy_kwh=energy_kwh(train, seconds) or expected,
+        energy_kwh=energy_kwh(train, seconds),
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
         settings=dict(flat_keys(config)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import os
 import pickle
 import sys
@@ -86,19 +85,18 @@ def _adapted(model: Any, config: Config, plan: Plan, prepared: Prepared, tokeniz
     # Set again: loading may have drawn numbers for weights that it then read, and not equally many on every rank.
     set_seed(config.train.seed)
     with all_layers(model) if plan.stages else contextlib.nullcontext():
-        dtype, notes = adapter_dtype(config, plan), tuple[str, ...]()
+        dtype = adapter_dtype(config, plan)
         if parent := continued(config, prepared):
             model = lora.continue_adapter(model, parent, prepared.model, config.tuning.lora.dropout, dtype)
         else:
             tokens = tokenizer.convert_tokens_to_ids(list(config.data.new_tokens))
-            model, notes = lora.add_adapters(model, config.tuning.lora, prepared.model, dtype, tokens)
+            model = lora.add_adapters(model, config.tuning.lora, prepared.model, dtype, tokens)
         if plan.stages:
             keep_outline(model)
     if plan.precision != "fp32" and not plan.zero:
         lora.leave_casts_to_autocast(model)
     if fuses_adapters(plan.strategy, config.tuning.lora):
         lora.fuse_adapters(model)
-    tell(*notes)
     return model
 
 
@@ -136,7 +134,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         tell(check_quantised_base(existing, config.tuning, plan.strategy))
     elif config.tuning.mode == "qlora":
         settings = bnb_settings(config.tuning, plan)
-    model = read_model(
+    return read_model(
         folder,
         config.model,
         dtype=_held_dtype(plan),
@@ -146,11 +144,6 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
         device="cpu" if settings is not None and plan.strategy == "fsdp2" else _placement(plan),
         layers=plan.layers_of(int(os.environ.get("RANK", "0"))) if plan.stages else None,
     )
-    if settings is not None and not plan.nf4_experts:
-        plain = sum(model.get_parameter(name).numel() for name in lora.expert_names(model))
-        if plain:
-            tell(f"{plain:,} parameters of fused experts stay in {plan.weights_dtype}")
-    return model
 
 
 def _held_dtype(plan: Plan) -> torch.dtype:
@@ -291,21 +284,6 @@ def tell(*notes: str) -> None:
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# The library that transformers needs for each quantisation method of a checkpoint.
-_LIBRARIES = {
-    "bitsandbytes": "bitsandbytes",
-    "gptq": "gptqmodel",
-    "awq": "gptqmodel",
-    "aqlm": "aqlm",
-    "hqq": "hqq",
-    "eetq": "eetq",
-    "compressed-tensors": "compressed_tensors",
-    "quanto": "optimum.quanto",
-    "torchao": "torchao",
-    "vptq": "vptq",
-    "higgs": "flute",
-}
-
 
 def quantisation_method(quantisation: dict[str, Any]) -> str:
     """Return the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
@@ -322,8 +300,8 @@ def quantisation_method(quantisation: dict[str, Any]) -> str:
 def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
     """Return a note for the user about a base that is already quantised.
 
-    Raise `UserError` for `full` tuning, which needs plain weights, for a quantisation method that is not known to
-    train, and for a strategy that cannot hold quantised weights; `HardwareError` if the method's library is missing.
+    Raise `UserError` for `full` tuning, which needs plain weights, for another library than bitsandbytes, and for a
+    strategy that cannot hold quantised weights.
     """
     method = quantisation_method(quantisation)
     if tuning.mode == "full":
@@ -331,24 +309,13 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
             f"the base model is quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
             hint="use `tuning.mode: qlora`, or the model's unquantised version",
         )
-    if method not in _LIBRARIES:
+    if method != "bitsandbytes":
         raise UserError(
             f"the base model is quantised by `{method}`, and adapters over such a base are not supported",
             hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
-    library = _LIBRARIES[method]
-    if importlib.util.find_spec(library.split(".")[0]) is None:
-        raise HardwareError(
-            f"the base model is quantised by `{method}`, and the package `{library}` that reads it is not installed",
-            hint=(
-                f"`pip install {library.split('.')[0]}`, or use the model's unquantised version with `tuning.mode:"
-                " qlora`"
-            ),
-        )
     as_it_is = replace(tuning, mode="qlora", quantization="int8" if quantisation.get("load_in_8bit") else "nf4")
     conflict = conflict_for(as_it_is, strategy)
-    if not conflict and strategy == "zero3" and method != "bitsandbytes":
-        conflict = f"`{method}` under ZeRO-3 was not tried: use `ddp`, `zero2` or `fsdp2`"
     if conflict:
         raise UserError(f"the base model is quantised ({quantisation_name(quantisation)}). {conflict}")
     note = f"the base is quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
@@ -360,15 +327,9 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
 
 
 def quantisation_name(quantisation: dict[str, Any]) -> str:
-    """Describe a quantisation in a few words: `bitsandbytes nf4`, `gptq 4 bits`, ..."""
-    method = quantisation_method(quantisation)
-    if method == "bitsandbytes":
-        return (
-            "bitsandbytes"
-            f" {'int8' if quantisation.get('load_in_8bit') else quantisation.get('bnb_4bit_quant_type', 'fp4')}"
-        )
-    bits = quantisation.get("bits") or quantisation.get("w_bit")
-    return f"{method} {bits} bits" if bits else method
+    """Describe a quantisation by bitsandbytes in two words."""
+    kind = "int8" if quantisation.get("load_in_8bit") else quantisation.get("bnb_4bit_quant_type", "fp4")
+    return f"bitsandbytes {kind}"
 
 
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:

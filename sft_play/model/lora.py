@@ -43,7 +43,6 @@ class Targets:
     """Names of linear layers (and of embeddings that the user typed)."""
     parameters: list[str]
     """Names of fused expert weights (three-dimensional parameters outside linear layers)."""
-    notes: tuple[str, ...]
 
 
 def text_prefix(model: nn.Module) -> str:
@@ -133,75 +132,34 @@ def is_expert(name: str, weight: nn.Parameter | nn.Module) -> bool:
 def find_targets(model: nn.Module, typed_names: str | Sequence[str]) -> Targets:
     """Return the targets of `auto`, or of typed names (`q_proj`, `self_attn.q_proj`, `experts.gate_up_proj`).
 
-    Raise `UserError` if a typed name matches nothing in the text model, or the head of a model with tied embeddings.
+    Raise `UserError` if a name matches nothing, which `plan.shape.check_targets` has refused with the reason unless the
+    model has its own code.
     """
-    experts, parameters, notes = expert_names(model), list[str](), tuple[str, ...]()
     if isinstance(typed_names, str):
-        names = linear_names(model)
-        if not names:
+        return Targets(modules=linear_names(model), parameters=[])
+    candidates = [name for name in _named_layers(model) if why_not(model, name) is None]
+    experts = expert_names(model)
+    modules, parameters = dict[str, None](), dict[str, None]()
+    for typed in typed_names:
+        matches = [name for name in candidates if _ends(name, typed)]
+        # A name without a dot, such as `down_proj`, means only layers.
+        expert_matches = [name for name in experts if _ends(name, typed)] if "." in typed else []
+        if not matches and not expert_matches:
             raise UserError(
-                "`tuning.lora.target_modules: auto` finds no linear layer in this model",
-                hint=(
-                    "type the names of the layers; it contains"
-                    f" {_some(sorted({_leaf(n) for n, _ in model.named_modules() if n}))}"
-                ),
+                f"`tuning.lora.target_modules` names `{typed}`, where this model's text part takes no adapter",
+                hint=f"it takes them on {_some(sorted({_leaf(name) for name in candidates}))}",
             )
-        if experts:
-            typed = ", ".join(sorted({_last_two(name) for name in experts}))
-            frozen = (
-                f"the {len(experts)} fused expert weights stay frozen: `target_modules: auto` adapts attention, dense"
-                " layers"
-            )
-            notes = (f"{frozen} and shared experts; to adapt experts too, type their names ({typed})",)
-    else:
-        names, parameters = _match_typed(model, typed_names, experts)
-    return Targets(modules=names, parameters=parameters, notes=notes)
+        modules.update(dict.fromkeys(matches))
+        parameters.update(dict.fromkeys(expert_matches))
+    return Targets(modules=list(modules), parameters=list(parameters))
 
 
 def _ends(name: str, typed: str) -> bool:
     return name == typed or name.endswith("." + typed)
 
 
-def _match_typed(model: nn.Module, typed_names: Sequence[str], experts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names of matched modules and of matched expert weights."""
-    head, named = model.get_output_embeddings(), _named_layers(model)
-    tied = head is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    refused = {name: why for name in named if (why := why_not(model, name))}
-    candidates = {name: module for name, module in named.items() if name not in refused}
-    modules: dict[str, None] = {}
-    parameters: dict[str, None] = {}
-    missing: dict[str, str] = {}
-    for typed in typed_names:
-        matches = [name for name in candidates if _ends(name, typed)]
-        # A name without a dot, such as `down_proj`, means only layers.
-        expert_matches = [name for name in experts if _ends(name, typed)] if "." in typed else []
-        if not matches and not expert_matches:
-            missing[typed] = next((f" ({why})" for name, why in refused.items() if _ends(name, typed)), "")
-        if tied and any(candidates[name] is head or isinstance(candidates[name], nn.Embedding) for name in matches):
-            raise UserError(
-                f"`tuning.lora.target_modules` names `{typed}`, but this model's head and input embeddings share one"
-                " weight: an adapter on one could not be merged without changing the other",
-                hint=f"omit `{typed}`",
-            )
-        modules.update(dict.fromkeys(matches))
-        parameters.update(dict.fromkeys(expert_matches))
-    if missing:
-        accepted = sorted({_leaf(name) for name in candidates} | {_last_two(name) for name in experts})
-        raise UserError(
-            "`tuning.lora.target_modules` names "
-            + ", ".join(f"`{name}`{why}" for name, why in missing.items())
-            + ", where this model's text part takes no adapter",
-            hint=f"it takes them on {_some(accepted)}; or `auto` for every linear layer but the head",
-        )
-    return list(modules), list(parameters)
-
-
 def _leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
-
-
-def _last_two(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 def _some(names: Iterable[str]) -> str:
@@ -349,8 +307,8 @@ def _as_trained(adapted: Any, base: ResolvedModel, dtype: torch.dtype) -> Any:
 
 def add_adapters(
     model: Any, settings: LoraSettings, base: ResolvedModel, dtype: torch.dtype, new_tokens: Sequence[int] = ()
-) -> tuple[Any, tuple[str, ...]]:
-    """Return the model with new adapters in `dtype` and a frozen base, and notes for the user.
+) -> Any:
+    """Return the model with new adapters in `dtype` and a frozen base.
 
     Adapters start as the zero function: A is random by torch's seed, B is zero.
     """
@@ -381,7 +339,7 @@ def add_adapters(
     trained = _as_trained(adapted, base, dtype)
     if settings.init in MUTATING:
         trained.initial_adapters = {name: matrix.detach().cpu().clone() for name, matrix in _pairs(trained)}
-    return trained, targets.notes
+    return trained
 
 
 def check_names(model: nn.Module, settings: LoraSettings) -> Targets:

@@ -33,7 +33,6 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from sft_play.errors import UserError
 from sft_play.model.kernels import compute_dtype, varlen_attention
 from sft_play.plan.shape import LAYER_OUTPUTS, VARLEN
 
@@ -64,21 +63,6 @@ def slice_of(parameter: Tensor) -> Slice | None:
     return getattr(parameter, SLICE, None)
 
 
-def families_plan(config: Any) -> dict[str, str]:
-    """Return transformers' plan for a model's layers. Raise `UserError` if there is none, or it is not supported."""
-    plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
-    if not plan:
-        raise UserError(
-            f"`launch.tensor_parallel`: transformers has no plan to slice the layers of `{config.model_type}`"
-        )
-    if unknown := sorted(set(plan.values()) - STYLES):
-        raise UserError(
-            f"`launch.tensor_parallel`: the layers of `{config.model_type}` are sliced in ways that are not supported"
-            f" here: {', '.join(unknown)}"
-        )
-    return plan
-
-
 class Slicer:
     """Slice a model for one rank of a group, and sum what the ranks compute in parts."""
 
@@ -91,10 +75,11 @@ class Slicer:
         """Parameters that every rank holds, with gradients of which each computes a part."""
 
     def cut(self, model: nn.Module) -> None:
-        """Slice a model, adapters included, that is the same on every rank. Raise `UserError`."""
+        """Slice a model, adapters included, that is the same on every rank."""
         base = without_adapters(model)
         decoder = base.get_decoder()
-        for pattern, style in families_plan(base.config.get_text_config()).items():
+        for pattern, style in base.config.get_text_config().base_model_tp_plan.items():
+            assert style in STYLES, "`TENSOR_PARALLEL_MODEL_TYPES` has no such family"
             name_pattern = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
             for name, module in [
                 (name, module) for name, module in decoder.named_modules() if name_pattern.fullmatch(name)

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +67,10 @@ class Base:
     """Whether the folder's code runs."""
 
     def describe(self) -> str | None:
-        """Describe the carried tensors by group, or return `None` if there are none."""
+        """Describe the carried tensors, or return `None` if there are none."""
         if not self.carried:
             return None
-        groups = Counter(_group(name) for name in self.carried)
-        shown = list_some([f"`{group}` ({number})" for group, number in groups.items()], 4)
+        shown = list_some([f"`{name}`" for name in self.carried], 3)
         return (
             f"{len(self.carried)} tensors of the base are not part of the trained model, and are copied unchanged into"
             f" every complete model that is published: {shown}"
@@ -208,25 +206,8 @@ def _refuse(outline: Any, untaken: Mapping[str, str], folder: Path) -> None:
             f"the weights contain {shown}, which the model in `config.json` does not have: its answers would"
             " differ from those of the published model",
             place=str(folder),
-            hint=f"{_more_layers(outline, refused)}correct `config.json`, or download the model again",
+            hint="correct `config.json`, or download the model again",
         )
-
-
-def _more_layers(outline: Any, refused: Iterable[str]) -> str:
-    """Return a hint about the number of layers, if the files hold more than the configuration says."""
-    count = getattr(outline.config.get_text_config(), "num_hidden_layers", None)
-    numbers = [int(match[1]) for name in refused if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
-    if count is None or max(numbers, default=0) < count:
-        return ""
-    return f"it says {count} layers and the files hold {max(numbers) + 1}: "
-
-
-def _group(name: str) -> str:
-    """Return the name of the module or layer to which a tensor belongs."""
-    if match := re.match(r"(.*\.(?:layers|h)\.)(\d+)\.(.+)", name):
-        inner = match[3].rpartition(".")[0]
-        return f"{match[1]}{match[2]}" if "rotary_emb" not in inner else f"{match[1]}*.{match[3]}"
-    return ".".join(name.split(".")[: 2 if name.startswith(("model.", "transformer.")) else 1])
 
 
 def _untie(model: Any, outline: Any, files: Mapping[str, Path], folder: Path, *, stage: bool) -> None:

@@ -6,23 +6,20 @@ A model must be complete, and its own Python code must be trusted.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sft_play.config.schema import ModelConfig
-from sft_play.errors import CheckpointError, DataError, first_line
+from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
-from sft_play.plan.architecture import hub_reachable, is_expanded
-from sft_play.runs.adapters import ADAPTER_WEIGHTS, check_adapter, made_folder
+from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded
+from sft_play.runs.adapters import check_adapter, made_folder
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
@@ -89,15 +86,13 @@ def _trainable(folder: Path) -> Path:
 
 def _folder(name: str) -> Path | None:
     """Return the folder that a name means, or `None` for a hub id. Raise `DataError`."""
-    path, hint = Path(name).expanduser(), "paths count from the folder in which you typed the command"
+    path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf":
-        hint = "use the model that the file was made from, by its hub id or as a folder"
-        raise DataError("GGUF files cannot be trained", place=name, hint=hint)
     if path.is_file():
-        raise DataError("is a file; a model is a folder or a hub id", place=name, hint=f"perhaps `{path.parent}`")
+        raise DataError("is a file; a model is a folder with safetensors, or a hub id", place=name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        hint = "paths count from the folder in which you typed the command"
         raise DataError("there is no such model folder", place=name, hint=hint)
     return None
 
@@ -117,7 +112,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     if not hub_reachable():
-        raise _refusal(model)
+        raise hub_refusal(model)
     try:
         info = HfApi().model_info(model.name, revision=model.revision, timeout=20)
         names = {item.rfilename for item in info.siblings or []}
@@ -127,32 +122,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
             snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED)
         )
     except (ValueError, OSError) as error:
-        raise _refusal(model, error) from error
-
-
-def _refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
-    """Return why the hub did not provide the model; without an error, it cannot be reached."""
-    from huggingface_hub import errors, get_token
-
-    page = f"https://huggingface.co/{model.name}"
-    denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-    # Without a token the hub also denies access to repositories that do not exist.
-    unknown = isinstance(error, errors.RepositoryNotFoundError)
-    if isinstance(error, errors.GatedRepoError) or (denied and (get_token() or not unknown)):
-        token = "the token that is set has no access to it" if get_token() else "no token is set"
-        hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
-        return DataError(f"the model is gated, and {token}", place=model.name, hint=hint)
-    if unknown:
-        hint = f"check the name at {page}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)"
-        return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return DataError(f"the model has no revision `{model.revision}`", place=model.name)
-    if isinstance(error, errors.HFValidationError):
-        return DataError(f"is neither a folder nor a hub id: {error}", place=model.name)
-    if isinstance(error, errors.HfHubHTTPError):
-        return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint="try again later")
-    hint = "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model"
-    return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
+        raise hub_refusal(model, error) from error
 
 
 def describe(name: str, folder: Path, source: str, revision: str | None) -> ResolvedModel:
@@ -238,33 +208,9 @@ def check_trained(folder: Path, *, ours: bool = True) -> None:
         raise CheckpointError(error.message, place=error.place, hint=hint if ours else error.hint) from None
 
 
-EXPONENTS = {"F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0xFF << 23), "F16": (np.uint16, 31 << 10)}
-EXPONENTS |= {"BF16": (np.uint16, 0xFF << 7)}
-"""Type in a safetensors file -> integers of its size, and the bits that are all set in infinities and NaN."""
-
-
-def refuse_infinite(path: Path) -> None:
-    """Raise `CheckpointError` for a safetensors file with NaN or infinite values, by its bits, without torch."""
-    with path.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(size))
-    for name, entry in entries.items():
-        integers, bits = EXPONENTS.get(entry.get("dtype"), (np.uint8, 0))
-        low, high = entry["data_offsets"] if bits else (0, 0)
-        numbers = np.fromfile(path, integers, (high - low) // np.dtype(integers).itemsize, offset=8 + size + low)
-        if ((numbers & integers(bits)) == bits).any() and bits:
-            raise CheckpointError(
-                f"`{name}` has values that are NaN or infinite",
-                place=str(path),
-                hint="its training diverged, or the file is damaged: copy it again, or take an earlier checkpoint,"
-                " `MODEL_ADAPTER=RUN@step-000040`",
-            )
-
-
 def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
-    """Raise `CheckpointError` if an adapter belongs to another base model than `base`, by its stamp or shapes."""
-    folder = Path(parent.path)
-    if stamp := own_stamp(folder):
+    """Raise `CheckpointError` if an adapter belongs to another base model than `base`, by its stamp."""
+    if stamp := own_stamp(Path(parent.path)):
         adapter = f"the adapter `{parent.name}` was trained"
         for problem, then, now, hint in (
             (
@@ -283,44 +229,6 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
         ):
             if then != now:
                 raise CheckpointError(problem, place=parent.path, hint=hint)
-    shapes = {name: shape for path in weight_files(Path(base.path)) for name, shape in _shapes(path).items()}
-    adapted = _shapes(folder / ADAPTER_WEIGHTS)
-    deepest, own = _deepest(shapes), _deepest(adapted)
-    if deepest and own > deepest:
-        raise CheckpointError(
-            f"the adapter `{parent.name}` does not fit `{base.name}`: it has weights of {own} layers, and the model has"
-            f" {deepest}",
-            place=parent.path,
-            hint="set `model.name` to the base model of this adapter",
-        )
-    for name, shape in adapted.items():
-        match = OF_LAYER.fullmatch(name)
-        of_base = shapes.get(f"{match['layer']}.{match['leaf'] or 'weight'}") if match else None
-        if not match or of_base is None or len(of_base) != 2 or len(shape) != 2:
-            continue
-        fits = shape == of_base if match["leaf"] else shape[1 if match["side"] == "A" else 0] in of_base
-        if not fits:
-            raise CheckpointError(
-                f"the adapter `{parent.name}` does not fit `{base.name}`: its `{name}` is {shape}, and the model's"
-                f" weight is {of_base}",
-                place=parent.path,
-                hint="set `model.name` to the base model of this adapter",
-            )
-
-
-def _deepest(names: Iterable[str]) -> int:
-    """Return the number of layers by the names of their weights, outside a vision tower; 0 where names have none."""
-    numbers = (match[1] for name in names if "vision" not in name and (match := NUMBERED.search(name)))
-    return 1 + max(map(int, numbers), default=-1)
-
-
-NUMBERED = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-OF_LAYER = re.compile(r"base_model\.model\.(?P<layer>.+?)\.(?:lora_(?P<side>[AB])\.weight|(?P<leaf>weight))")
-
-
-def _shapes(path: Path) -> dict[str, list[int]]:
-    """Return name -> shape of a safetensors file's tensors, without packed ones."""
-    return {name: part.get_shape() for name, part in _tensors(path).items() if part.get_dtype() != "U8"}
 
 
 def _tensors(path: Path) -> dict[str, Any]:
@@ -347,13 +255,8 @@ def refuse_embedded_adapter(folder: Path, place: str) -> None:
 def _check_weights(folder: Path, place: str) -> None:
     files, indexed = weight_files(folder), _indexed_files(folder)
     if not files:
-        gguf = next(folder.glob("*.gguf"), None)
-        if gguf:
-            message = f"the model has no weights that can be trained: `{gguf.name}` is a GGUF file"
-            raise DataError(message, place=place, hint="use the model that the GGUF file was made from")
-        raise DataError(
-            "the model has no weights", place=place, hint="it needs `model.safetensors` (or shards with an index)"
-        )
+        hint = "it needs `model.safetensors` (or shards with an index); GGUF files cannot be trained"
+        raise DataError("the model has no weights", place=place, hint=hint)
     expected = {name for name in indexed if name.endswith(files[0].suffix)}
     missing = sorted(name for name in expected if not (folder / name).is_file())
     if missing:

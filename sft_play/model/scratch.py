@@ -1,9 +1,8 @@
-"""Create models with random weights (`model.init: random`), another tokenizer, or one trained on the data."""
+"""Create models with random weights (`model.init: random`), and a tokenizer trained on the data."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,6 @@ from sft_play.errors import DataError
 from sft_play.files import make_once, read_json, text_sha256, write_json
 from sft_play.model.convert import LABEL, byte_level
 from sft_play.model.resolve import (
-    TOKENIZER_FILES,
     count_numbers,
     describe,
     resolve_model,
@@ -36,10 +34,7 @@ FORMAT = "1"
 
 def resolve(config: Config) -> ResolvedModel:
     """Return the configured model, created or downloaded if necessary. Raise `DataError` with a hint."""
-    if config.model.init == "random":
-        return _random(config)
-    model = resolve_model(config.model)
-    return model if config.model.tokenizer is None else _with_tokenizer(config, model)
+    return _random(config) if config.model.init == "random" else resolve_model(config.model)
 
 
 def describe_source(config: Config, model: ResolvedModel) -> str:
@@ -118,47 +113,6 @@ def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, s
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     model.save_pretrained(str(folder))
-
-
-def _with_tokenizer(config: Config, model: ResolvedModel) -> ResolvedModel:
-    """Return the model with another tokenizer's files and links to its weights. Raise `DataError` if it does not fit.
-
-    An embedding's row was learnt for the token with its number, so every token that both tokenizers know must have the
-    same number; new tokens may only take numbers that have a row and that the model's own tokenizer does not use.
-    """
-    assert config.model.tokenizer is not None
-    source = small_files(config.model.tokenizer, None)
-    own, other = load_tokenizer(model.path), load_tokenizer(source)
-    _check_fit(config, Path(model.path), own.get_vocab(), other.get_vocab())
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        for path in Path(model.path).iterdir():
-            if path.is_file() and path.name not in TOKENIZER_FILES:
-                (folder / path.name).symlink_to(path.resolve())
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-
-    folder = _made("tokenizer", [model.path, model.fingerprint, tokenizer_sha256(source)], make)
-    return describe(model.name, folder, model.source, model.revision)
-
-
-def _check_fit(config: Config, folder: Path, own: dict[str, int], other: dict[str, int]) -> None:
-    rows, taken = _vocabulary(read_json(folder / "config.json")), {index: token for token, index in own.items()}
-    beyond = sum(index >= rows for index in other.values())
-    moved = sum(taken.get(index, token) != token for token, index in other.items())
-    if not beyond and not moved:
-        return
-    name = f"`{config.model.name}`"
-    problem = f"have no row in the embedding of {name}, which has {rows}"
-    if not beyond:
-        problem = f"have the number of another token of {name}, whose embedding was learnt for that one"
-    raise DataError(
-        f"{beyond or moved} of the tokenizer's {len(other)} tokens {problem}",
-        place=config.model.tokenizer,
-        hint="omit `model.tokenizer` for the model's own; a new vocabulary needs `model.init: random`",
-    )
 
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date, datetime, time
-from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -179,11 +178,9 @@ def _chosen(value: str) -> tuple[str | None, str]:
         return value, _named_text(value)
     path = Path(value).expanduser()
     if not path.is_file() and not value.endswith(SUFFIXES) and "/" not in value:
-        close = get_close_matches(value.lower(), template_names(), n=1, cutoff=0.5)
-        names = f"names are {', '.join(template_names())}; anything else is the path of a Jinja file"
         raise DataError(
             f"`data.chat_template` is `{value}`, which is neither a template's name nor a file",
-            hint=f"did you mean `{close[0]}`? {names}" if close else names,
+            hint=f"names are {', '.join(template_names())}; anything else is the path of a Jinja file",
         )
     try:
         with open_plain(path, follow=True) as stream:
@@ -347,7 +344,7 @@ def write_chat(
     """Return the text that the tokenizer's chat template writes, with `day` as today.
 
     Raise `NotAcceptedError` for a conversation that the template does not accept, `EndlessError` for a template that
-    takes too long, `DataError` for one that needs too much memory.
+    takes too long.
     """
     import jinja2
 
@@ -363,10 +360,16 @@ def write_chat(
     try:
         with on_day(day or getattr(tokenizer, DAY, None)), limit:
             return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
-    except (RecursionError, MemoryError) as error:
-        what = "nests without end" if isinstance(error, RecursionError) else "needs more memory than there is"
-        raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
-    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        KeyError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         roles = ", ".join(str(turn["role"]) for turn in messages)
         raise NotAcceptedError(f"the chat template does not accept this conversation ({roles}): {error}") from error
 
@@ -423,28 +426,20 @@ def in_time(seconds: float, message: str, *, place: str, hint: str) -> Iterator[
         yield
         return
     _install_time_limit()
-    _passed.clear()
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_SECONDS)
         yield
-        if _passed:  # raised inside a callback of the garbage collector, where Python drops an exception
-            raise _OutOfTime
     except _OutOfTime:
         raise EndlessError(message, place=place, hint=hint) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-_passed: list[int] = []
-"""Not empty after the limit has passed."""
-
-
 @functools.cache
 def _install_time_limit() -> None:
     """Install the signal handler once, since that takes longer than rendering a short conversation."""
 
-    def stop(number: int, _: FrameType | None) -> None:
-        _passed.append(number)
+    def stop(_: int, _frame: FrameType | None) -> None:
         raise _OutOfTime
 
     signal.signal(signal.SIGVTALRM, stop)

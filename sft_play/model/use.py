@@ -37,7 +37,6 @@ from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
     COMPUTE_TYPES,
     bnb_settings,
-    quantisation_method,
     quantisation_name,
     read_model,
     tell,
@@ -276,18 +275,13 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk or memory, `CheckpointError`
     if the merged model answers differently from the adapter model.
     """
-    config, plan, prepared, base = _read_run(run, weights, "merge")
+    config, _, prepared, base = _read_run(run, weights, "merge")
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-    except OSError as error:
-        raise UserError(
-            f"`{out.parent}` cannot be written to: {error.strerror}", hint="OUT= names another place"
-        ) from error
-    try:
         merged = (
-            _merge_adapter(config, plan, base, weights, partial)
+            _merge_adapter(config, Path(base.path), weights, tokenizer_of(weights, base, config), partial)
             if base
             else _copy_full(config, prepared, weights, partial)
         )
@@ -301,7 +295,11 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
         partial.rename(out)
         sync_path(out.parent)
     except OSError as error:
-        raise HardwareError(f"the merged model cannot be written: {error.strerror or error}", place=str(out)) from error
+        raise HardwareError(
+            f"the merged model cannot be written: {error.strerror or error}",
+            place=str(out),
+            hint="OUT= names another place",
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {"folder": str(out), **merged}
@@ -333,26 +331,10 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
     }
 
 
-def _merge_adapter(config: Config, plan: Plan, base: ResolvedModel, weights: Path, partial: Path) -> dict[str, Any]:
-    folder = Path(base.path)
-    tokenizer = tokenizer_of(weights, base, config)
-    merged, prompts, adapter_logits = _merge_and_compare(config, folder, weights, tokenizer, partial)
-    if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
-        quantised = lora.read_adapter(read_base(config, plan, base, "cpu"), weights).eval()
-        apart = max(
-            float((a - b).abs().mean()) for a, b in zip(_logits(quantised, prompts), adapter_logits, strict=True)
-        )
-        tell(
-            f"note: compared with the {config.tuning.quantization} model that was trained and scored, its logits differ"
-            f" by {apart:.2e} on average: it is merged into the unquantised base"
-        )
-    return merged
-
-
 def write_merged_base(config: Config, base: ResolvedModel, adapter: ParentAdapter, target: Path) -> None:
     """Write the base with an adapter merged as by `make merge`."""
     tokenizer = load_tokenizer(base.path, trust=config.model.trust_remote_code)
-    _merge_and_compare(config, Path(base.path), Path(adapter.path), tokenizer, target)
+    _merge_adapter(config, Path(base.path), Path(adapter.path), tokenizer, target)
 
 
 def write_with_new_tokens(config: Config, base: ResolvedModel, target: Path) -> None:
@@ -388,13 +370,8 @@ def write_with_new_tokens(config: Config, base: ResolvedModel, target: Path) -> 
     _save(model, tokenizer, target, dtype)
 
 
-def _merge_and_compare(
-    config: Config, folder: Path, weights: Path, tokenizer: Any, partial: Path
-) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Write the base in `folder` with the adapter `weights` merged into it.
-
-    Return the facts of `merge`, the prompts of the comparison, and the adapter model's logits.
-    """
+def _merge_adapter(config: Config, folder: Path, weights: Path, tokenizer: Any, partial: Path) -> dict[str, Any]:
+    """Write the base in `folder` with the adapter `weights` merged into it; return the facts of `merge`."""
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
     model = lora.read_adapter(_full_precision_base(config, folder, partial), weights).eval()
     adapter_logits = _logits(model, prompts)
@@ -421,7 +398,7 @@ def _merge_and_compare(
     saved = read_model(partial, config.model, dtype=getattr(torch, dtype)).eval()
     _, saved_difference = _compare(_logits(saved, prompts), adapter_logits, allowed, "the saved model")
     tell(f"saved as {dtype} and read again: at most {saved_difference:.2e} (allowed {allowed * scale:.2e})")
-    merged = {
+    return {
         "dtype": dtype,
         "parameters": parameters,
         "size_bytes": _size(partial),
@@ -429,7 +406,6 @@ def _merge_and_compare(
         "saved_difference": saved_difference,
         "largest_logit": scale,
     }
-    return merged, prompts, adapter_logits
 
 
 def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
@@ -445,15 +421,10 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     if existing is None:
         if config.tuning.mode == "qlora":
             tell(
-                "QLoRA: the base is read again unquantised; the adapters, trained on its quantised form, are merged"
-                " into that"
+                "QLoRA: the base is read again unquantised; the adapters, trained and scored on its quantised form, are"
+                " merged into that, and answer a little differently"
             )
         return read_model(folder, config.model, dtype=torch.float32)
-    if quantisation_method(existing) != "bitsandbytes":
-        raise UserError(
-            f"the base exists only quantised ({quantisation_name(existing)}), and adapters cannot be merged into that",
-            hint="serve and infer work with the adapter as it is",
-        )
     tell(
         f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and"
         " merged"

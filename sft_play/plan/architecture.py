@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sft_play.config.schema import Config, ModelConfig
-from sft_play.errors import DataError, UserError, raise_all
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import DataError, UserError, first_line
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.shape import DEFAULT_ATTENTION, ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
@@ -223,28 +223,6 @@ def _count_model(config: dict[str, Any], place: str) -> ModelShape:
     return ModelShape.read(row)
 
 
-NAMES = ("rank_pattern", "alpha_pattern", "modules_to_save")
-"""Keys of `tuning.lora` that name modules."""
-
-
-def check_names(config: Config, architecture: Mapping[str, Any]) -> None:
-    """Raise `UserError` for names in `tuning.lora` that mean no module of this model, built without weights.
-
-    A model that only its own code can build is not checked here.
-    """
-    lora = config.tuning.lora
-    typed = [key for key in NAMES if getattr(lora, key)] if config.tuning.mode != "full" else []
-    names = [{"target_modules": lora.target_modules, key: getattr(lora, key)} for key in typed]
-    answers = ask([{"architecture": architecture, "names": each} for each in names]) if typed else []
-    raise_all(
-        [
-            UserError(answer["error"], place=f"tuning.lora.{key}", hint=answer["hint"])
-            for key, answer in zip(typed, answers, strict=True)
-            if "hint" in answer
-        ]
-    )
-
-
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a parsed `config.json` of a Llama-like family. Raise `KeyError` for a missing key."""
     kind = str(config.get("model_type", "unknown"))
@@ -322,28 +300,39 @@ def _fetch_config(model: ModelConfig) -> Path:
     """Fetch only `config.json` from the hub. Raise `DataError`."""
     if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
         raise DataError("there is no such model folder", place=model.name)
-    unreachable = DataError(
-        "no such folder, and the hub cannot be reached",
-        place=model.name,
-        hint="check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model. A plan"
-        f" needs no more than a folder with its `config.json`, or for these nothing: {', '.join(known_models())}",
-    )
     if not hub_reachable():
-        raise unreachable
+        raise hub_refusal(model)
     from huggingface_hub import hf_hub_download
 
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
-    except Exception as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise DataError(
-                "the model is gated or private",
-                place=model.name,
-                hint=f"accept its licence at https://huggingface.co/{model.name}, then set HF_TOKEN",
-            ) from error
-        raise unreachable from error
+    except (ValueError, OSError) as error:
+        raise hub_refusal(model, error) from error
+
+
+def hub_refusal(model: ModelConfig, error: Exception | None = None) -> DataError:
+    """Return why the hub did not provide the model; without an error, it cannot be reached."""
+    from huggingface_hub import errors, get_token
+
+    page = f"https://huggingface.co/{model.name}"
+    denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+    # Without a token the hub also denies access to repositories that do not exist.
+    unknown = isinstance(error, errors.RepositoryNotFoundError)
+    if isinstance(error, errors.GatedRepoError) or (denied and (get_token() or not unknown)):
+        token = "the token that is set has no access to it" if get_token() else "no token is set"
+        hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
+        return DataError(f"the model is gated, and {token}", place=model.name, hint=hint)
+    if unknown:
+        hint = f"check the name at {page}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)"
+        return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
+    if isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError)):
+        return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint=f"check the name at {page}")
+    hint = (
+        "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model. A plan needs"
+        f" no more than a folder with its `config.json`, or for these nothing: {', '.join(known_models())}"
+    )
+    return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
 
 
 def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dict[str, Any]:
@@ -392,26 +381,20 @@ TRACE_SECONDS = 300
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 
 
-_running: dict[int, Tracer] = {}
-"""Process id -> its tracer, since a forked process must not use its parent's."""
-
-
+@cache
 def running_tracer() -> Tracer:
     """Return this process's tracer, shared by counts and traces so that torch is imported once.
 
     It ends with `end_tracer`, or with this process.
     """
-    if os.getpid() in _running and _running[os.getpid()].has_ended:
-        end_tracer()
-    if os.getpid() not in _running:
-        _running[os.getpid()] = Tracer()
-    return _running[os.getpid()]
+    return Tracer()
 
 
 def end_tracer() -> None:
     """End this process's tracer."""
-    if os.getpid() in _running:
-        _running.pop(os.getpid()).close()
+    if running_tracer.cache_info().currsize:
+        running_tracer().close()
+        running_tracer.cache_clear()
 
 
 class Tracer:
@@ -428,9 +411,7 @@ class Tracer:
         )
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the result of each request (a case, `{"count": architecture}`, or `names` of an `architecture` to
-        check), or `{"error": "..."}`.
-        """
+        """Return the result of each request (a case, or `{"count": architecture}`), or `{"error": "..."}`."""
         assert self._process.stdin and self._process.stdout
         line = b""
         with contextlib.suppress(BrokenPipeError):
@@ -439,7 +420,9 @@ class Tracer:
             ready, _, _ = select.select([self._process.stdout], [], [], TRACE_SECONDS)
             line = self._process.stdout.readline() if ready else b""
         if not line:
-            return [{"error": f"the trace {self._failure()}"}] * len(requests)
+            error = f"the trace {self._failure()}"
+            end_tracer()
+            return [{"error": error}] * len(requests)
         answers: list[dict[str, Any]] = json.loads(line)
         return answers
 
@@ -448,17 +431,10 @@ class Tracer:
         try:
             code = self._process.wait(timeout=5)  # its output closes a moment before it ends
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its late answer would be taken for that of the next question
-            self._process.wait()
             return f"took longer than {TRACE_SECONDS} s"
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"ended with code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended, by itself or since it took too long."""
-        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the process."""

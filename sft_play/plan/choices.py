@@ -20,7 +20,7 @@ from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
 from sft_play.plan.network import attention_for_slices
 from sft_play.plan.plan import Layout, Precision, Setup, Strategy
-from sft_play.plan.request import DEFAULT_GLOBAL_BATCH, Request
+from sft_play.plan.request import Request
 from sft_play.plan.shape import (
     BY_LENGTHS,
     CHUNKED_HEAD_MODEL_TYPES,
@@ -279,35 +279,6 @@ def choose_learning_rate(config: Config, reasons: Reasons) -> float:
     chosen = FULL_RATE if full else ADAPTER_RATE
     reasons["learning rate"] = f"learning rate {chosen:g}: the usual one for {'full tuning' if full else 'adapters'}"
     return chosen
-
-
-def scale_learning_rate(config: Config, rate: float, global_batch: int, reasons: Reasons) -> float:
-    """Return the learning rate for this global batch, scaled from the default one, for which rates are quoted.
-
-    `sqrt` keeps the noise of Adam's updates (Malladi et al. 2022, arXiv 2205.10287), `linear` that of SGD's (Goyal et
-    al. 2017, arXiv 1706.02677).
-    """
-    ratio, rule = global_batch / DEFAULT_GLOBAL_BATCH, config.train.learning_rate_scaling
-    rules = {"sqrt": (rate * math.sqrt(ratio), "sqrt"), "linear": (rate * ratio, "")}
-    if ratio == 1:
-        if rule != "none":
-            reasons["learning rate scaling"] = (
-                f"learning rate {rate:g}: nothing to scale, the global batch is {DEFAULT_GLOBAL_BATCH}"
-            )
-        return rate
-    if rule == "none":
-        others = ", ".join(f"{name} {scaled:.3g}" for name, (scaled, _) in rules.items())
-        reasons["learning rate scaling"] = (
-            f"learning rate {rate:g} not scaled for {global_batch} rows instead of {DEFAULT_GLOBAL_BATCH} "
-            f"(TRAIN_LEARNING_RATE_SCALING would make it: {others})"
-        )
-        return rate
-    scaled, function = rules[rule]
-    reasons["learning rate scaling"] = (
-        f"learning rate {scaled:.3g} = {rate:g} x {function}({global_batch} global / {DEFAULT_GLOBAL_BATCH}): "
-        f"`train.learning_rate_scaling` is {rule}"
-    )
-    return scaled
 
 
 def warmup(config: Config, steps: int | None) -> int | None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import UserError, typed_here
 from sft_play.plan.detect import Shown, all_hidden, detect, look_at_gpus, nvml_session, other_gpu, versions_of
 from sft_play.plan.hardware import GIB, Device, cpu_only
 from sft_play.plan.plan import LaunchRequest
 from sft_play.plan.request import DoesNotFitError
+from sft_play.plan.show import misfit_json, show_misfit, show_plan
 from sft_play.plan.sources import needs_several, parse_source, plan_for
 from sft_play.text import gib
 
@@ -137,47 +137,22 @@ def _gpu_lines(facts: dict[str, Any]) -> str:
 def memory_check(call: Call) -> int:
     """Print the memory and return 0; raise `DoesNotFitError` after it if CONFIG does not fit."""
     facts: dict[str, Any] = {"devices": _devices_now(), "need": None}
-    refusal: UserError | None = None
+    lines, refusal = _device_lines(facts["devices"]), None
     if call.options.get("CONFIG") or call.options.get("RUN"):
-        facts["need"], refusal = _need(call)
-    print(json.dumps(facts, indent=2) if call.json else _memory_lines(facts), flush=True)
+        loaded, hardware = call.load_config(), detect()
+        launch = LaunchRequest(num_gpus=call.integer("NUM_GPUS", minimum=1))
+        launch = replace(launch, command_strategy="auto" if needs_several(loaded, hardware, launch) else "single")
+        try:
+            plan = plan_for(loaded, hardware, launch, source=parse_source(call.options.get("SOURCE"), "known"))
+            facts["need"] = plan.to_json()
+            lines.append(show_plan(plan, why=False, details=True))
+        except DoesNotFitError as error:
+            facts["need"], refusal = misfit_json(error), error.without_remedies()
+            lines.append(show_misfit(error))
+    print(json.dumps(facts, indent=2) if call.json else "\n".join(lines), flush=True)
     if refusal:
         raise refusal
     return 0
-
-
-def _need(call: Call) -> tuple[dict[str, Any], UserError | None]:
-    """Return the memory that CONFIG needs on each rank by part; where it does not fit, also the error with remedies."""
-    loaded, hardware = call.load_config(), detect()
-    launch = LaunchRequest(num_gpus=call.integer("NUM_GPUS", minimum=1))
-    launch = replace(launch, command_strategy="auto" if needs_several(loaded, hardware, launch) else "single")
-    try:
-        plan = plan_for(loaded, hardware, launch, source=parse_source(call.options.get("SOURCE"), "known"))
-    except DoesNotFitError as error:
-        parts = {"memory_bytes": dict(error.parts), "peak_bytes": error.need_bytes}
-        rank = {"rank": None, "device": hardware.kind, "micro_batch": error.micro_batch, "fits": False, **parts}
-        need: dict[str, Any] = {
-            "strategy": error.setup.strategy,
-            "global_batch_size": None,
-            "error": error.message,
-            "ranks": [rank | {"capacity_bytes": error.capacity_bytes}],
-            "remedies": [str(remedy) for remedy in error.remedies],
-        }
-        return need, error.without_remedies()
-    ranks = []
-    for rank_plan in plan.ranks:
-        # The list of devices in use has the driver's numbers.
-        kind, _, index = rank_plan.device.partition(":")
-        device = f"{kind}:{hardware.devices[int(index)].number}" if kind == "cuda" else kind
-        names = ("rank", "micro_batch", "peak_bytes", "capacity_bytes", "memory_bytes")
-        ranks.append({name: getattr(rank_plan, name) for name in names} | {"device": device, "fits": True})
-    return {
-        "strategy": plan.strategy,
-        "global_batch_size": plan.global_batch_size,
-        "source": plan.source,
-        "ranks": ranks,
-        "remedies": [],
-    }, None
 
 
 def _devices_now() -> list[dict[str, Any]]:
@@ -217,31 +192,12 @@ def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:
     return holders
 
 
-def _memory_lines(facts: dict[str, Any]) -> str:
+def _device_lines(devices: list[dict[str, Any]]) -> list[str]:
     lines = []
-    for device in facts["devices"]:
+    for device in devices:
         total, free = device["memory_bytes"], device["free_bytes"]
         lines.append(
             f"{device['device']}  {device['name']}: {gib(total - free)} of {gib(total)} used, {gib(free)} free"
         )
         lines += [f"  {gib(p['bytes']):>10}  {p['name']} (pid {p['pid']})" for p in device["processes"]]
-    if need := facts["need"]:
-        rows = f", {need['global_batch_size']} rows a step" if need["global_batch_size"] else ""
-        lines.append(f"this configuration, {need['strategy']}{rows}:")
-        for rank in need["ranks"]:
-            who = (
-                f"rank {rank['rank']} on {rank['device']}"
-                if rank["rank"] is not None
-                else f"a rank on {rank['device']}"
-            )
-            lines.append(
-                f"  {who}: {gib(rank['peak_bytes'])} with micro-batch {rank['micro_batch']}, "
-                f"{gib(rank['capacity_bytes'])} may be used: {'fits' if rank['fits'] else 'does NOT fit'}"
-            )
-            parts = sorted(
-                ((size, name) for name, size in rank["memory_bytes"].items() if size and name != "free"), reverse=True
-            )
-            lines += [f"    {gib(size):>10}  {name}" for size, name in parts]
-        if need["remedies"]:
-            lines += ["to make it fit:", *(f"  {remedy}" for remedy in need["remedies"])]
-    return typed_here("\n".join(lines))
+    return lines

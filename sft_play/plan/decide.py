@@ -89,7 +89,6 @@ def decide(request: Request) -> Plan:
     # How much at a time: micro-batches, micro-steps and packs, with the memory that they take.
     division = divide(request, setup, rows_that_fit, reasons)
     setup = division.setup
-    rate = choices.scale_learning_rate(config, rate, request.global_batch, reasons)
     choices.check_schedule(config, rate)
     rank_plans = _rank_plans(request, division)
     reasons |= _explain_memory(request, setup, division.accumulation, rank_plans)
@@ -278,11 +277,7 @@ def _on_the_host(
 ) -> None:
     """Report what is kept in host memory. Raise `HardwareError` if that is too small."""
     hardware, processes = request.hardware, request.ranks.local
-
-    def needed(rows: int) -> int:
-        return processes * host_bytes(request.config, request.shape, setup, rows)
-
-    if not (need := needed(micro_batch)):
+    if not (need := processes * host_bytes(request.config, request.shape, setup, micro_batch)):
         if setup.activation_offload:
             warnings.append("`train.activation_offload` moves nothing here: a CPU computes in the machine's memory")
         return
@@ -291,14 +286,13 @@ def _on_the_host(
     )
     if not hardware.ram_known or need <= hardware.ram_bytes or request.launch.early:
         return
-    have, size, hint = f"{hardware.ram_bytes / GIB:.1f} GiB", "", "TUNING_MODE=lora, or a machine with more memory"
+    what, hint = "offloading", "TUNING_MODE=lora, or a machine with more memory"
     if setup.activation_offload:
-        size = f" for micro-batches of {plural(micro_batch, 'row')}"
-        fewer = next((rows for rows in range(micro_batch - 1, 0, -1) if needed(rows) <= hardware.ram_bytes), 0)
-        hint = (f"TRAIN_BATCH_SIZE={fewer}, or " if fewer else "") + "TRAIN_ACTIVATION_OFFLOAD=off"
-    what = "`train.activation_offload`" if setup.activation_offload else "offloading"
+        what, hint = "`train.activation_offload`", "a smaller TRAIN_BATCH_SIZE, or TRAIN_ACTIVATION_OFFLOAD=off"
     raise HardwareError(
-        f"{what} needs {need / GIB:.1f} GiB of this machine's memory{size}, and it has {have}", hint=hint
+        f"{what} needs {need / GIB:.1f} GiB of this machine's memory for micro-batches of {plural(micro_batch, 'row')},"
+        f" and it has {hardware.ram_bytes / GIB:.1f} GiB",
+        hint=hint,
     )
 
 
@@ -311,7 +305,7 @@ def _check_loading(request: Request, setup: Setup) -> None:
             f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {plural(processes, 'process')}"
             f" holds all weights {'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are"
             f" sharded, {need / GIB:.1f} GiB of this machine's memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
-            hint="; or ".join(_ways_to_load(request)) or "a machine with more memory",
+            hint="TUNING_MODE=lora; or make train-deepspeed CONFIG=... LAUNCH_STRATEGY=zero3, where the shards fit",
         )
 
 
@@ -366,7 +360,7 @@ def _share_model(request: Request, setup: Setup, replica: str) -> Plan | DoesNot
     fsdp2 = replace(request, launch=replace(request.launch, command_strategy="fsdp2"))
     shards = None if slow else try_plan(request, fsdp2)
     if isinstance(shards, Plan):
-        why = f"strategy fsdp2: {replica}, so weights are sharded{_if_quantised(request, setup)}"
+        why = f"strategy fsdp2: {replica}, so weights are sharded"
         return shards.with_reason("strategy", why)
     for way, changed in _ways(request):
         plan = try_plan(request, changed)
@@ -394,21 +388,6 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
     )
     pipeline = [("pipeline", request.with_keys({"launch.strategy": "pipeline"}))]
     yield from (*lines, *layers, *pipeline) if linked else (*lines, *pipeline, *layers)
-
-
-def _if_quantised(request: Request, setup: Setup) -> str:
-    """Return a note that quantised weights would fit on each rank; empty if they would not."""
-    if setup.device != "cuda" or not network.may_quantise(request.config):
-        return ""
-    quantising = request.with_keys({"tuning.mode": "qlora"})
-    frozen = "bfloat16" if setup.precision == "bf16" else "float16"
-    case = replace(setup, weights_dtype=frozen, gradient_checkpointing=True)
-    quantised = quantising.need(case, request.required_rows)
-    return (
-        f" (TUNING_MODE=qlora would fit on each rank: {quantised / GIB:.1f} GiB)"
-        if quantised <= min(request.room)
-        else ""
-    )
 
 
 def _small_optimizer(
@@ -476,19 +455,6 @@ def _refusal(
         after = f", with weights sharded by fsdp2; a complete replica needs {error.need_bytes / GIB:.1f} GiB"
         return sharded.add(notes=tuple(notes), after=after)
     return error.add(notes=tuple(notes))
-
-
-def _ways_to_load(request: Request) -> list[str]:
-    """Return what to type where host memory is too small to load all weights: adapters first, only what would fit."""
-    options = list[tuple[str, Request]]()
-    if request.config.tuning.mode != "lora":
-        options.append(("TUNING_MODE=lora", request.with_keys({"tuning.mode": "lora"})))
-    if request.launch.command_strategy != "zero":
-        launch = replace(request.launch, command_strategy="zero", zero_stage=None)
-        shards = replace(request, launch=launch).with_keys({"launch.strategy": "zero3"})
-        options.append(("make train-deepspeed CONFIG=... LAUNCH_STRATEGY=zero3", shards))
-    plans = ((text, try_plan(request, changed)) for text, changed in options)
-    return [text for text, plan in plans if isinstance(plan, Plan)]
 
 
 def try_plan(request: Request, changed: Request) -> Plan | DoesNotFitError | None:

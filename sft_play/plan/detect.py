@@ -10,14 +10,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError, raise_all
-from sft_play.plan.hardware import GIB, Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
+from sft_play.plan.hardware import Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
 from sft_play.runs.origin import torch_version
 from sft_play.text import Finding
 
@@ -216,15 +216,9 @@ def look_at_gpus(nvml: Any) -> tuple[list[tuple[Shown, Device]], int]:
 def _device(nvml: Any, gpu: Shown) -> Device:
     name, (total, free) = str(nvml.nvmlDeviceGetName(gpu.handle)), gpu_memory(nvml, gpu)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
-    capability, flops, bandwidth, watts = (int(major), int(minor)), None, None, None
-    if row := find_card(name.partition(" MIG ")[0]):
-        card = row[1]
-        flops, bandwidth = card.bf16_tflops * 1e12, card.bandwidth_gb_s * 1e9
-        # A slice has a number of sevenths of the speed, and bandwidth by its share of the memory.
-        if profile := re.search(r" MIG (?:\dc\.)?(\d)g\.", name):
-            flops, bandwidth = flops * int(profile[1]) / 7, bandwidth * total / (card.memory_gib * GIB)
-    with suppress(nvml.NVMLError):  # many laptops and Jetson boards do not report it
-        watts = float(nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle)) / 1000
+    capability, flops, bandwidth = (int(major), int(minor)), None, None
+    if row := None if gpu.mig_uuid else find_card(name):
+        flops, bandwidth = row[1].bf16_tflops * 1e12, row[1].bandwidth_gb_s * 1e9
     return Device(
         name=name,
         memory_bytes=total,
@@ -234,7 +228,6 @@ def _device(nvml: Any, gpu: Shown) -> Device:
         compute_capability=capability,
         peak_flops=flops,
         bandwidth=bandwidth,
-        power_watts=watts,
         number=gpu.number,
         mig_uuid=gpu.mig_uuid,
         expandable_segments=not is_wsl(),

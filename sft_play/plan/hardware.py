@@ -5,7 +5,6 @@ sources.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -23,8 +22,6 @@ USABLE = 0.98
 """Share of a card's nominal gigabytes (in fact GiB) that programs can use; ECC and driver keep the rest."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
 """Share of the free memory that a plan uses."""
-FULL = 0.05
-"""A GPU with a smaller share of its memory free is full: CUDA and a model's first layer already need more."""
 ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB
 """Assumed for a machine of which only the GPUs are described."""
 
@@ -44,8 +41,6 @@ class Device:
     """Dense bf16 operations per second with fp32 accumulation; fp32 on a CPU. `None` when unknown."""
     bandwidth: float | None = None
     """Bytes per second of device memory."""
-    power_watts: float | None = None
-    """Power limit that the driver enforces, or that of the data sheet; `None` when unknown, as for every CPU."""
     number: int | None = None
     """The driver's number, as in `CUDA_VISIBLE_DEVICES`; `None` for a CPU and for described devices."""
     mig_uuid: str | None = None
@@ -54,11 +49,6 @@ class Device:
     """Whether torch's allocator can grow its blocks in place; under WSL2 the first allocation would fail
     (pytorch#192330).
     """
-
-    @property
-    def full(self) -> bool:
-        """Whether other programs hold nearly all of its memory."""
-        return self.free_bytes < FULL * self.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +83,10 @@ class Hardware:
         return network_speed(self.network, "HARDWARE") if self.network else None
 
 
-PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
-"""`2x24GB`, `4090`, `A100 x 2`."""
+PART = re.compile(r"(?:(\d{1,4})\s*x\s*)?([A-Za-z0-9 .\-]+)")
+"""`2x24GB`, `4090`."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
-ANY_MEMORY = re.compile(rf"(\d+\s*[x*]\s*)?{MEMORY.pattern}(\s*[x*]\s*\d+)?", re.IGNORECASE)
+ANY_MEMORY = re.compile(rf"(\d+\s*x\s*)?{MEMORY.pattern}", re.IGNORECASE)
 """GPUs that are described by their memory alone."""
 RAM = re.compile(MEMORY.pattern + r"[ -]*RAM", re.IGNORECASE)
 WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
@@ -152,12 +142,10 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
 
 
 def _devices(part: str, text: str) -> list[Device]:
-    # `2 RTX 3090` becomes `2xRTX 3090`, but neither `2 x A100` nor `24 GB` changes.
-    match = PART.fullmatch(re.sub(r"^(\d{1,2}) +(?=[A-WYZa-wyz])(?!Gi?B?$)", r"\1x", part))
-    count = int(match.group(1) or match.group(3) or 1) if match and not (match.group(1) and match.group(3)) else 0
-    name = re.sub(r"([- ]\d+)G$", r"\1GB", match.group(2).strip()) if match else ""
-    if not 1 <= count <= 4096:
+    match = PART.fullmatch(part)
+    if match is None or not 1 <= (count := int(match.group(1) or 1)) <= 4096:
         raise _nonsense(part, text)
+    name = match.group(2).strip()
     if memory := MEMORY.fullmatch(name):
         size = int(float(memory.group(1)) * GIB * USABLE)
         if size < GIB:
@@ -187,17 +175,14 @@ def device_of(label: str, card: Card) -> Device:
         compute_capability=card.capability,
         peak_flops=card.bf16_tflops * 1e12,
         bandwidth=card.bandwidth_gb_s * GB,
-        power_watts=card.watts,
     )
 
 
 def _nonsense(part: str, text: str) -> HardwareError:
-    meant = did_you_mean(part.split("x", 1)[-1] if re.match(r"\d+\s*x", part) else part)
     return HardwareError(
         f"`{part}` is not known hardware",
         place=f"HARDWARE={text}",
-        hint=(f"did you mean `{meant}`? " if meant else "")
-        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md,"
+        hint="write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md,"
         f" such as {', '.join(WELL_KNOWN)}",
     )
 
@@ -211,27 +196,11 @@ class Card:
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
-    watts: float | None = None
-    """Power limit; `None` for parts that have a range of limits (laptops, NVL and GH parts)."""
     confirmed: bool = True
     """Whether a published page confirms the figures; otherwise they were recalled or inferred."""
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
-
-FP32_SHARES = {(7, 0): 1 / 8, (7, 5): 1 / 8, (8, 0): 1 / 16, (9, 0): 1 / 15, (9, 4): 1 / 8, (10, 0): 1 / 28}
-"""Compute capability -> fp32 speed without tensor cores as a share of that of bf16 (or fp16), from NVIDIA's data
-sheets: T4 8.1 of 65, V100 15.7 of 125, A100 19.5 of 312, H100 67 of 989, MI300X 163 of 1307, B200 80 of 2250. Others:
-half on GeForce cards, a quarter on L4, L40S, A10 and RTX A6000.
-"""
-
-
-def fp32_share(name: str, capability: tuple[int, int] | None) -> float:
-    """Return the speed of fp32 matrix products as a share of bf16's; TF32, which torch does not enable, is faster."""
-    return FP32_SHARES.get(capability or (0, 0)) or (
-        1 / 4 if re.search(r"\b(L4\b|L40S|A10|A40|RTX ?A6000|RTX ?6000)", name) else 1 / 2
-    )
-
 
 NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a pair of the 50 series may
@@ -239,39 +208,36 @@ hang. `RTX 4000` is not a consumer card.
 """
 
 CATALOGUE: Mapping[str, Card] = {
-    # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock; watts from NVIDIA's product pages,
-    # total graphics power of the founders' edition or reference card.
-    "RTX3060": Card(11.8, 25.5, 360, AMPERE, 170, confirmed=False),
-    "RTX3070": Card(7.8, 40.6, 448, AMPERE, 220, confirmed=False), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE, 290),
-    "RTX3080": Card(9.8, 59.5, 760, AMPERE, 320, confirmed=False),
-    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE, confirmed=False), "RTX3090": Card(23.6, 71.2, 936, AMPERE, 350),
-    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE, 450, confirmed=False), "RTX4060": Card(7.8, 30.2, 272, ADA, 115),
-    "RTX4060Ti": Card(7.8, 44.1, 288, ADA, 160), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA, 165),
-    "RTX4070": Card(11.8, 58.3, 504, ADA, 200), "RTX4070Super": Card(11.8, 71, 504, ADA, 220, confirmed=False),
-    "RTX4070Ti": Card(11.8, 80.2, 504, ADA, 285), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA, 285, confirmed=False),
-    "RTX4080": Card(15.6, 97.5, 717, ADA, 320), "RTX4080Super": Card(15.6, 104.4, 736, ADA, 320, confirmed=False),
-    "RTX4090": Card(23.6, 165.2, 1008, ADA, 450), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL, 250),
-    "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL, 300), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL, 360),
-    "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL, 575),
+    # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock.
+    "RTX3060": Card(11.8, 25.5, 360, AMPERE, confirmed=False),
+    "RTX3070": Card(7.8, 40.6, 448, AMPERE, confirmed=False), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE),
+    "RTX3080": Card(9.8, 59.5, 760, AMPERE, confirmed=False),
+    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE, confirmed=False), "RTX3090": Card(23.6, 71.2, 936, AMPERE),
+    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE, confirmed=False), "RTX4060": Card(7.8, 30.2, 272, ADA),
+    "RTX4060Ti": Card(7.8, 44.1, 288, ADA), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA),
+    "RTX4070": Card(11.8, 58.3, 504, ADA), "RTX4070Super": Card(11.8, 71, 504, ADA, confirmed=False),
+    "RTX4070Ti": Card(11.8, 80.2, 504, ADA), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA, confirmed=False),
+    "RTX4080": Card(15.6, 97.5, 717, ADA), "RTX4080Super": Card(15.6, 104.4, 736, ADA, confirmed=False),
+    "RTX4090": Card(23.6, 165.2, 1008, ADA), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL),
+    "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL),
+    "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL),
     # GeForce, laptops: at the highest power that a manufacturer may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
     "RTX4060Laptop": Card(7.8, 29.1, 256, ADA), "RTX4070Laptop": Card(7.8, 40.1, 256, ADA),
     "RTX4080Laptop": Card(11.8, 67.7, 432, ADA), "RTX4090Laptop": Card(15.6, 79.4, 576, ADA, confirmed=False),
     # NVIDIA's 992 AI TOPS / 16, a rule that holds for desktop cards; a boost clock near 2.2 GHz gives 52.
     "RTX5070TiLaptop": Card(11.8, 62, 672, BLACKWELL, confirmed=False),
     # Workstations and servers, dense, from NVIDIA's data sheets (V100 16 GB and T4: fp16, since they lack bf16; A100,
-    # H100 and H200: SXM; GH200 96 GB; B200 180 GB), and from AMD's as quoted in Bekman's ml-engineering (matrix
-    # products reach 668 TFLOP/s there). Watts: thermal design power, or "max power consumption", of that part.
-    "RTXA6000": Card(47.5, 154.8, 768, AMPERE, 300), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, 300, confirmed=False),
-    "V100": Card(15.8, 125, 900, (7, 0), 300), "T4": Card(14.7, 65, 320, (7, 5), 70),
-    "L4": Card(22.2, 121, 300, ADA, 72), "L40": Card(44.4, 181, 864, ADA, 300, confirmed=False),
-    "L40S": Card(44.4, 362, 864, ADA, 350), "A10": Card(22.2, 125, 600, AMPERE, 150),
-    "A10G": Card(22.2, 70, 600, AMPERE, confirmed=False), "A40": Card(44.4, 149.7, 696, AMPERE, 300),
-    "A100-40GB": Card(39.4, 312, 1555, (8, 0), 400), "A100": Card(79.2, 312, 2039, (8, 0), 400),
-    "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0), 700),
+    # H100 and H200: SXM; GH200 96 GB; B200 180 GB).
+    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, confirmed=False),
+    "V100": Card(15.8, 125, 900, (7, 0)), "T4": Card(14.7, 65, 320, (7, 5)),
+    "L4": Card(22.2, 121, 300, ADA), "L40": Card(44.4, 181, 864, ADA, confirmed=False),
+    "L40S": Card(44.4, 362, 864, ADA), "A10": Card(22.2, 125, 600, AMPERE),
+    "A10G": Card(22.2, 70, 600, AMPERE, confirmed=False), "A40": Card(44.4, 149.7, 696, AMPERE),
+    "A100-40GB": Card(39.4, 312, 1555, (8, 0)), "A100": Card(79.2, 312, 2039, (8, 0)),
+    "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0)),
     "H100PCIe": Card(79.1, 756, 2000, (9, 0)), "H100NVL": Card(93.1, 835, 3900, (9, 0)),
-    "GH200": Card(94.5, 989, 4000, (9, 0), confirmed=False), "H200": Card(139.8, 989, 4800, (9, 0), 700),
-    "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0), 1000),
-    "MI300X": Card(191.5, 1307, 5300, (9, 4), confirmed=False),
+    "GH200": Card(94.5, 989, 4000, (9, 0), confirmed=False), "H200": Card(139.8, 989, 4800, (9, 0)),
+    "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0)),
 }  # fmt: skip
 
 OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
@@ -280,7 +246,7 @@ OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
 
 def find_card(name: str) -> tuple[str, Card] | None:
     """Return the catalogue row of a GPU's name as people or drivers write it, or `None`."""
-    full = re.sub(r"nvidia|amd|instinct|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
+    full = re.sub(r"nvidia|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
     if re.match(r"\d|a6000", full):  # `4090`, `3090 Ti`
         full = f"rtx{full}"
     shorter = full.replace("pcie", "")
@@ -297,26 +263,8 @@ def find_card(name: str) -> tuple[str, Card] | None:
     return None
 
 
-def did_you_mean(name: str) -> str | None:
-    """Return the most similar name in the catalogue, or `None` without a similar one."""
-    names = {_plain(key): key for key in CATALOGUE}
-    near = difflib.get_close_matches(_plain(name), names, n=1, cutoff=0.6)
-    return names[near[0]] if near else None
-
-
 def _plain(name: str) -> str:
     return re.sub(r"[\s\-_]", "", name.lower())
-
-
-def energy_kwh(devices: tuple[Device, ...], seconds: float | None) -> float | None:
-    """Return the energy of GPUs at their power limits, an upper bound without the rest of the machine.
-
-    `None` when the time or any device's limit is not known.
-    """
-    watts = [device.power_watts for device in devices]
-    if seconds is None or any(limit is None for limit in watts):
-        return None
-    return sum(limit for limit in watts if limit) * seconds / 3.6e6
 
 
 def cpu_only() -> Hardware:

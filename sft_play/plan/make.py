@@ -1,26 +1,22 @@
-"""The plan as a pure function of a request, and what lies around it: what would need less memory, fewer cards or
-machines that would be faster, and where the peak is.
+"""The plan as a pure function of a request, and what lies around it: what would need less memory, and fewer cards
+or machines that would be faster.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from sft_play.config.layers import shipped
-from sft_play.config.schema import Config
 from sft_play.plan.batch import rows_each
-from sft_play.plan.choices import with_chunks
 from sft_play.plan.decide import decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
-from sft_play.plan.memory import OPTIMIZER_BYTES, host_bytes, rank_memory, rank_moments
+from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
 from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, tightest
 from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request, with_machines
-from sft_play.plan.shape import ModelShape
-from sft_play.plan.throughput import token_cost
 from sft_play.text import figure
 
 MOST_REMEDIES = 6
@@ -57,8 +53,8 @@ def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
 
 
 def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
-    """Return what would need less than the `before` bytes of `rows` rows in this setup: what fits first, then by cost
-    in speed.
+    """Return what would need less than the `before` bytes of `rows` rows in this setup: first what fits, in the order
+    of `_overrides`.
     """
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
@@ -76,18 +72,11 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
         host = changed.ranks.local * host_bytes(changed.config, changed.shape, other, each)
         if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
             return None
-        slower = None
-        alike = all(getattr(setup, n) == getattr(other, n) for n in ("strategy", "copies", "sequence_parallel"))
-        if alike and not other.offload_parameters and not other.activation_offload:
-            device = min(request.hardware.devices, key=lambda card: card.peak_flops or 0.0)
-            now = token_cost(request.config, request.shape, setup, each, device)
-            slower = token_cost(changed.config, request.shape, other, each, device) / now
         return Remedy(
             override=text,
             need_bytes=need,
             saving_bytes=before - need,
             fits=need <= capacity,
-            slower=slower,
             host_bytes=host,
         )
 
@@ -99,7 +88,7 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
         if may_add and option not in text and not (remedy and remedy.fits):
             remedy = remedy_of(f"{text} {option}", changed.with_keys(RECOMPUTED)) or remedy
         ways += [remedy] if remedy else []
-    ways.sort(key=lambda way: (not way.fits, _price(way), way.need_bytes))
+    ways.sort(key=lambda way: (not way.fits, 0 if way.fits else way.need_bytes))
     return tuple(ways[:MOST_REMEDIES])
 
 
@@ -110,7 +99,7 @@ def _typed(keys: Mapping[str, Any]) -> str:
 
 
 def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Request]]:
-    """Return every change to try: what to type, and the request with it."""
+    """Return every change to try, what changes least first: what to type, and the request with it."""
     config, launch, train = request.config, request.launch, request.config.train
     mode, strategy = config.tuning.mode, config.launch.strategy
     whole = replace(launch, halvings=0)
@@ -144,10 +133,6 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
     if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
         keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
         add(keys, "make train-fsdp CONFIG=...", halved.without_json("fsdp2"))
-    if mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
-        keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
-        command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
-        add(keys, command, halved.with_offloading())
     alone = setup.strategy == "ddp" and setup.group_size == 1 and strategy in ("auto", "ddp")
     if alone and setup.world_size > 1:
         size = setup.world_size // launch.num_nodes
@@ -158,32 +143,23 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         ]
         for keys in ways:
             add(keys, "make train-distributed CONFIG=...", replace(halved, command_strategy="auto"))
+    if mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
+        keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
+        command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
+        add(keys, command, halved.with_offloading())
     return overrides
-
-
-def _price(remedy: Remedy) -> float:
-    """Return the relative time per token, estimated where arithmetic cannot predict it."""
-    if remedy.slower is not None:
-        return max(1.0, remedy.slower)
-    # Slices and stages come after anything simpler; sharding costs some communication, offloading much.
-    if "train-distributed" in remedy.override:
-        return 2.0
-    return 4.0 if "offload" in remedy.override else 1.3
 
 
 GAIN = 1.02
 """Speed-ups below this factor count as none."""
-MOST_TRIED = 8
-"""Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
 
 def _faster_ways(request: Request, plan: Plan) -> list[str]:
-    """Return a note where the forecast says that the same step is made sooner by fewer cards or machines, or by
+    """Return a note where the forecast says that the same step is made sooner by one card or machine alone, or by
     recomputation, whose larger micro-batches gather shards less often.
     """
-    speeds: list[tuple[float, str]] = []
-    tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
+    speeds, tried = list[tuple[float, str]](), [*_parts(request)]
     if request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing:
         tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
     for words, changed in tried if plan.seconds_per_step else ():
@@ -196,46 +172,21 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
     return [f"FASTER {words}: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
 
 
-def _fewer(request: Request) -> list[tuple[str, Request]]:
-    """Return requests with one machine (or, on a single machine, one card) removed, and with it alone.
-
-    Like units count once, and of like cards in one machine only a single card is considered.
-    """
-    ranks, hardware, cpu = request.ranks, request.hardware, request.hardware.kind == "cpu"
-    several, network = len(ranks.nodes) > 1, request.hardware.network
-    groups = list(map(ranks.ranks_of, range(len(ranks.nodes)))) if several else [(rank,) for rank in range(ranks.local)]
-    units = [tuple(ranks.devices[rank] for rank in group) for group in groups]
-    requests: list[tuple[str, Request]] = []
-    for place, unit in enumerate(units):
-        if len(units) < 2 or (cpu and not several) or unit in units[:place]:
-            continue
-        name = f"node {place} ({ranks.name_of(place)})" if several else f"rank {place} ({unit[0].name})"
-        others = [*units[:place], *units[place + 1 :]]
-        apart = several or network is not None or len(set(units)) > 1
-        ways = [(f"on {name} alone", [unit])]
-        ways += [(f"without {name}", others)] if apart and len(others) > 1 else []
-        for words, staying in ways:
-            devices = tuple(device for unit_devices in staying for device in unit_devices)
-            nodes = len(staying) if several else 1
-            launch = replace(
-                request.launch,
-                num_gpus=len(devices) if cpu else None,
-                num_nodes=nodes,
-                node_rank=0,
-                node_devices=tuple(staying) if nodes > 1 else (),
-            )
-            fewer = replace(
-                request,
-                launch=launch if len(devices) > 1 else launch.without_json("single"),
-                hardware=replace(
-                    hardware,
-                    devices=devices[:1] if cpu else devices,
-                    described=True,
-                    network=network if len(staying) > 1 else None,
-                ),
-            )
-            requests.append((words, fewer if len(devices) > 1 else fewer.with_keys(ALONE)))
-    return requests
+def _parts(request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield each machine alone, in words and as a request, or on a single machine each card; of like ones, the first."""
+    ranks, several, cpu = request.ranks, len(request.ranks.nodes) > 1, request.hardware.kind == "cpu"
+    groups = map(ranks.ranks_of, range(len(ranks.nodes))) if several else ((rank,) for rank in range(ranks.local))
+    parts = {tuple(ranks.devices[rank] for rank in group): place for place, group in reversed([*enumerate(groups)])}
+    for devices, place in parts.items() if several or not cpu else ():
+        name = f"node {place} ({ranks.name_of(place)})" if several else f"rank {place} ({devices[0].name})"
+        single = len(devices) == 1
+        launch = replace(
+            request.launch, num_gpus=len(devices) if cpu else None, num_nodes=1, node_rank=0, node_devices=()
+        )
+        hardware = replace(request.hardware, devices=devices[:1] if cpu else devices, described=True, network=None)
+        alone = replace(request, launch=launch.without_json("single") if single else launch, hardware=hardware)
+        if len(devices) < len(ranks.devices):
+            yield f"on {name} alone", alone.with_keys(ALONE) if single else alone
 
 
 def ways_out(request: Request, plan: Plan, rank: RankPlan) -> tuple[Remedy, ...]:
@@ -245,76 +196,3 @@ def ways_out(request: Request, plan: Plan, rank: RankPlan) -> tuple[Remedy, ...]
     """
     need = rank_memory(request.config, request.shape, plan, rank.micro_batch)
     return remedies(with_machines(request), plan, rank.micro_batch, sum(need.values()))
-
-
-# The peak of a plan in words.
-
-WORTH_SAYING = GIB // 50
-CHANGEABLE = {"update": ("optimizer", "gradients", "workspace"), "": ("activations", "recompute", "logits", "casts")}
-"""Parts that can be named as the largest of a peak: at the update, and at any other moment."""
-NAMES = {
-    "recompute": "the recomputed layer",
-    "casts": "the 16-bit copies of weights",
-    "optimizer": "the optimizer's states",
-}
-
-
-def with_peak(plan: Plan, config: Config, shape: ModelShape, moment: str = "", operation: str = "") -> Plan:
-    """Return the plan with its peak in words, its largest part, and what would lower it, with the saving by formula.
-
-    `moment` and `operation` come from a trace; without them the peak of the formula counts.
-    """
-    rank = tightest(plan.ranks)
-    setup = plan.on(rank.rank)
-    if not moment:
-        moments = rank_moments(config, shape, setup, rank.worst_rows)
-        moment = max(moments, key=lambda name: sum(moments[name].values()))
-    at, name = MOMENTS.get(moment, moment), operation.removeprefix("aten.").removesuffix(".default")
-    plan = replace(plan, peak_at=at + (f" (`{name}`)" if name else ""), peak_remedy=None)
-    part = max(CHANGEABLE.get(moment, CHANGEABLE[""]), key=lambda name: rank.memory_bytes.get(name, 0))
-    if rank.memory_bytes.get(part, 0) < WORTH_SAYING:
-        return plan
-    before = sum(rank_memory(config, shape, setup, rank.worst_rows).values())
-    for words, other, rows in _changes(config, shape, setup, rank.worst_rows, part):
-        saving = before - sum(rank_memory(config, shape, other, rows).values())
-        if saving >= WORTH_SAYING:
-            shrinks = f"largest part that can shrink: {NAMES.get(part, f'the {part}')}"
-            return replace(
-                plan, peak_remedy=f"{shrinks}; with {words} the whole peak is {saving / GIB:.1f} GiB lower, by formula"
-            )
-    return plan
-
-
-def _changes(config: Config, shape: ModelShape, setup: Setup, rows: int, part: str) -> list[tuple[str, Setup, int]]:
-    """Return (words, setup, rows) of each change that makes a part smaller, the cheapest first."""
-    changes: list[tuple[str, Setup, int]] = []
-    bf16_on_gpu = (
-        setup.device == "cuda" and setup.precision == "bf16" and config.tuning.mode == "full" and not setup.zero
-    )
-    if part in ("optimizer", "gradients", "workspace"):
-        if bf16_on_gpu and setup.optim not in OPTIMIZER_BYTES:
-            changes.append(("TRAIN_OPTIM=adamw_bnb_8bit", replace(setup, optim="adamw_bnb_8bit"), rows))
-        return changes
-    if part == "logits" and not setup.loss_chunk:
-        changes.append(("chunks of the loss", with_chunks(config, shape, setup), rows))
-    if part == "casts" and bf16_on_gpu:
-        changes.append(("MODEL_DTYPE=bfloat16", replace(setup, weights_dtype="bfloat16"), rows))
-    if part in ("activations", "casts") and not setup.gradient_checkpointing:
-        changes.append(("TRAIN_GRADIENT_CHECKPOINTING=true", replace(setup, gradient_checkpointing=True), rows))
-    if rows > 1:
-        changes.append((f"TRAIN_BATCH_SIZE={rows // 2}", setup, rows // 2))
-    shorter = max(SHORTEST_ROW, setup.row_tokens // 2)
-    return [*changes, (f"rows of at most {shorter} tokens", replace(setup, row_tokens=shorter), rows)]
-
-
-MOMENTS = {
-    "forward first": "in the first layer's forward pass",
-    "forward middle": "in the forward pass",
-    "forward last": "in the last layer's forward pass",
-    "forward head": "where the logits and the loss are computed",
-    "backward head": "where the gradient of the logits is computed",
-    "backward last": "in the last layer's backward pass, all activations held",
-    "backward middle": "in the backward pass",
-    "backward first": "at the end of the backward pass, all gradients held",
-    "update": "in the optimizer's update",
-}

@@ -8,6 +8,7 @@ and the sources of the pinned DeepSpeed).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import distributions
 from typing import Literal
@@ -81,11 +82,11 @@ def rank_memory(config: Config, shape: ModelShape, setup: Setup, micro_batch: in
             rank_memory(config, shape, replace(setup, stage=stage), micro_batch) for stage in range(len(setup.stages))
         )
         return max(each, key=lambda parts: sum(parts.values()))
-    return max(rank_moments(config, shape, setup, micro_batch).values(), key=lambda parts: sum(parts.values()))
+    return max(_moments(config, shape, setup, micro_batch), key=lambda parts: sum(parts.values()))
 
 
-def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> dict[str, dict[str, int]]:
-    """Return the bytes of every part on one rank at each moment that can be the peak (`plan.make.MOMENTS`)."""
+def _moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) -> Iterator[dict[str, int]]:
+    """Yield the bytes of every part on one rank at each moment that can be the peak."""
     shape, passing = shape.take_slice(setup.tensor_parallel), 1
     if setup.stages:
         shape, setup, passing = stage_of(shape, setup)
@@ -112,8 +113,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
         if mapped
         else FRAGMENTATION["native" if native else "by row" if _by_row(setup) else setup.device]
     )
-    moments: dict[str, dict[str, int]] = {}
-    for moment, parts in moving.items():
+    for parts in moving.values():
         whole = (
             states
             | parts
@@ -125,8 +125,7 @@ def rank_moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: i
         whole["fragmentation"] = lost * sum(size for name, size in parts.items() if name != "dequantised")
         if not (setup.autocast or _casts_adapters(config, setup)):
             whole.pop("casts", None)
-        moments[moment] = {name: int(size) for name, size in whole.items()}
-    return moments
+        yield {name: int(size) for name, size in whole.items()}
 
 
 def stage_of(shape: ModelShape, setup: Setup) -> tuple[ModelShape, Setup, int]:

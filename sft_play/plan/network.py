@@ -263,18 +263,16 @@ def check_slices(request: Request) -> dict[str, str]:
     # copies.
     heads = shape.heads if key == KEY else math.gcd(shape.heads, shape.kv_heads)
     what = "attention heads" if key == KEY else f"attention heads with {shape.kv_heads} of keys and values"
-    fitting = max(number for number in range(1, world + 1) if world % number == 0 and heads % number == 0)
-    other = f" NUM_GPUS={size}, or a number that divides {world}" if world > 1 else ""
     refusals = (
         (
             world % size > 0,
             f", which does not divide {plural(world, 'process')}",
-            f"make train-distributed{other}; {variable}=1 cuts nothing",
+            f"make train-distributed with a multiple of {size} processes; {variable}=1 cuts nothing",
         ),
         (
             heads % size > 0,
             f", but {shape.heads} {what} cannot be divided evenly among {size} ranks",
-            f"{variable}={fitting}",
+            f"{variable}=1, or a number that divides {heads}",
         ),
         (
             key == KEY and shape.moving_rope,
@@ -351,18 +349,6 @@ def slices_seconds(request: Request, setup: Setup, tokens: float) -> float:
     near = hardware if apart else replace(hardware, network=None)
     link = link_bytes_per_second(near, request.ranks.devices, len(request.ranks.nodes) if apart else 1)
     return 0.0 if request.group_size == 1 or link is None else slices_bytes(request, setup, tokens) / link
-
-
-def describe_traffic(request: Request, setup: Setup, tokens: float) -> dict[str, str]:
-    """Return a note on the traffic of slices or stages in a step."""
-    if request.group_size == 1:
-        return {}
-    sent, seconds = slices_bytes(request, setup, tokens) / 1e9, slices_seconds(request, setup, tokens)
-    what = "hidden states" if setup.copies > 1 else "queries, keys, values and outputs"
-    return {
-        "traffic": f"{'stages' if setup.stages else 'slices'}: a rank sends {figure(sent, 2)} GB of {what} a step,"
-        f" {figure(seconds, 2)} s by forecast"
-    }
 
 
 def _apart(request: Request) -> bool:

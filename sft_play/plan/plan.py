@@ -212,8 +212,6 @@ class Plan(Setup):
     """Source of the forecast: a measured run, or an estimate with its arithmetic."""
     work: Work | None = None
     """What later forecasts compare this run by, with what arithmetic alone predicts for it."""
-    energy_kwh: float | None = None
-    """Upper bound for all steps, from the GPUs' power limits; `None` if a limit is not known."""
     cost: float | None = None
     """Cost of all steps, in the currency of `PRICE_PER_HOUR`; `None` without a price."""
     nf4_experts: bool = False
@@ -226,10 +224,6 @@ class Plan(Setup):
     """Rows of the largest micro-batch that fits the tightest rank."""
     longest_row: int = 0
     """Tokens of the longest rows with which the planned micro-batch fits, at most the model's context."""
-    peak_at: str | None = None
-    """Where in a step the peak is, in words."""
-    peak_remedy: str | None = None
-    """The peak's largest part that can shrink, what shrinks it, and how far the peak falls; `None` if nothing does."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """Changes made because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: Mapping[str, str]

@@ -7,12 +7,12 @@ before that, each assumes the others to be like itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sft_play.config.schema import LaunchConfig
 from sft_play.errors import HardwareError, UserError
-from sft_play.plan.hardware import FULL, GIB, HEADROOM, Device, Hardware, device_of, find_card
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan
+from sft_play.plan.hardware import GIB, Device, Hardware
+from sft_play.plan.plan import LaunchRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,35 +61,11 @@ def one_each(hardware: Hardware, launch: LaunchRequest) -> bool:
     )
 
 
-def devices_of(plan: Plan) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each node's ranks at the time of a plan, with the memory that was free then.
-
-    Cards that the catalogue knows by name have its figures; processes on a CPU share its memory.
-    """
-    nodes, first = [], 0
-    for count in plan.ranks_by_node:
-        ranks = plan.ranks[first : first + count]
-        share = count if plan.device == "cpu" else 1
-        nodes.append(tuple(_as_planned(rank, plan, share) for rank in ranks))
-        first += count
-    return tuple(nodes)
-
-
-def _as_planned(rank: RankPlan, plan: Plan, share: int) -> Device:
-    free = round(rank.capacity_bytes * share / HEADROOM[plan.device])
-    card = find_card(rank.device_name) if plan.device == "cuda" else None
-    if card is None:
-        return Device(name=rank.device_name, memory_bytes=free, free_bytes=free, bf16=plan.precision == "bf16")
-    return replace(device_of(*card), name=rank.device_name, free_bytes=free)
-
-
 def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
-    """Return the ranks of all machines. Raise `HardwareError` for devices that are absent or full."""
+    """Return the ranks of all machines. Raise `HardwareError` for devices that are absent."""
     single, nodes = launch.command_strategy == "single", launch.num_nodes
     if launch.node_devices and not single:
         assert len(launch.node_devices) == nodes, (len(launch.node_devices), nodes)
-        for node, devices in enumerate(launch.node_devices):
-            _refuse_full_node(node, devices)
         machines = [(tuple(range(len(devices))), devices) for devices in launch.node_devices]
     else:
         machines = [devices_for(hardware, launch, single)] * nodes
@@ -101,23 +77,6 @@ def ranks_of(hardware: Hardware, launch: LaunchRequest) -> RankLayout:
     )
 
 
-def _refuse_full_node(node: int, devices: tuple[Device, ...]) -> None:
-    for index, device in enumerate(devices):
-        if device.full:
-            hint = "`make memory-check` there lists the programs that use it; exclude it with NUM_GPUS or"
-            raise _full(f"GPU {index} of node {node}", device, f"{hint} CUDA_VISIBLE_DEVICES on that node")
-
-
-def _full(which: str, device: Device, hint: str) -> HardwareError:
-    """Return the error for a GPU that other programs fill."""
-    free, size = device.free_bytes / GIB, max(1, device.memory_bytes) / GIB
-    return HardwareError(
-        f"{which} ({device.name}) is full: {free:.1f} of {size:.1f} GiB free = {free / size:.1%}, less than the"
-        f" {FULL:.0%} that CUDA and the first layers take",
-        hint=hint,
-    )
-
-
 MOST_CPU_PROCESSES = 64
 
 
@@ -126,7 +85,7 @@ def devices_for(
 ) -> tuple[tuple[int, ...], tuple[Device, ...]]:
     """Return the index and the device of each of this machine's ranks.
 
-    Raise `HardwareError` if there are too few, or when other programs fill one that would be used.
+    Raise `HardwareError` if there are too few.
     """
     asked = request.num_gpus
     if wants_one and (asked or 1) > 1:
@@ -154,28 +113,9 @@ def devices_for(
     if wants_one:
         # The card with the most free memory, rounded to a GiB; among equals, the fastest.
         best = max(hardware.devices, key=lambda device: (device.free_bytes // GIB, device.peak_flops or 0.0))
-        _refuse_full(hardware, (best,))
         return (hardware.devices.index(best),), (best,)
     chosen = hardware.devices[: asked or len(hardware.devices)]
-    _refuse_full(hardware, chosen)
     return tuple(range(len(chosen))), chosen
-
-
-def _refuse_full(hardware: Hardware, chosen: tuple[Device, ...]) -> None:
-    """Raise `HardwareError` for a GPU that other programs fill, with the way to skip it."""
-    full = [device for device in chosen if device.full]
-    if not full:
-        return
-    usable = [(index, device) for index, device in enumerate(hardware.devices) if not device.full]
-    if not usable:
-        hint = "`make memory-check` lists the programs that use them; wait, or end those programs"
-    else:
-        free = sum(device.free_bytes for _, device in usable) / GIB
-        hint = f"{visible_variable(hardware, [index for index, _ in usable])} skips full GPUs: {free:.1f} GiB free on "
-        hint += (
-            f"{len(usable)} of {len(hardware.devices)} GPUs; `make memory-check` lists the programs that use the rest"
-        )
-    raise _full(f"GPU {hardware.devices.index(full[0])}", full[0], hint)
 
 
 def visible_variable(hardware: Hardware, indices: list[int]) -> str:

@@ -62,7 +62,7 @@ class Request:
 
     @cached_property
     def ranks(self) -> RankLayout:
-        """Where the ranks are. Raise `HardwareError` for devices that are absent or full."""
+        """Where the ranks are. Raise `HardwareError` for devices that are absent."""
         return ranks_of(self.hardware, self.launch)
 
     @property
@@ -253,17 +253,12 @@ class Remedy:
     need_bytes: int
     saving_bytes: int
     fits: bool
-    slower: float | None
-    """Time per token relative to that without the remedy, by arithmetic; `None` if arithmetic cannot predict it."""
     host_bytes: int = 0
     """Host memory for what is offloaded."""
 
     def __str__(self) -> str:
-        notes = f"{self.saving_bytes / GIB:.1f} less"
-        if self.slower is not None and abs(self.slower - 1) >= 0.01:
-            notes += f", {self.slower - 1:.0%} slower" if self.slower > 1 else f", {1 - self.slower:.0%} faster"
         host = f" and {self.host_bytes / GIB:.1f} GiB of the machine's memory" if self.host_bytes else ""
-        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB{host} ({notes})" + (
+        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB{host} ({self.saving_bytes / GIB:.1f} less)" + (
             "" if self.fits else ", still too much"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,14 +10,13 @@ from typing import Any
 
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
-from sft_play.plan.experience import LEAST_STEPS
-from sft_play.plan.hardware import GIB, Hardware, find_card
+from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.gate import read_facts
-from sft_play.text import duration, energy, figure, gib, plural
+from sft_play.text import duration, energy, figure, gib, list_some, plural
 
 ORDER = (
     "frozen",
@@ -41,8 +39,8 @@ LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts
 """Parts that are shown by another name."""
 BAR = 40
 MOST_LISTED = 32
-MOST_GROUPS = 8
-"""Largest number of groups of adjacent ranks in the heading of a block of bars."""
+MOST_SHOWN = 8
+"""Largest number of ranks in the heading of a block of bars."""
 
 
 def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
@@ -63,7 +61,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
     )
     speed = show_speed(plan)
     if why:
-        lines += [f"  room     {_room(plan)}", *_peak(plan)]
+        lines += [f"  room     {_room(plan)}"]
         lines += ["  speed    " + speed[0], *(f"           {line}" for line in speed[1:])]
         if plan.exchanges:
             lines += ["", *show_exchanges(plan.exchanges), ""]
@@ -152,12 +150,6 @@ def _room(plan: Plan) -> str:
     return f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {longest}, would fit"
 
 
-def _peak(plan: Plan) -> list[str]:
-    """Return lines that say where in a step the peak is, and what would lower it."""
-    peak = [f"  peak     {plan.peak_at}"] if plan.peak_at else []
-    return peak + ([f"           {plan.peak_remedy}"] if plan.peak_at and plan.peak_remedy else [])
-
-
 def _parts(rank: RankPlan) -> str:
     largest = sorted(((name, rank.memory_bytes.get(name, 0)) for name in ORDER), key=lambda part: -part[1])[:4]
     return ", ".join(f"{LABELS.get(name, name)} {gib(size)}" for name, size in largest if size)
@@ -177,16 +169,8 @@ def _bars(plan: Plan) -> list[str]:
 
 
 def _who(members: Sequence[int]) -> str:
-    """Return `rank 0`, `ranks 0 to 3`, or `ranks 0, 2, 4 to 6` for ascending ranks; many groups are cut short."""
-    groups: list[list[int]] = []
-    for rank in members:
-        if groups and rank == groups[-1][-1] + 1:
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    shown = [str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups[:MOST_GROUPS]]
-    rest = sum(map(len, groups[MOST_GROUPS:]))
-    return f"rank{'s' if len(members) > 1 else ''} {', '.join(shown)}" + (f" and {rest} more" if rest else "")
+    """Return `rank 0`, or `ranks 0, 2, 3`; many are cut short."""
+    return f"rank{'s' if len(members) > 1 else ''} {list_some(list(map(str, members)), MOST_SHOWN)}"
 
 
 def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
@@ -219,14 +203,17 @@ def misfit_json(error: DoesNotFitError) -> dict[str, Any]:
     }
 
 
-# The forecast as text: speed, time, communication, energy and cost.
+# The forecast as text: speed, time, communication and cost.
 
 
-CARDS = "unknown for these devices until they have trained (`make bench` trains some steps)"
+UNKNOWN = (
+    "unknown until these devices have trained (`make bench`), or the plan knows cards and network by name:"
+    " HARDWARE=2xRTX4090@1Gbit, LAUNCH_NETWORK=1Gbit"
+)
 
 
 def show_speed(plan: Plan) -> list[str]:
-    """Return lines about expected speed, time, energy and cost; where they are not known, how to find out."""
+    """Return lines about expected speed, time and cost; where they are not known, how to find out."""
     communication = _communication(plan)
     if plan.tokens_per_second is None or plan.seconds_per_step is None:
         return [*_unknown(plan), *communication]
@@ -237,11 +224,7 @@ def show_speed(plan: Plan) -> list[str]:
     times = [f"{duration(plan.total_seconds)} in all"] if plan.total_seconds is not None else []
     times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
-    price = (
-        [f"at most {energy(plan.energy_kwh)} by the GPUs at their power limits"] if plan.energy_kwh is not None else []
-    )
-    price += _cost(plan)
-    return [*lines, *communication, *(["; ".join(price)] if price else [])]
+    return [*lines, *communication, *_cost(plan)]
 
 
 def _cost(plan: Plan) -> list[str]:
@@ -258,18 +241,10 @@ def _communication(plan: Plan) -> list[str]:
 
 
 def _unknown(plan: Plan) -> list[str]:
-    """Return lines that say whether the speed of the devices or of the network is missing, and how to name it."""
+    """Return how to find out an unknown speed."""
     if plan.offload_optimizer or plan.offload_parameters:
         return ["unknown with offloading: states cross PCIe in every micro-step, and the CPU makes the update; slow"]
-    cards_known = plan.device == "cpu" or all(find_card(rank.device_name) for rank in plan.ranks)
-    lines = [] if cards_known else [CARDS, "to forecast it, name the cards (HARDWARE=2xRTX4090)"]
-    if plan.num_nodes > 1 and plan.communication_seconds is None:
-        speed = "100Gbit" if plan.device == "cuda" else "1Gbit"
-        lines.append("unknown for the network between the nodes")
-        lines.append(
-            f"to forecast it, name the network: LAUNCH_NETWORK={speed} (`launch.network`), or HARDWARE=...@{speed}"
-        )
-    return lines or [CARDS]
+    return [UNKNOWN]
 
 
 MOST_CHANGE = 3.0
@@ -296,32 +271,7 @@ def beside_forecast(run: RunFolder) -> str:
     ]
     if lines and measured.get("peak_memory_bytes") and forecast.get("peak_memory_bytes"):
         lines[-1] += " for a micro-batch of the longest rows"
-    speed, expected = measured.get("tokens_per_second"), forecast.get("tokens_per_second")
-    if speed and expected and abs(speed / expected - 1) > UNEXPLAINED:
-        lines.append(f"           {_cause(measured, forecast.get('basis'))}")
     return "".join(f"{line}\n" for line in lines)
-
-
-UNEXPLAINED, SHORT_SECONDS = 0.5, 60
-"""Relative deviation from the forecast that needs an explanation, and the length of a run in which start-up (first
-steps, first saves) still matters.
-"""
-
-
-def _cause(measured: Mapping[str, Any], basis: str | None) -> str:
-    """Return what may explain the difference between speed and forecast, as far as it is known after the run."""
-    teaches = (measured.get("steps") or 0) >= LEAST_STEPS
-    later = (
-        "the next forecast uses this run"
-        if teaches
-        else f"only runs of {LEAST_STEPS} steps or more improve the next ones"
-    )
-    causes = [f"the forecast was a guess; {later}"] if basis and basis.startswith("a guess") else []
-    if (seconds := measured.get("training_seconds")) and seconds < SHORT_SECONDS:
-        causes.append("start-up counts in so short a run")
-    if os.getloadavg()[0] > (os.cpu_count() or 1) + 1:
-        causes.append("other processes use these cores")
-    return "unlike the forecast: " + (", and ".join(causes) or later)
 
 
 def _pair(measured: float, forecast: float | None, write: Any) -> str:
@@ -348,19 +298,13 @@ def parse_price(text: str | None) -> float | None:
 
 
 def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
-    """Return the plan with the cost of all steps, or of 1,000 where their number is not known, at `price` per hour."""
+    """Return the plan with the cost of all steps at `price` per hour."""
     if price is None:
         return plan
-    if plan.seconds_per_step is None:
-        return replace(plan, notices=(*plan.notices, "cost: unknown, since the speed is"))
+    if plan.total_seconds is None:
+        unknown = "the speed" if plan.seconds_per_step is None else "the number of steps"
+        return replace(plan, notices=(*plan.notices, f"cost: unknown, since {unknown} is"))
     # Where only a stated network connects the devices of a node, each device is a separate machine.
     apart = hardware.network is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes
-    if plan.total_seconds is None:
-        thousand = price * machines * plan.seconds_per_step * 1000 / 3600
-        notice = (
-            f"cost: 1,000 steps cost {thousand:.2f} at PRICE_PER_HOUR; how many there are is known once the data are"
-            " prepared"
-        )
-        return replace(plan, notices=(*plan.notices, notice))
     return replace(plan, cost=price * machines * plan.total_seconds / 3600)

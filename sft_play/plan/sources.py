@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.call import Call
-from sft_play.config.layers import PRESETS
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, Problems, UserError
@@ -24,7 +22,6 @@ from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.architecture import (
     architecture_of,
     ask,
-    check_names,
     end_tracer,
     key_of,
     shape_of,
@@ -32,7 +29,7 @@ from sft_play.plan.architecture import (
 from sft_play.plan.detect import detect
 from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
-from sft_play.plan.make import make_plan, with_peak
+from sft_play.plan.make import make_plan
 from sft_play.plan.memory import MIB, WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.request import DoesNotFitError, Request
@@ -46,10 +43,6 @@ where the formula comes near the limit; both trace a family that the formulas do
 by what `launch.attempt.probe` measured; measurements of earlier probes correct every plan except one by `formula`.
 """
 ROUNDS = 10
-UNSETTLED = (
-    "memory by formula, scaled by {seen} traces of other batches: after {rounds} rounds the plan still went to a"
-    " new one"
-)
 WORTH_A_TRACE = 0.5
 """Share of a rank's capacity above which training traces instead of relying on the formulas."""
 
@@ -78,10 +71,7 @@ def plan_by_source(request: Request, source: Source) -> Plan:
             "`SOURCE=probe` measures complete models, and `launch.strategy` is `pipeline`", hint="omit SOURCE"
         )
     try:
-        plan = _plan_by(request, source)
-        with suppress(DataError, OSError, ValueError):  # of a model that cannot be read, which its preparation refuses
-            check_names(request.config, architecture_of(request.config.model, request.prepared))
-        return plan
+        return _plan_by(request, source)
     finally:
         end_tracer()
 
@@ -107,10 +97,9 @@ def _plan_by(request: Request, source: Source) -> Plan:
 
 
 def _by_formula(request: Request, why: str = "") -> Plan:
-    config, shape = request.config, request.shape
-    plan = with_peak(make_plan(replace(request, memory=rank_memory)), config, shape)
-    if shape.counted:
-        plan = plan.with_reason("family", f"{_unknown(shape)} as if it were a Llama of these sizes")
+    plan = make_plan(replace(request, memory=rank_memory))
+    if request.shape.counted:
+        plan = plan.with_reason("family", f"{_unknown(request.shape)} as if it were a Llama of these sizes")
     return plan.with_reason("source", why) if why else plan
 
 
@@ -137,7 +126,7 @@ def _is_near(request: Request) -> bool:
 
 
 def _by_trace(request: Request, memory: TracedMemory) -> Plan:
-    config, shape, traced = request.config, request.shape, replace(request, memory=memory)
+    shape, traced = request.shape, replace(request, memory=memory)
     for rounds_left in reversed(range(ROUNDS)):
         try:
             plan = make_plan(traced)
@@ -156,16 +145,10 @@ def _by_trace(request: Request, memory: TracedMemory) -> Plan:
             f"memory by a probe: two steps of the worst batch on these devices; {margin:.0%} of what may be used stays"
             " free",
         )
-        plan = replace(plan, source="probe")
-    elif memory.error:
+        return replace(plan, source="probe")
+    if memory.error:
         return _by_formula(request, f"memory by formula: the trace cannot run this architecture ({memory.error})")
     if not cases <= memory.observations.keys():
-        if memory.traces and memory.observations:
-            plan = plan.with_reason("source", UNSETTLED.format(seen=len(memory.observations), rounds=ROUNDS))
-        return with_peak(plan, config, shape)
-    worst = max((memory.observations[case] for case in cases), key=lambda seen: sum(seen.parts.values()))
-    plan = with_peak(plan, config, shape, worst.moment, worst.operation)
-    if plan.source == "probe":
         return plan
     plan = plan.with_reason("family", f"{_unknown(shape)} are traced") if shape.counted else plan
     return replace(plan.with_reason("source", f"memory by trace of {_traced(setup)}"), source="trace")
@@ -182,39 +165,10 @@ def _traced(setup: Setup) -> str:
     )
 
 
-LAN = "12GB+8GB+8GB@1Gbit"
-MADE_FOR = {
-    "run_bnb": "24GB", "run_unsloth": "24GB", "rtx4090_sli": "2xRTX4090", "a100_pair": "2xA100", "h100_pair": "2xH100",
-    "h200_pair": "2xH200", "h200_quad": "4xH200", "l40s_single": "L40S", "l40s_pair": "2xL40S", "home_lan": LAN,
-    "home_lan_13b": LAN, "smoke": "8GB+8GB@1Gbit", "from_scratch": "24GB", "run_bnb_qwen3_5": "16GB",
-    "rtx4090_sli_gemma4": "2xRTX4090", "home_lan_smollm3": LAN, "h200_pair_gemma4": "2xH200",
-    "h200_single_gpt_oss": "H200",
-}  # fmt: skip
-"""Preset -> the hardware that it is for, as in docs/presets.md."""
-
-
 def hardware_of(call: Call) -> Hardware:
     """Return the hardware that `HARDWARE` describes, or this machine's. Raise `HardwareError`."""
     described = call.options.get("HARDWARE")
     return parse_hardware(described) if described else detect()
-
-
-def explain_refusal(loaded: LoadedConfig, hardware: Hardware, error: UserError) -> UserError:
-    """Return the refusal of a plan with the place where the named key was written.
-
-    A refusal for lack of memory on this machine also names the hardware of the preset that the file is, or extends.
-    """
-    for problem in error.problems if isinstance(error, Problems) else (error,):
-        if problem.place and problem.place in loaded.origins:
-            problem.place = loaded.origins[problem.place]
-    if hardware.described or not isinstance(error, DoesNotFitError):
-        return error
-    files = [str(loaded.path), *(loaded.origins[key].rpartition(":")[0] for key in ("model.name", *loaded.origins))]
-    presets = (file for file in map(Path, files) if file.stem in MADE_FOR and file.resolve().parent == PRESETS)
-    name = next((file.stem for file in presets), None)
-    if name is None:
-        return error
-    return error.add(notes=(f"the preset `{name}` is for HARDWARE={MADE_FOR[name]}, which `make plan` plans for",))
 
 
 def plan_for(
@@ -242,7 +196,10 @@ def plan_for(
     try:
         return plan_by_source(asked, source)
     except UserError as error:
-        raise explain_refusal(loaded, hardware, error) from None
+        for problem in error.problems if isinstance(error, Problems) else (error,):
+            if problem.place:
+                problem.place = loaded.origins.get(problem.place, problem.place)  # where the key was written
+        raise
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:
@@ -255,16 +212,6 @@ STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimize
 MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
-    """What a trace observed of one micro-batch."""
-
-    parts: Mapping[str, int]
-    """Bytes of every part at the peak."""
-    moment: str
-    operation: str
-
-
 @dataclass(kw_only=True, slots=True)
 class TracedMemory:
     """A rank's memory: exact where it was traced, otherwise by the formula, scaled by part to the nearest trace."""
@@ -273,7 +220,8 @@ class TracedMemory:
     architecture: dict[str, Any]
     traces: bool = False
     """Whether to trace cases that are not in the cache."""
-    observations: dict[tuple[Setup, int], Observation] = field(default_factory=dict)
+    observations: dict[tuple[Setup, int], dict[str, int]] = field(default_factory=dict)
+    """What a trace observed of a micro-batch: bytes of every part at the peak."""
     probed: set[tuple[Setup, int]] = field(default_factory=set)
     """Observations that a probe corrected."""
     error: str | None = None
@@ -284,13 +232,13 @@ class TracedMemory:
         # A trace is of one configuration; apart from the setup, memory depends on its tuning alone.
         same = config.tuning == self.config.tuning
         if same and (exact := self.observations.get((setup, micro_batch))):
-            return dict(exact.parts)
+            return dict(exact)
         parts = rank_memory(config, shape, setup, micro_batch)
         near = self._nearest(setup, micro_batch) if same else None
         if near is None:
             return parts
         (other, rows), observed = near
-        return _scale_parts(parts, rank_memory(config, shape, other, rows), observed.parts)
+        return _scale_parts(parts, rank_memory(config, shape, other, rows), observed)
 
     def probe_path(self, plan: Plan) -> Path:
         """Return the file of a probe's measurements, named by what runs, on which devices, under which strategy."""
@@ -306,17 +254,13 @@ class TracedMemory:
             case = setup, rank.worst_rows
             if case in earlier:
                 continue
-            seen = self.observations.get(case)
-            parts = seen.parts if seen else rank_memory(self.config, shape, setup, rank.worst_rows)
-            fixed = correct_parts(parts, probe, rank.capacity_bytes)
-            self.observations[case] = Observation(
-                parts=fixed, moment=seen.moment if seen else "", operation=seen.operation if seen else ""
-            )
+            parts = self.observations.get(case) or rank_memory(self.config, shape, setup, rank.worst_rows)
+            self.observations[case] = correct_parts(parts, probe, rank.capacity_bytes)
             self.probed.add(case)
             new = True
         return new
 
-    def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], Observation] | None:
+    def _nearest(self, setup: Setup, micro_batch: int) -> tuple[tuple[Setup, int], dict[str, int]] | None:
         """Return the observation nearest in tokens whose setup differs only in its rows."""
         tokens = micro_batch * setup.row_tokens
 
@@ -365,11 +309,11 @@ def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed:
 
 def assemble(
     config: Config, shape: ModelShape, setup: Setup, micro_batch: int, result: Mapping[str, Any]
-) -> Observation:
+) -> dict[str, int]:
     """Return a rank's parts at its peak: temporary parts as traced, states as traced or as the strategy shards them."""
     formula = rank_memory(config, shape, setup, micro_batch)
-    best: Observation | None = None
-    for moment, traced_parts in result["moments"].items():
+    best: dict[str, int] = {}
+    for traced_parts in result["moments"].values():
         parts = {name: max(0, traced_parts.get(name, 0)) for name in MOVING}
         for name in STATES:
             if name in formula:
@@ -378,15 +322,13 @@ def assemble(
             parts["optimizer"] = formula["optimizer"]
         parts["workspace"] += WORKSPACE_BYTES[setup.device]
         parts |= {name: formula[name] for name in ("buffers", "context")}
-        if best is None or sum(parts.values()) > sum(best.parts.values()):
-            best = Observation(parts=parts, moment=moment, operation=result["operations"].get(moment, ""))
-    assert best is not None, "a trace has moments"
+        best = max(best, parts, key=lambda parts: sum(parts.values()))
     lost = formula["fragmentation"]
     if setup.device == "cuda":
         share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
-        by_formula = int(share * sum(best.parts.get(name, 0) for name in MOVING))
+        by_formula = int(share * sum(best.get(name, 0) for name in MOVING))
         lost = SEGMENTS_BYTES if setup.expandable_segments else by_formula
-    return replace(best, parts={**best.parts, "fragmentation": lost})
+    return best | {"fragmentation": lost}
 
 
 NOT_ALLOCATED = ("context", "fragmentation")

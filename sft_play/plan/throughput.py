@@ -19,11 +19,10 @@ from sft_play.config.schema import Config
 from sft_play.plan.batch import Division, average_row
 from sft_play.plan.epoch import AverageRow
 from sft_play.plan.experience import Work, most_like, same_name
-from sft_play.plan.hardware import Device, energy_kwh, fp32_share
+from sft_play.plan.hardware import Device
 from sft_play.plan.memory import NF4_BYTES, layer_input_bytes, quantised_parameters, trainable_parameters
 from sft_play.plan.network import (
     PCIE_BYTES_PER_SECOND,
-    describe_traffic,
     exchange_seconds,
     exchanges,
     link_bytes_per_second,
@@ -37,6 +36,10 @@ from sft_play.text import figure
 
 GPU_EFFICIENCY = 0.35
 """Share of the peak that eager bf16 training reached in published runs of 7B models (0.35 to 0.45)."""
+FP32_SHARE = 1 / 8
+"""Speed of fp32 matrix products, which use no tensor cores, as a share of bf16's (data sheets: 1/28 on a B200, 1/15 on
+an H100, 1/2 on GeForce cards).
+"""
 GPU_LAYER_SECONDS = 6e-4
 """Time that Python takes to launch a layer's kernels in both passes: a floor for small micro-steps (inferred,
 unverified).
@@ -52,10 +55,6 @@ CPU_BANDWIDTH = 2e10
 OPTIMIZER_TRAFFIC = 40
 """Bytes moved per trained fp32 weight: clipping reads the gradient and scales it (12), AdamW reads four values and
 writes three (28).
-"""
-TYPICAL_BALANCE = 60.0
-"""Operations per byte of memory traffic that training reaches, for cards whose figures are not known (A100 54, RTX 4090
-57, H200 72: 0.35 of the peak over the bandwidth).
 """
 TYPICAL_FLOPS, TYPICAL_BANDWIDTH, TYPICAL_NETWORK = 1e14, 1e12, 1e9
 """Assumed for cards and networks whose speed is not known, to compare runs on them; no such figure is shown."""
@@ -90,15 +89,9 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, insi
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
 
 
-def flops_per_token(config: Config, shape: ModelShape, tokens: int, *, recompute: bool) -> float:
-    """Return the floating-point operations per token, all of them labels, in rows of `tokens` with causal attention."""
-    return batch_flops(config, shape, tokens=1, labels=1, pairs=tokens / 2, recompute=recompute)
-
-
-def _reached(peak_flops: float, device: Device, setup: Setup) -> float:
+def _reached(peak_flops: float, setup: Setup) -> float:
     """Return the operations per second that training reaches on a GPU of this peak; fp32 uses no tensor cores."""
-    slower = fp32_share(device.name, device.compute_capability) if setup.precision == "fp32" else 1.0
-    return peak_flops * slower * GPU_EFFICIENCY
+    return peak_flops * GPU_EFFICIENCY * (FP32_SHARE if setup.precision == "fp32" else 1.0)
 
 
 def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -107,20 +100,6 @@ def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
         return 0.0
     weights = quantised_parameters(config, shape, setup.strategy)
     return setup.passes * weights * (NF4_BYTES + setup.width)
-
-
-def token_cost(config: Config, shape: ModelShape, setup: Setup, rows: int, device: Device) -> float:
-    """Return the cost of a token in a micro-batch of `rows`, in floating-point operations, including dequantisation.
-
-    It compares speeds on one device even where they are not known.
-    """
-    flops = flops_per_token(config, shape, setup.row_tokens, recompute=setup.gradient_checkpointing)
-    if setup.device != "cuda":
-        return flops
-    balance = TYPICAL_BALANCE
-    if device.peak_flops and device.bandwidth:
-        balance = _reached(device.peak_flops, device, setup) / device.bandwidth
-    return flops + _expansion_bytes(config, shape, setup) * balance / (rows * setup.row_tokens)
 
 
 def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
@@ -177,9 +156,7 @@ def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
         mfu=_utilisation(request, tokens / seconds) if seconds else None,
         speed_basis=basis,
         work=work,
-        energy_kwh=energy_kwh(devices, total),
         exchanges=exchanges(request, setup, computing_alone),
-        reasons={**plan.reasons, **describe_traffic(request, setup, step_rows * row.tokens)},
     )
 
 
@@ -189,7 +166,7 @@ def _seconds(request: Request, setup: Setup, device: Device, flops: float, micro
     if setup.device == "cpu":
         return CPU_LAYER_SECONDS * layers * micro_steps + flops / (_threads(request) * CPU_FLOPS_PER_THREAD)
     writing = _expansion_bytes(request.config, request.shape, setup) / (device.bandwidth or TYPICAL_BANDWIDTH)
-    speed = _reached(device.peak_flops or TYPICAL_FLOPS, device, setup)
+    speed = _reached(device.peak_flops or TYPICAL_FLOPS, setup)
     return max(writing * micro_steps + flops / speed, GPU_LAYER_SECONDS * layers * micro_steps)
 
 

@@ -215,7 +215,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
         *([COPY] if prepared.model.source == "embedded" else []),
         "## Use\n",
-        *_use(base, adapter, on_hub, plan, weights, begins=common_system(run) is not None),
+        *_use(base, adapter, on_hub, plan, begins=common_system(run) is not None),
         "## Data\n",
         "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
         *(
@@ -240,25 +240,13 @@ def card_of(run: RunFolder, weights: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-ENDS_OF_THOUGHTS = ("<|channel|>final<|message|>", "</think>")
-
-
-def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path, *, begins: bool) -> list[str]:
+def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, *, begins: bool) -> list[str]:
     """Return the section; `begins`: all training rows began with one system turn."""
     dtype = "bfloat16" if plan.precision == "bf16" else "float32"
     load = (
         "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER, "
         if adapter
         else "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(FOLDER, "
-    )
-    template = weights / "chat_template.jinja"
-    text = template.read_text(encoding="utf-8") if template.is_file() else ""
-    end = next((mark for mark in ENDS_OF_THOUGHTS if mark in text), None)
-    whole = f'tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens={end is None})'
-    show_answer = (
-        f'print({whole}.rpartition("{end}")[2].removesuffix(tokenizer.eos_token).strip())  # without its thought'
-        if end
-        else f"print({whole})"
     )
     first = '{"role": "system", "content": "..."}, ' if begins else ""  # the text may be private
     note = f"The base, `{base}`, is loaded with it." if adapter else ""
@@ -269,7 +257,8 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, weights: Path, *, b
             f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer ='
             f' AutoTokenizer.from_pretrained(FOLDER)\nmessages = [{first}{{"role": "user", "content": "..."}}]\n'
             'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
-            f" return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n{show_answer}\n```\n"
+            " return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n"
+            'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))\n```\n'
         ),
         f"`FOLDER` is this repository's name or a copy of it. {note}\n",
     ]

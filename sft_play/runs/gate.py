@@ -146,7 +146,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "origins": Mapping[str, Any],
     },
     "plan.json": {
-        **dict.fromkeys(("steps", "world_size", "num_nodes", "energy_kwh", "total_seconds"), Number),
+        **dict.fromkeys(("steps", "world_size", "num_nodes"), Number),
         **dict.fromkeys(("tensor_parallel", "sequence_parallel"), Number),
         "strategy": str,
         "stages": list[int],

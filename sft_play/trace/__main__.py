@@ -1,5 +1,5 @@
-"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace, models to count and names to check,
-and answers each with a line of results.
+"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and
+answers each with a line of results.
 
 A separate process, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet
 autograd.
@@ -47,15 +47,13 @@ def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     something.
     """
     from sft_play.plan.sources import Case
-    from sft_play.trace.run import check_names, count, trace
+    from sft_play.trace.run import count, trace
 
     results: list[dict[str, Any]] = []
     for request in requests:
         try:
             if "count" in request:
                 results.append(count(request["count"]))
-            elif "names" in request:
-                results.append(check_names(request["architecture"], request["names"]))
             else:
                 results.append(trace(Case(**request)))
         except UserError as error:

@@ -137,7 +137,7 @@ def prepare(case: Case, model: Any) -> nn.Module:
         lora.free_text_part(model)
     else:
         model.requires_grad_(False)
-        model, _ = lora.add_adapters(
+        model = lora.add_adapters(
             model, LoraSettings(**case.lora), BASE, dtype_of(case.adapter_dtype), range(case.new_tokens)
         )
         if case.autocast:

@@ -1,4 +1,4 @@
-"""Answers requests: a case is traced, few layers standing for many; a model is counted; names are checked."""
+"""Answers requests: a case is traced, few layers standing for many; a model is counted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.schema import LoraSettings
 from sft_play.errors import DataError
 from sft_play.model import lora
 from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped
 from sft_play.plan.architecture import quantized_bits
-from sft_play.plan.make import MOMENTS
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
 from sft_play.plan.sources import Case
 from sft_play.trace import build
-from sft_play.trace.step import Peak, StepTrace, StorageTracker, batch_of, real_branches
+from sft_play.trace.step import BEFORE, Peak, StepTrace, StorageTracker, batch_of, real_branches
 
 STEP_TOKENS = {"token": 32, "chunk": 64}
 """Tokens by which the two short rows differ that are traced in place of a long one, where a state is computed token by
@@ -53,18 +51,15 @@ def _deepen(case: Case, model: Any) -> dict[str, Any]:
     base = observe(case, build.with_layers(model, smallest))
     steps = {kind: observe(case, build.with_layers(model, layers)) for kind, layers in grown.items()}
     missing = {kind: counts[kind] - Counter(kinds[index] for index in smallest)[kind] for kind in steps}
-    most: dict[str, tuple[str, dict[str, int]]] = {}
+    moments = {}
     for moment, places in base.items():
-        whole = {}
+        whole = []
         for operation, peak in places.items():
             deeper = {kind: step.get(moment, {}).get(operation) for kind, step in steps.items()}
             parts = {kind: place.parts for kind, place in deeper.items() if place}
-            whole[operation] = _extrapolate(peak.parts, parts, missing)
-        most[moment] = max(whole.items(), key=lambda place: sum(place[1].values()))
-    return {
-        "moments": {moment: parts for moment, (_, parts) in most.items()},
-        "operations": {moment: operation for moment, (operation, _) in most.items()},
-    }
+            whole.append(_extrapolate(peak.parts, parts, missing))
+        moments[moment] = max(whole, key=lambda parts: sum(parts.values()))
+    return {"moments": moments}
 
 
 def _short_rows(case: Case, model: Any) -> tuple[int, int] | None:
@@ -92,7 +87,7 @@ def _lengthen(case: Case, short: tuple[int, int]) -> dict[str, Any]:
         moment: _extrapolate(parts, {"tokens": second["moments"].get(moment, parts)}, growth)
         for moment, parts in first["moments"].items()
     }
-    return {**second, "moments": moments}
+    return {"moments": moments}
 
 
 def _extrapolate(
@@ -118,7 +113,7 @@ def observe(case: Case, model: Any, *, real: bool = False) -> dict[str, dict[str
     with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
         build.materialise(model, device)
         tracker = follow(case, model, build.parts_of(model, case), device)
-    return {moment: tracker.places[moment] for moment in MOMENTS if moment in tracker.places}
+    return {moment: places for moment, places in tracker.places.items() if moment != BEFORE}
 
 
 def follow(case: Case, model: Any, tensors: Iterable[tuple[Tensor, str]], device: str) -> StorageTracker:
@@ -201,12 +196,6 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         ),
     )
     return asdict(shape)
-
-
-def check_names(architecture: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Raise `UserError` for names in `tuning.lora` that mean no module of the model of a `config.json`."""
-    lora.check_names(build.on_meta(settings_of(architecture)), LoraSettings(**settings))
-    return {}
 
 
 def _setting(text: Any, name: str) -> Any:

@@ -200,6 +200,8 @@ def _by_shape(func: Any, args: Any, kwargs: Any) -> Any:
     return out if out is first else FakeTensor(first.fake_mode, out, first.fake_device)
 
 
+BEFORE = "before"
+"""Moment before the step, in which only what it starts with is made."""
 HOST = "host"
 """Part of what a GPU would not hold; it is not counted."""
 _named: list[str] = []
@@ -245,7 +247,7 @@ class StorageTracker(TorchDispatchMode):
         self.parts: dict[str, int] = {}
         self.places: dict[str, dict[str, Peak]] = {}
         """Moment -> kind of operation -> the most that was held during such an operation."""
-        self.moment = "start"
+        self.moment = BEFORE
         self.part = "activations"
         self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

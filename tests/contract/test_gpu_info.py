@@ -53,7 +53,7 @@ def test_memory_check_compares_cards_with_a_configuration(program: Program, tmp_
     assert done.code == 0, done.err
     assert "cuda:0  NVIDIA H200: 9.80 GiB of 140 GiB used, 130 GiB free" in done.out
     assert "3.00 GiB  " in done.out and "(pid " in done.out
-    assert "may be used: fits" in done.out
+    assert "rank 0: NVIDIA H200, micro-batch " in done.out and "  frozen " in done.out
     facts = program("memory-check", "JSON=1", env=env).json
     assert [device["name"] for device in facts["devices"]] == ["NVIDIA H200", "Tesla T4"] and facts["need"] is None
 
@@ -62,8 +62,8 @@ def test_a_model_that_does_not_fit_is_an_error(program: Program, tmp_path: Path)
     small = Gpu("NVIDIA GeForce RTX 3070 Ti", 7.8, 3.0, (8, 6))
     env = Machine(cards=(small,)).environment(tmp_path / "nvml")
     full = program("memory-check", "CONFIG=configs/run_bnb.yaml", "JSON=1", "SOURCE=formula", "NUM_GPUS=1", env=env)
-    assert full.code == 3 and full.json["devices"][0]["free_bytes"] and not full.json["need"]["ranks"][0]["fits"]
-    assert full.json["need"]["ranks"][0]["memory_bytes"]["frozen"] > 0 and full.json["need"]["remedies"]
+    assert full.code == 3 and full.json["devices"][0]["free_bytes"] and not full.json["need"]["fits"]
+    assert full.json["need"]["memory_bytes"]["frozen"] > 0 and full.json["need"]["remedies"]
     assert "not even one row" in full.err and "hint: " in full.err
 
 

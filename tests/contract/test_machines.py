@@ -26,13 +26,11 @@ def test_two_unlike_cards_are_planned_together(in_process: Program, tmp_path: Pa
     assert (names, plan["strategy"]) == (["NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 4080"], "ddp")
 
 
-def test_a_slice_is_planned_with_its_own_memory_and_share_of_the_card(tmp_path: Path) -> None:
+def test_a_slice_is_planned_with_its_own_memory(tmp_path: Path) -> None:
     with on_machine(emulated(tmp_path, "mig")):
         (largest,) = detect().devices
     assert (largest.memory_bytes, largest.free_bytes) == (int(39.25 * 2**30), int(39.2 * 2**30))
-    assert largest.peak_flops == pytest.approx(312e12 * 3 / 7) and largest.bandwidth == pytest.approx(
-        2039e9 * 39.25 / 79.2
-    )
+    assert largest.peak_flops is largest.bandwidth is None
     with on_machine(
         Machine(cards=(A100_SPLIT, RTX4090)).environment(tmp_path)
     ):  # a process sees whole cards, or one slice
@@ -120,7 +118,7 @@ def test_a_lost_card_can_be_excluded(tmp_path: Path, in_process: Program) -> Non
     facts = in_process(
         "memory-check", "CONFIG=configs/quickstart.yaml", "JSON=1", env=env | {"CUDA_VISIBLE_DEVICES": "1"}
     ).json
-    assert facts["devices"][0]["device"] == facts["need"]["ranks"][0]["device"] == "cuda:1"
+    assert facts["devices"][0]["device"] == "cuda:1" and len(facts["need"]["ranks"]) == 1
 
 
 def test_answers_use_one_card_or_say_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.render_presets import MADE_FOR, PAGES, QUOTED, plan_of, rendered
+from scripts.render_presets import LAN, MADE_FOR, PAGES, QUOTED, plan_of, rendered
 from sft_play.config.load import load_config
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.request import DoesNotFitError
-from sft_play.plan.sources import LAN
 from tests.conftest import ROOT, Program
 from tests.documents import documented_commands
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT, metrics
@@ -227,7 +227,7 @@ def test_an_adapter_of_a_deeper_model_is_refused(place: Place, tmp_path: Path) -
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(deep), LoraConfig(task_type="CAUSAL_LM", r=2))
     adapted.save_pretrained(tmp_path / "adapter")
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=deep", f"MODEL_ADAPTER={tmp_path}/adapter")
-    assert done.returncode == 5 and "it has weights of 3 layers, and the model has 2" in done.stderr
+    assert done.returncode == 5 and "of its weights are of modules that the model lacks" in done.stderr
 
 
 def test_a_run_wins_over_a_folder_of_its_name_without_a_model(place: Place) -> None:
@@ -310,30 +310,10 @@ def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, se
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
     refused(2, "lacks `adapter_model.safetensors`", words=[f"MODEL_ADAPTER={missing}"])
     refused(2, "`adapter_model.bin` is not read, only safetensors", words=[f"MODEL_ADAPTER={pickled}"])
-    for value in (float("nan"), float("-inf")):
-        broken = copy(f"broken{value}")
-        tensors = weights(broken)
-        name = max(tensors)
-        tensors[name][0, 0] = value
-        save_file(tensors, broken / "adapter_model.safetensors")
-        message = f"{broken}/adapter_model.safetensors: `{name}` has values that are NaN or infinite"
-        refused(5, message, words=[f"MODEL_ADAPTER={broken}"])
-    for names, message in (("RANK_PATTERN={dwn_proj: 4}", "no module with"), ("MODULES_TO_SAVE=[x]", "does not have")):
-        refused(
-            2,
-            f"TUNING_LORA_{names}: `tuning.lora.{names.partition('=')[0].lower()}` names `",
-            message,
-            words=[f"TUNING_LORA_{names}"],
-        )
     int8 = ["TUNING_MODE=qlora", "TUNING_QUANTIZATION=int8", "TUNING_LORA_VARIANT=dora"]
     refused(2, "over int8 trains on a GPU only", words=int8)
     other = build_tiny_llama(tmp_path / "other", seed=5)
     refused(5, "was trained over", words=["MODEL_ADAPTER=first", f"MODEL_NAME={other}"])
-    larger = foreign(place, tmp_path / "larger", target_modules=["q_proj"], modules_to_save=["embed_tokens"])
-    tensors = weights(larger)
-    name = next(name for name in tensors if "embed_tokens" in name)
-    save_file(tensors | {name: torch.cat([tensors[name], tensors[name][:2]])}, larger / "adapter_model.safetensors")
-    refused(5, "does not fit", "embed_tokens", words=[f"MODEL_ADAPTER={larger}"])
 
 
 SHAPED = {

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from sft_play.config.schema import LoraSettings
 from sft_play.data.batches import Collator
 from sft_play.model import lora
-from sft_play.model.parallel import Slicer, families_plan, slice_of
+from sft_play.model.parallel import Slicer, slice_of
 from sft_play.trace.build import BASE
 from tests.families import tiny_model
 from tests.numerics.rank_processes import answer
@@ -32,12 +32,12 @@ def prepared(kind: str, mode: str) -> Any:
     lora.free_text_part(model)
     if mode == "lora":
         model.requires_grad_(False)
-        plan = families_plan(model.config.get_text_config())
+        plan = model.config.get_text_config().base_model_tp_plan
         targets = sorted(
             {name.rpartition(".")[2] for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
         )
         torch.manual_seed(3)
-        model, _ = lora.add_adapters(model, LoraSettings(r=4, alpha=8, target_modules=targets), BASE, torch.float32)
+        model = lora.add_adapters(model, LoraSettings(r=4, alpha=8, target_modules=targets), BASE, torch.float32)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))

@@ -66,7 +66,7 @@ def test_a_shape_is_pefts(folder: Path, ours: dict[str, Any], theirs: dict[str, 
     plain = logits(base(folder))
     torch.manual_seed(1)
     frozen = base(folder).requires_grad_(False)
-    model, _ = add_adapters(frozen, settings, BASE, torch.float32)
+    model = add_adapters(frozen, settings, BASE, torch.float32)
     torch.manual_seed(1)
     targets = {"target_modules": "all-linear"} | theirs
     tied = (
@@ -113,14 +113,14 @@ def test_a_name_that_means_nothing_is_refused(folder: Path, settings: dict[str, 
 def test_a_saved_module_is_not_one_whose_name_ends_alike(folder: Path) -> None:
     """PEFT compares the ends of words: `norm` would also save `input_layernorm`."""
     settings = LoraSettings(r=4, modules_to_save=["norm"])
-    model, _ = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
+    model = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
     trained = {name for name, part in model.named_parameters() if part.requires_grad and "lora_" not in name}
     assert trained == {"base_model.model.model.norm.modules_to_save.default.weight"}
 
 
 def test_the_plan_counts_a_module_that_is_named_twice_once(folder: Path) -> None:
     settings = LoraSettings(r=4, embeddings="all", modules_to_save=["embed_tokens"])
-    model, _ = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
+    model = add_adapters(base(folder).requires_grad_(False), settings, BASE, torch.float32)
     trained = {id(part): part.numel() for part in model.parameters() if part.requires_grad}
     shape = shape_of(ModelConfig(name=str(folder)))
     assert shape.adapter_parameters(settings) == sum(trained.values())
@@ -137,7 +137,7 @@ def test_lora_plus_has_the_rates_of_pefts_optimizer(folder: Path, tmp_path: Path
 
     from sft_play.training.trainer import split_for_lora_plus
 
-    model, _ = add_adapters(base(folder).requires_grad_(False), LoraSettings(r=4, bias="all"), BASE, torch.float32)
+    model = add_adapters(base(folder).requires_grad_(False), LoraSettings(r=4, bias="all"), BASE, torch.float32)
     arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, use_cpu=True, weight_decay=0.1)
     optimizer = Trainer(model, arguments).create_optimizer()
     split_for_lora_plus(optimizer, model, 16.0)

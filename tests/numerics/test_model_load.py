@@ -121,7 +121,7 @@ def test_a_quantised_base_is_recognised_and_never_quantised_twice(
             {"quant_method": "gptq", "bits": 4},
             "qlora",
             "single",
-            "the package `gptqmodel` that reads it is not installed",
+            "is quantised by `gptq`, and adapters over such a base are not supported",
         ),
     ],
 )

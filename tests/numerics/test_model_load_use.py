@@ -90,7 +90,7 @@ def test_merged_models_load_anywhere_and_answer_alike(
     if CASES[name].mode != "qlora":
         assert apart.max() <= (0.05 if name == "bf16" else 1e-5) and "quantis" not in error
     else:
-        assert "read again unquantised" in error and "on average: it is merged into the unquantised base" in error
+        assert "read again unquantised" in error
     if CASES[name].mode != "full":
         assert merged["difference"] <= 1e-5 and "allowed" in error
     made_from = json.loads((tmp_path / "out" / "stamp.json").read_text())["merged_from"]

@@ -82,7 +82,7 @@ def test_every_parameter_of_every_family_is_counted(name: str) -> None:
     lora.free_text_part(model)
     assert shape.parameters - shape.vision_parameters == trained(model)
     with torch.device("meta"):
-        adapted, _ = lora.add_adapters(model, LoraSettings(r=4), BASE, torch.float32)
+        adapted = lora.add_adapters(model, LoraSettings(r=4), BASE, torch.float32)
     assert shape.adapter_parameters(LoraSettings(r=4)) == trained(adapted)
     experts = sorted({matrix.typed for matrix in shape.matrices if matrix.kind == "experts"})
     assert bool(experts) == bool(shape.experts) and shape.experts in (0, 4) and shape.experts_per_token in (0, 2)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from scripts.render_presets import QUOTED
+from scripts.render_presets import MADE_FOR, QUOTED
 from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.config.load import load_config
@@ -18,7 +18,7 @@ from sft_play.plan.architecture import architecture_of, end_tracer, shape_of
 from sft_play.plan.hardware import parse_hardware
 from sft_play.plan.memory import rank_memory
 from sft_play.plan.plan import LaunchRequest, setup_of
-from sft_play.plan.sources import MADE_FOR, TracedMemory
+from sft_play.plan.sources import TracedMemory
 from tests.conftest import ROOT, Program
 from tests.plans import planned
 from tests.processor_time import importing, seconds_of

@@ -10,9 +10,6 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.launch.agreement import compare_facts, compare_prepared, config_here, versions_here
-from sft_play.plan.hardware import GIB, Device, Hardware
-from sft_play.plan.plan import LaunchRequest
-from sft_play.plan.ranks import ranks_of
 from tests.documents import on_page
 
 
@@ -74,13 +71,6 @@ def test_nodes_with_different_data_are_refused() -> None:
     assert isinstance(error, DataError)
     assert "`data` is `8 rows, 90 tokens, abc` on node 0 (a), `9 rows, 95 tokens, def` on node 1 (b)" in error.message
     assert "`not there` on node 2 (c)" in error.message
-
-
-def test_a_full_gpu_is_named_with_its_node() -> None:
-    free, full = (Device(name="L4", memory_bytes=24 * GIB, free_bytes=count * GIB, bf16=True) for count in (23, 1))
-    request = LaunchRequest(command_strategy="auto", num_nodes=2, node_devices=((free,), (free, full)))
-    with pytest.raises(HardwareError, match=r"GPU 1 of node 1 \(L4\) is full: 1.0 of 24.0 GiB free"):
-        ranks_of(Hardware(kind="cuda", devices=(free,), cpu_threads=8, ram_bytes=GIB), request)
 
 
 def test_nodes_compare_content_and_not_paths(tmp_path: Path) -> None:

@@ -100,22 +100,11 @@ def test_fsdp2_gathers_trained_weights_in_bf16_whatever_their_configured_type(dt
     assert "for weights = 2 x 15.2 GB x 15/16" in message(UserError, "8xH100@1Gbit", **case, num_nodes=2, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "nodes", "cards", "network"),
-    [
-        ("4xH100", 2, False, "100Gbit"),
-        ("2x24GB", 2, True, "100Gbit"),
-        ("cpu@1Gbit", 2, False, None),
-    ],
-)
-def test_the_plan_says_which_speed_is_missing(hardware: str, nodes: int, cards: bool, network: str | None) -> None:
-    shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=nodes))
-    assert ("name the cards (HARDWARE=2xRTX4090)" in shown) is cards
-    assert (
-        f"name the network: LAUNCH_NETWORK={network} (`launch.network`), or HARDWARE=...@{network}" in shown
-        or not network
-    )
-    assert ("tokens/s" in shown) is (not cards and network is None)
+@pytest.mark.parametrize(("hardware", "known"), [("4xH100", False), ("2x24GB", False), ("cpu@1Gbit", True)])
+def test_the_plan_says_how_to_find_out_a_speed(hardware: str, known: bool) -> None:
+    shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=2))
+    assert ("LAUNCH_NETWORK=1Gbit" in shown) is not known
+    assert ("tokens/s" in shown) is known
 
 
 # Sequences that are cut over ranks: memory, batch and bytes by groups.
@@ -150,10 +139,6 @@ def test_groups_have_the_rows_and_ranks_the_slices() -> None:
     text = show_plan(cut)
     assert "32 rows a step = micro-batch 1 x accumulation 16 x 2 groups of 4" in text
     assert "accumulation 16 = 32 global / (1 per group x 2 groups)" in text and "with 7 of 28 heads" in text
-    # 2 (28 + 4 heads) x 128 x 2 bytes a token, 28 layers, 3 passes; of 16 rows a group each rank sends 3 of its 4
-    # quarters of a quarter.
-    tokens = 16 * cut.row_tokens
-    assert f"a rank sends {2 * 32 * 128 * 2 * 28 * 3 * tokens / 4 * 3 / 4 / 1e9:,.0f} GB" in text
     assert (cut.communication_seconds or 0) > (whole.communication_seconds or 0)
 
 

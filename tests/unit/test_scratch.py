@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from sft_play.model.scratch import resolve
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.plan.architecture import architecture_of, label, shape_of
 from tests.conftest import ROOT
-from tests.tiny_models import build_tiny_llama, build_tokenizer
+from tests.tiny_models import build_tokenizer
 
 DATA = str(ROOT / "examples" / "02_your_jsonl" / "train.jsonl")
 SHAPE = ["MODEL_HIDDEN_SIZE=64", "MODEL_ATTENTION_HEADS=4", "MODEL_LAYERS=2", "MODEL_VOCAB_SIZE=600"]
@@ -141,21 +140,3 @@ def test_a_model_from_scratch_may_copy_another_models_shape(tiny: Path) -> None:
     old, new = load_file(tiny / "model.safetensors"), load_file(Path(resolved.path) / "model.safetensors")
     assert old.keys() == new.keys() and not old["model.embed_tokens.weight"].equal(new["model.embed_tokens.weight"])
     assert shape_of(config.model).layers == 2 and resolved.name == f"{tiny} (random weights)"
-
-
-def test_another_tokenizer_needs_the_models_tokens(tmp_path: Path) -> None:
-    model = build_tiny_llama(tmp_path / "model", vocab=1024)
-    same, larger = tmp_path / "same", tmp_path / "larger"
-    build_tokenizer(same)
-    settings = json.loads((same / "tokenizer_config.json").read_text())
-    (same / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
-    build_tokenizer(larger, vocab=1500)
-    before, resolved = (
-        resolve(Config(model=ModelConfig(name=str(model), tokenizer=tokenizer))) for tokenizer in (None, str(same))
-    )
-    assert resolved.fingerprint == before.fingerprint and resolved.tokenizer_fingerprint != before.tokenizer_fingerprint
-    assert (
-        load_tokenizer(resolved.path).model_max_length == 77 and (Path(resolved.path) / "model.safetensors").is_file()
-    )
-    with pytest.raises(DataError, match="476 of the tokenizer's 1500 tokens have no row in the embedding"):
-        resolve(Config(model=ModelConfig(name=str(model), tokenizer=str(larger))))

@@ -181,7 +181,7 @@ function planBesideFigures(record) {
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
     ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
-    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", known(plan.energy_kwh) ? "at most " + energy(plan.energy_kwh) : "–", energy(final.energy_kwh), ""],
+    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", "–", energy(final.energy_kwh), ""],
     ["cost", known(plan.cost) ? number(plan.cost) : "–", known(final.cost) ? number(final.cost) : "–", ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
   return tableOf([{ name: "" }, { name: "planned", n: true }, { name: "measured", n: true }, { name: "difference", n: true }], rows);
 }
@@ -248,7 +248,6 @@ function runView(record, home) {
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
     el("h2", {}, "Use it"), el("pre", {}, Object.values(record.use).join("\n")),
-    el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
     el("h2", {}, "Details"),
     fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, setting(one.value), one.origin]))),
     fold("Stamp: versions and hashes", el("pre", {}, JSON.stringify(record.stamp, null, 1))),
