@@ -123,7 +123,7 @@ COMMANDS: dict[str, Command] = {
     "cluster-status": Command(
         "sft_play.cluster.train:status",
         "the runs of each machine of CLUSTER",
-        "RUN JSON CLUSTER",
+        "JSON CLUSTER",
         overrides=False,
     ),
     "cluster-logs": Command(
@@ -150,9 +150,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "runs": Command(
         "sft_play.launch.runs:main",
-        "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora'"
-        " CSV=1",
-        "JSON CSV PRICE_PER_HOUR SORT WHERE",
+        "the list of runs: state, steps, scores, speed, memory, time, cost",
+        "JSON PRICE_PER_HOUR",
         overrides=False,
     ),
     "report": Command(

@@ -221,9 +221,6 @@ VARIABLES: Mapping[str, str] = {
     "RUNS": "runs to compare",
     "METRIC": "the score to compare by",
     "ROWS": "number of answers or rows shown",
-    "SORT": "a column of `runs` or a key; `-` before it: largest first",
-    "WHERE": "a condition over columns of `runs` and keys, see docs/watching.md",
-    "CSV": "`1`: CSV on stdout",
     "JSON": "`1` prints JSON instead of text",
 }
 """Name -> meaning, as `sft-play COMMAND --help` shows it."""
