@@ -35,13 +35,11 @@ from sft_play.launch.environment import (
 )
 from sft_play.launch.machines import Machines
 from sft_play.launch.settings import (
-    LAYERS,
     NO_DEFAULT_FILE,
     NO_FILE,
     AccelerateChoices,
     machines_and_strategy,
     read_accelerate_config,
-    refuse_layers,
 )
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import all_hidden, detect, require_usable
@@ -362,13 +360,9 @@ def refuse_early(job: Job) -> None:
 
 
 def refuse_files(options: LaunchOptions, plan: Plan, config: Config, shape: ModelShape) -> None:
-    """Raise `UserError` for a user's DeepSpeed JSON or FSDP layers that do not suit the plan or the model, before
-    anything is prepared.
-    """
+    """Raise `UserError` for a user's DeepSpeed JSON that does not suit the plan, before anything is prepared."""
     if options.deepspeed:
         ask_deepspeed(options.deepspeed, resolve(options.deepspeed, plan, config, hidden_size=shape.hidden_size)[0])
-    if options.accelerate_config and (names := options.fsdp.get(LAYERS)) and not config.model.trust_remote_code:
-        refuse_layers(options.accelerate_config, names, shape.model_type)
 
 
 def _node(options: LaunchOptions) -> Node:
