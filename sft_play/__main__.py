@@ -107,35 +107,35 @@ COMMANDS: dict[str, Command] = {
     "cluster-check": Command(
         "sft_play.cluster.check:main",
         "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected",
-        "CONFIG RUN JSON CLUSTER MASTER_PORT",
+        "CONFIG RUN JSON CLUSTER CLUSTER_HOSTS MASTER_PORT",
     ),
     "cluster-install": Command(
         "sft_play.cluster.bring:install_all",
         "make the environment on every machine of CLUSTER",
-        "JSON CLUSTER",
+        "JSON CLUSTER CLUSTER_HOSTS",
         overrides=False,
     ),
     "train-cluster": Command(
         "sft_play.cluster.train:main",
         "one run over all machines of CLUSTER, started from here over SSH",
-        "CONFIG RUN JSON CLUSTER RUN_NAME MASTER_PORT DEEPSPEED_CONFIG",
+        "CONFIG RUN JSON CLUSTER CLUSTER_HOSTS RUN_NAME MASTER_PORT DEEPSPEED_CONFIG",
     ),
     "cluster-status": Command(
         "sft_play.cluster.train:status",
         "the runs of each machine of CLUSTER",
-        "JSON CLUSTER",
+        "JSON CLUSTER CLUSTER_HOSTS",
         overrides=False,
     ),
     "cluster-logs": Command(
         "sft_play.cluster.train:logs",
         "the log of a rank, from its machine; FOLLOW=1 follows it",
-        "RUN JSON CLUSTER FOLLOW RANK",
+        "RUN JSON CLUSTER CLUSTER_HOSTS FOLLOW RANK",
         overrides=False,
     ),
     "cluster-stop": Command(
         "sft_play.cluster.train:stop",
         "save and stop RUN on all machines of CLUSTER",
-        "RUN JSON CLUSTER",
+        "RUN JSON CLUSTER CLUSTER_HOSTS",
         overrides=False,
     ),
     "slurm": Command(

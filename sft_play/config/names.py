@@ -172,9 +172,8 @@ OWN_VARIABLES = frozenset({
 VARIABLES: Mapping[str, str] = {
     "CONFIG": "a YAML file or a preset's name",
     "RUN": "a run's name or folder",
-    "CLUSTER": (
-        "an inventory of machines; `CLUSTER_HOSTS=...` and the like change it for one call, see docs/home-cluster.md"
-    ),
+    "CLUSTER": "an inventory of machines, see docs/home-cluster.md",
+    "CLUSTER_HOSTS": "the hosts of the inventory to use, in this order",
     "RUN_NAME": "name of a new run: letters, digits, `_ . + = -`",
     "MODEL": "a hub model or a folder instead of a run, see docs/evaluation.md",
     "CHECKPOINT": (
