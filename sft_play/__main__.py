@@ -20,10 +20,8 @@ from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import HardwareError, UserError, configured
 from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path
 
-PROCESSES = (
-    "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
-)
-LAUNCH = f"CONFIG {PROCESSES}"
+PROCESSES = "JSON SOURCE NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT TENSORBOARD_PORT WHY"
+LAUNCH = f"CONFIG {PROCESSES} RUN_NAME ACCELERATE_CONFIG"
 SPINS = "1000"
 """Rounds for which a thread of torch's OpenMP (libgomp) spins. Its default is 300,000 if there is a core for each
 thread: when another program uses one of them, every parallel region waits for a complete time slice (more than ten
@@ -107,35 +105,35 @@ COMMANDS: dict[str, Command] = {
     "cluster-check": Command(
         "sft_play.cluster.check:main",
         "whether all machines of CLUSTER are ready for CONFIG: reachable, alike, connected",
-        "CONFIG RUN JSON CLUSTER MASTER_PORT",
+        "CONFIG RUN JSON CLUSTER CLUSTER_HOSTS MASTER_PORT",
     ),
     "cluster-install": Command(
         "sft_play.cluster.bring:install_all",
         "make the environment on every machine of CLUSTER",
-        "JSON CLUSTER",
+        "JSON CLUSTER CLUSTER_HOSTS",
         overrides=False,
     ),
     "train-cluster": Command(
         "sft_play.cluster.train:main",
         "one run over all machines of CLUSTER, started from here over SSH",
-        "CONFIG RUN JSON CLUSTER RUN_NAME MASTER_PORT DEEPSPEED_CONFIG",
+        "CONFIG RUN JSON CLUSTER CLUSTER_HOSTS RUN_NAME MASTER_PORT DEEPSPEED_CONFIG",
     ),
     "cluster-status": Command(
         "sft_play.cluster.train:status",
         "the runs of each machine of CLUSTER",
-        "RUN JSON CLUSTER",
+        "JSON CLUSTER CLUSTER_HOSTS",
         overrides=False,
     ),
     "cluster-logs": Command(
         "sft_play.cluster.train:logs",
         "the log of a rank, from its machine; FOLLOW=1 follows it",
-        "RUN JSON CLUSTER FOLLOW RANK",
+        "RUN JSON CLUSTER CLUSTER_HOSTS FOLLOW RANK",
         overrides=False,
     ),
     "cluster-stop": Command(
         "sft_play.cluster.train:stop",
         "save and stop RUN on all machines of CLUSTER",
-        "RUN JSON CLUSTER",
+        "RUN JSON CLUSTER CLUSTER_HOSTS",
         overrides=False,
     ),
     "slurm": Command(
@@ -150,9 +148,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "runs": Command(
         "sft_play.launch.runs:main",
-        "the list of runs: state, steps, scores, speed, memory, time, cost; SORT=-tokens_per_second WHERE='method=lora'"
-        " CSV=1",
-        "JSON CSV PRICE_PER_HOUR SORT WHERE",
+        "the list of runs: state, steps, scores, speed, memory, time, cost",
+        "JSON PRICE_PER_HOUR",
         overrides=False,
     ),
     "report": Command(
@@ -242,24 +239,10 @@ MAKEFILE_TARGETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code (`docs/launching.md`); with `--from-make` also end make, whose exit code
-    would differ.
-    """
+    """Run one command and return its exit code (`docs/launching.md`)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read by libgomp when torch is loaded, here or in a worker
-    if "--from-make" not in arguments:
-        return _run(arguments)
-    from sft_play.launch.process import end_make
-
-    try:
-        code = _run(arguments)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    return end_make(code)
-
-
-def _run(arguments: list[str]) -> int:
     try:
         return _answer(arguments)
     except OtherEnvironment as other:
@@ -291,7 +274,7 @@ def _answer(arguments: list[str]) -> int:
             give_consent("model")
         out = typed_path(call.options["OUT"]) if "OUT" in call.options else None
         with contextlib.ExitStack() as stack:
-            if "RUN_NAME" in COMMANDS[call.command].options:  # a training
+            if {"RUN_NAME", "NODE_RANK"} & COMMANDS[call.command].options:  # a training
                 stack.enter_context(console_may_go())
                 stack.enter_context(end_by_signals())
             return _dispatch(call)

@@ -14,14 +14,13 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import sft_play
-from sft_play.cluster.check import Facts, ask_doctor, mark_in, other_versions, versions_remedy
+from sft_play.cluster.check import Facts, ask_doctor, other_versions, versions_remedy
 from sft_play.cluster.inventory import Host, inventory_for_call, plain_path
 from sft_play.cluster.ssh import (
     HOME,
@@ -42,41 +41,29 @@ from sft_play.cluster.ssh import (
 from sft_play.config.call import Call
 from sft_play.errors import HardwareError, UserError
 from sft_play.files import text_sha256
-from sft_play.plan.hardware import GIB
-from sft_play.runs.folder import RunFolder, cache_folder, hub_cache, require_plain, runs_folder
+from sft_play.runs.folder import RunFolder, cache_folder, hub_cache, require_plain
 from sft_play.runs.prepared import Prepared
-from sft_play.text import bar, list_some, plural, tell
+from sft_play.text import gib, list_some, plural, tell
 
 SECONDS = 6 * 3600.0
 """Time limit of one transfer, which may be a large model over a slow network."""
 VANISHED = 24
 """rsync's exit code when source files were removed during the transfer."""
+WORTH_SAYING_BYTES = 2**28
 MOST_NAMED = 10
 MARKER = ".cache/sft-play-sent"
-"""Marker in a machine's project folder, ignored by git: the names of the files that were sent, each followed by a NUL.
-"""
+"""Marker in a machine's project folder, ignored by git."""
 SET_ASIDE = ".cache/replaced"
 SECRETS = (".env", ".netrc")
-NOTICED = ("sft_play/", "configs/")
-"""Folders whose untracked files the user probably meant to send."""
-INVENTORIES = "configs/clusters/"
-"""Only the master reads inventories, so a user's own one need not be committed."""
 RUN_FILES = ("config.json", "plan.json", "events.jsonl", "stamp.json", "deepspeed.json")
 """Files of a run, besides a checkpoint, that another machine needs to continue it."""
 OPEN = (
-    HOME + 'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; df -Pk . | tail -n 1; if [ -e "$m" ];'
-    ' then echo ours; elif [ -z "$(ls -A)" ]; then echo empty; else echo foreign; fi'
+    HOME + 'd=$(h "$1"); m=$(h "$2"); mkdir -p -- "$d" && cd -- "$d" || exit 1; if [ -e "$m" ]; then echo ours; elif'
+    ' [ -z "$(ls -A)" ]; then echo empty; else echo foreign; fi'
 )
-"""Arguments: a folder and its marker. Prints the free space, and whether the folder is ours, empty or foreign."""
-READ = HOME + 'f=$(h "$1"); if [ -e "$f/.cache/$3" ]; then printf same; elif [ -e "$f/$2" ]; then cat "$f/$2"; fi'
-"""Arguments: a project's folder, its marker, and the name of a file that only this machine's own folder contains."""
-MARK = HOME + 'm=$(h "$1"); mkdir -p -- "${m%/*}" && cat >"$m"'
-"""Argument: a marker; its content is on stdin."""
-MOVE = HOME + (
-    'cd -- "$(h "$1")" && mkdir -p -- "$2" && xargs -0 sh -c \'for f; do [ ! -f "$f" ] || { mkdir -p -- "$0/$(dirname'
-    ' -- "$f")" && mv -- "$f" "$0/$f"; }; done\' "$2"'
-)
-"""Arguments: a folder and a folder inside it; the names of the files to move there are on stdin."""
+"""Arguments: a folder and its marker. Prints whether the folder is ours, empty or foreign."""
+WRITE = HOME + 'f=$(h "$1"); umask 077; mkdir -p -- "${f%/*}" && cat >"$f"'
+"""Argument: a file; its content is on stdin."""
 
 
 def deliver(
@@ -98,42 +85,28 @@ def deliver(
     """
     if not names:
         return
-    disk, state = ask(host, ["sh", "-c", OPEN, "sh", there, marker or "/"], f"`{there}` cannot be made").splitlines()[
-        -2:
-    ]
+    state = ask(host, ["sh", "-c", OPEN, "sh", there, marker or "/"], f"`{there}` cannot be made").split()[-1]
     foreign = state == "foreign"
     words = ["--from0", "--files-from=-", *(["--checksum"] if foreign else []), *options]
     words += [f"{source}/", remote(host, f"{there}/")]
-    size, new, replaced = changes(rsync(host, ["-n", "--out-format=%i %l %n", *words], names=names))
+    size, replaced = changes(rsync(host, ["-n", "--out-format=%i %l %n", *words], names=names))
     if foreign and replaced:
         count = plural(len(replaced), "file")
         text = f"host `{host.name}`: `{there}` has {count} that this command did not bring, and others than here"
         raise UserError(f"{text}: {_listed(replaced)}", place=host.place, hint=hint)
-    room = re.search(r"(\d+)\s+\d+%\s", disk)  # of `df -P`: available, capacity, mount point
-    free = int(room[1]) * 1024 if room else 2**62
-    if size > free:
-        text = f"{size / GIB:.2f} GiB are to be brought to `{there}`, and its disk has {free / GIB:.2f} GiB free"
-        raise failed(
-            host, text, "make room there (RUNS_DIR, SFT_PLAY_CACHE and HF_HOME of that machine move its folders)"
-        )
     if marker and state != "ours":
-        mark(host, marker, ())
-    if new or replaced or foreign:  # for equal content only the times are copied, so that it is not read again
-        backup = ["--backup", f"--backup-dir={aside}"] if aside else []
-        with bar(f"to {host.name}", "MiB") as show:
-
-            def show_bytes(out: bytes) -> None:
-                if numbers := re.findall(rb"([\d,.]+) +\d+% ", out[-500:]):  # bytes so far, of all files
-                    show(int(re.sub(rb"\D", b"", numbers[-1])) >> 20, size >> 20)
-
-            rsync(host, ["--partial", "--info=progress2", *backup, *words], names=names, on_output=show_bytes)
+        write_there(host, marker, "")
+    if size > WORTH_SAYING_BYTES:
+        tell(f"{host.name} | {gib(size)} come to `{there}`")
+    backup = ["--backup", f"--backup-dir={aside}"] if aside else []
+    rsync(host, ["--partial", *backup, *words], names=names)
     if aside and replaced:
         tell(f"host `{host.name}`: {_listed(replaced)} replaced; the old files are in `{there}/{aside}`")
 
 
-def mark(host: Host, marker: str, names: Iterable[str]) -> None:
-    """Write a marker with the names of the files that were sent."""
-    ask(host, ["sh", "-c", MARK, "sh", marker], f"`{marker}` cannot be written", text=join_names(names))
+def write_there(host: Host, path: str, text: str) -> None:
+    """Write a small file that only its owner may read."""
+    ask(host, ["sh", "-c", WRITE, "sh", path], f"`{path}` cannot be written", text=text.encode())
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -150,43 +123,31 @@ def remote(host: Host, path: str) -> str:
     return f"{f'[{name}]' if ':' in name else name}:{plain if plain == '/' else plain + end}"
 
 
-def rsync(
-    host: Host,
-    words: Sequence[str],
-    *,
-    names: Iterable[str] = (),
-    timeout: float = SECONDS,
-    on_output: Callable[[bytes], object] | None = None,
-) -> bytes:
+def rsync(host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeout: float = SECONDS) -> bytes:
     """Run rsync and return its output; `names` is its list of files, where `#` and `;` would begin a comment.
 
-    `on_output`: see `ssh.run`. Raise `HardwareError` with rsync's message.
+    Raise `HardwareError` with rsync's message.
     """
     shell = shlex.join(arguments(host, [])[:-3])
     argv = ["rsync", "-a", "--no-owner", "--no-group", "-s", "--timeout=60", "-e", shell, *words]
-    text = join_names(f"./{name}" if name[0] in "#;" else name for name in names)
-    code, out, err = run(argv, text or None, timeout, on_output=on_output)
+    # On Linux a name need not be UTF-8.
+    text = b"".join(os.fsencode(f"./{name}" if name[0] in "#;" else name) + b"\0" for name in names)
+    code, out, err = run(argv, text or None, timeout)
     require_done(host, 0 if code == VANISHED else code, err, "rsync failed")
     return out
 
 
-def changes(out: bytes) -> tuple[int, list[str], list[str]]:
-    """Return the bytes, the new files and the replaced files of a dry run with `--out-format=%i %l %n`, without folders
-    and changes of time or mode only.
+def changes(out: bytes) -> tuple[int, list[str]]:
+    """Return the bytes and the replaced files of a dry run with `--out-format=%i %l %n`, without folders and changes of
+    time or mode only.
     """
-    size = 0
-    new: list[str] = []
-    replaced: list[str] = []
-    for kind, length, name in re.findall(rb"^([<>c][fL]\S{9,}) (\d+) (.+)$", out, re.MULTILINE):
-        plain = os.fsdecode(re.sub(rb"\\#(\d{3})", lambda letter: bytes([int(letter[1], 8)]), name))
-        (new if kind[2:].startswith(b"+++") else replaced).append(plain)
-        size += int(length)
-    return size, new, replaced
-
-
-def join_names(names: Iterable[str]) -> bytes:
-    """Return file names as rsync reads them; on Linux a name need not be UTF-8."""
-    return b"".join(os.fsencode(name) + b"\0" for name in names)
+    rows = re.findall(rb"^[<>c][fL](\S{9,}) (\d+) (.+)$", out, re.MULTILINE)
+    replaced = [
+        re.sub(rb"\\#(\d{3})", lambda letter: bytes([int(letter[1], 8)]), name)
+        for kind, _, name in rows
+        if not kind.startswith(b"+++")
+    ]
+    return sum(int(length) for _, length, _ in rows), list(map(os.fsdecode, replaced))
 
 
 # ---- Code
@@ -198,18 +159,15 @@ def project() -> Path:
 
 
 def code_files() -> list[str]:
-    """Return the existing files that git tracks, relative to the project's folder, without `.env` and the folder of
-    runs.
+    """Return the existing files that git tracks, relative to the project's folder, without `.env`.
 
-    Print which untracked files are not sent, apart from inventories. Raise `UserError` if the folder is not a git
+    Print which files of the package are not tracked, and so not sent. Raise `UserError` if the folder is not a git
     checkout or tracks nothing.
     """
-    place, runs = project(), runs_folder().absolute()
-    paths = {name: place / name for name in _git_files("--cached") if not _is_secret(name)}
-    new = _git_files("--others", "--exclude-standard")
-    if behind := [name for name in new if name.startswith(NOTICED) and not name.startswith(INVENTORIES)]:
-        tell(f"note: not sent, because git does not track it: {_listed(behind)}; `git add` sends them")
-    return [n for n, path in paths.items() if not path.is_relative_to(runs) and (path.is_file() or path.is_symlink())]
+    names = [name for name in _git_files("--cached") if not _is_secret(name)]
+    if new := [name for name in _git_files("--others", "--exclude-standard") if name.startswith("sft_play/")]:
+        tell(f"note: not sent, because git does not track it: {_listed(new)}; `git add` sends them")
+    return [name for name in names if os.path.lexists(project() / name)]
 
 
 def _is_secret(name: str) -> bool:
@@ -229,17 +187,22 @@ def _git_files(*options: str) -> list[str]:
 
 
 def send_code(host: Host, files: Sequence[str]) -> None:
-    """Update the project on `host` and move replaced and removed files aside. Raises as `deliver`."""
+    """Update the project on `host`; what is replaced, or gone here from the package, moves aside. Raises as
+    `deliver`.
+    """
     hint = "another `folder` in the inventory; or commit and move them away there, and type the same command again"
-    aside, marker = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}", f"{host.folder}/{MARKER}"
-    with mark_in(str(project() / ".cache")) as (seen,):  # on a shared disk it is this very folder
-        before = ask(host, ["sh", "-c", READ, "sh", host.folder, MARKER, seen.name], f"`{marker}` cannot be read")
-        if before == "same":
-            return
-        deliver(host, project(), host.folder, files, marker=marker, hint=hint, aside=aside)
-    if gone := sorted(set(filter(None, before.split("\0"))) - set(files)):
-        ask(host, ["sh", "-c", MOVE, "sh", host.folder, aside], "files cannot be moved", text=join_names(gone))
-    mark(host, marker, files)
+    aside = f"{SET_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}"
+    deliver(host, project(), host.folder, files, marker=f"{host.folder}/{MARKER}", hint=hint, aside=aside)
+    removal = [
+        "-r",
+        "--delete",
+        "--exclude=__pycache__",
+        "--existing",
+        "--ignore-existing",
+        "--backup",
+        f"--backup-dir=../{aside}/sft_play",
+    ]
+    rsync(host, [*removal, f"{project()}/sft_play/", remote(host, f"{host.folder}/sft_play/")])
 
 
 # ---- Environment
@@ -254,11 +217,10 @@ for p in "python$2" "$v/bin/python" python3; do
   fi
 done
 echo "error: there is no Python $2, which the first host has; python3 is $(python3 --version 2>&1)"
-exit 97
+exit 1
 """
 )
 """Takes the environment's folder and this machine's Python version."""
-NO_PYTHON = 97
 
 
 def install_all(call: Call) -> int:
@@ -317,23 +279,19 @@ def install(host: Host, files: Sequence[str], own: Facts) -> str:
         return "this machine; `make install` keeps its environment"
     send_code(host, files)
     tell(f"{host.name} | {len(files)} files of the project are there")
-    again = "then type the same command again"
     words = ["sh", "-c", IN_FOLDER, "sh", host.folder, "sh", "-c", MAKE, "sh", venv_of(host), own.python]
     argv = arguments(host, words, tty=True)
     with start(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         last = relay(host, process)
-    if process.returncode == NO_PYTHON or "-m venv` failed" in last or "make: not found" in last:
-        packages = f"sudo apt install make python{own.python} python{own.python}-venv"
-        hint = f"all machines need this one's Python {own.python}: {login(host)}, {packages}; {again}"
-        raise HardwareError(last, hint=hint)
     if process.returncode:
-        hint = f"to see more: {login(host)}, cd {host.folder}, make install"
+        packages = f"sudo apt install make python{own.python} python{own.python}-venv"
+        hint = f"{login(host)}, {packages}; to see more: cd {host.folder}, make install"
         raise HardwareError(f"`make install` ended with code {process.returncode}: {last}", hint=hint)
     facts = facts_of(host)
     if differences := other_versions(own, facts):
-        reinstall = f"make install on this machine, too; remove `{venv_of(host)}` in `{host.folder}` there; {again}"
+        again = f"make install on this machine, too; remove `{venv_of(host)}` in `{host.folder}` there; repeat"
         text = f"other versions than here: {', '.join(differences.values())}"
-        raise HardwareError(text, hint=versions_remedy(differences, reinstall))
+        raise HardwareError(text, hint=versions_remedy(differences, again))
     return f"Python {facts.versions['python']}, torch {facts.versions['torch']}"
 
 
@@ -401,18 +359,6 @@ def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:
 
 
 # ---- Runs
-
-
-def send_texts(host: Host, folder: str, texts: Mapping[str, str]) -> None:
-    """Write small files that only their owner may read into a folder on `host`."""
-    with TemporaryDirectory(prefix="sft-play-") as name:
-        place = Path(folder if is_here(host) else name)
-        place.mkdir(parents=True, exist_ok=True)
-        for file, text in texts.items():
-            (place / file).touch(0o600)
-            (place / file).write_text(text, encoding="utf-8")
-        if not is_here(host):
-            deliver(host, place, folder, list(texts))
 
 
 def send_run(host: Host, facts: Facts, run_folder: RunFolder, checkpoint: Path | None) -> None:

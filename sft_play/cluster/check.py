@@ -181,9 +181,11 @@ def other_versions(ours: Facts, theirs: Facts) -> dict[str, str]:
 def versions_remedy(names: Mapping[str, str], install: str) -> str:
     """Return how to install the same versions on a host; `install` is the remedy for pinned packages."""
     optional = " and ".join(name for name in names if name in OPTIONAL)
-    hints = [install] if set(names) - set(OPTIONAL) else []
-    hints += [f"install the same version of {optional} on all machines with pip, or uninstall it"] if optional else []
-    return "; ".join(hints)
+    return (
+        f"install the same version of {optional} on all machines with pip, or on none; {install}"
+        if optional
+        else install
+    )
 
 
 def _look_at_cards(answer: HostReport, facts: Facts, answers: Sequence[HostReport], backend: str) -> None:
@@ -229,7 +231,6 @@ def shared_folders(sync: str) -> dict[str, str]:
 def mark_in(*folders: str) -> Iterator[list[Path]]:
     """Yield files put into `folders`, by which another machine recognises that it sees the same folders."""
     marks = [Path(folder) / f".seen-{secrets.token_hex(8)}" for folder in folders]
-    new_folders = [mark.parent for mark in marks if not mark.parent.exists()]
     try:
         for mark in marks:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -239,8 +240,6 @@ def mark_in(*folders: str) -> Iterator[list[Path]]:
         for mark in marks:
             with contextlib.suppress(OSError):
                 mark.unlink()
-                if mark.parent in new_folders:
-                    mark.parent.rmdir()  # fails if it is not empty by now
 
 
 def _unseen(host: Host, marks: Sequence[Path]) -> str:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -113,31 +112,17 @@ def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     return process
 
 
-def run(
-    argv: Sequence[str],
-    text: bytes | None = None,
-    timeout: float = SECONDS,
-    *,
-    on_output: Callable[[bytes], object] | None = None,
-) -> tuple[int, bytes, str]:
-    """Run a program to its end; return its exit code (124 after `timeout` seconds), stdout and stderr.
-
-    `on_output` is called twice a second with the output so far. Raises as `start`.
+def run(argv: Sequence[str], text: bytes | None = None, timeout: float = SECONDS) -> tuple[int, bytes, str]:
+    """Run a program to its end; return its exit code (124 after `timeout` seconds), stdout and stderr. Raises as
+    `start`.
     """
-    until = time.monotonic() + timeout
     stdin = subprocess.DEVNULL if text is None else subprocess.PIPE
     with start(argv, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            while True:
-                try:
-                    out, err = process.communicate(text, timeout=0.5)
-                    return process.returncode, out, err.decode(errors="replace")
-                except subprocess.TimeoutExpired as error:
-                    text, out = None, error.stdout or b""  # `communicate` continues writing the text
-                    if time.monotonic() > until:
-                        return TIMED_OUT, out, f"no answer within {timeout:g} s"
-                    if on_output:
-                        on_output(out)
+            out, err = process.communicate(text, timeout)
+            return process.returncode, out, err.decode(errors="replace")
+        except subprocess.TimeoutExpired as error:
+            return TIMED_OUT, error.stdout or b"", f"no answer within {timeout:g} s"
         finally:
             process.kill()
 
@@ -233,15 +218,11 @@ def control_path() -> str:
     return f"{folder}/%C"
 
 
+@functools.cache
 def is_here(host: Host) -> bool:
     """Return whether `host` is this machine, by the addresses of its interfaces."""
-    return _is_own(host.address)
-
-
-@functools.cache
-def _is_own(address: str) -> bool:
     with contextlib.suppress(UserError, UnicodeError):
-        return is_of_this_machine(address)
+        return is_of_this_machine(host.address)
     return False
 
 
@@ -249,8 +230,6 @@ def require_master_here(inventory: Inventory) -> None:
     """Raise `UserError` unless the first host is this machine, which runs rank 0 and has the run's folder and
     checkpoints.
     """
-    if sys.platform != "linux":
-        raise HardwareError("cluster runs need Linux on every machine, this one too")
     if not is_here(master := inventory.master):
         text = f"the first host, `{master.name}` ({master.address}), is the master, and this machine does not have that"
         hint = "type the command on the first host, or put this machine first (`CLUSTER_HOSTS` orders them)"
@@ -275,17 +254,10 @@ INSTALL = "make it: make cluster-install CLUSTER={cluster}"
 OF_SSH = (SSH_FAILED, TIMED_OUT)
 CAUSES = (
     Cause(
-        "host-key-changed",
-        OF_SSH,
-        ("remote host identification has changed", "has changed"),
-        "the host key of `{target}` is not the known one: another machine answers there, or it was reinstalled",
-        "when you know why: `ssh-keygen -R {known_as}`, then as for a new host",
-    ),
-    Cause(
         "unknown-host-key",
         OF_SSH,
-        ("host key verification failed", "host key is known"),
-        "the host key of `{target}` is not known here",
+        ("host key verification failed", "host key is known", "has changed"),
+        "the host key of `{target}` is not the known one",
         "log in once and compare the fingerprint: `{login}`",
     ),
     Cause(
@@ -334,13 +306,6 @@ CAUSES = (
         INSTALL,
     ),
     Cause(
-        "refused-key",
-        range(256),
-        ("account is currently not available",),
-        "user `{user}` may not log in there: {last}",
-        "give another `user` in the inventory: one with a shell and a home",
-    ),
-    Cause(
         "broken-python",
         range(-99, 256),
         ("",),
@@ -362,10 +327,8 @@ def trouble(host: Host, code: int, err: str, out: str = "") -> Finding:
         "last": last,
         "code": code,
         "port": host.port or 22,
-        "user": host.user or "of ssh's configuration",
         "login": login(host),
         "copy_id": login(host, "ssh-copy-id"),
-        "known_as": f"'[{target}]:{host.port}'" if host.port not in (None, 22) else target,
     }
     return Finding(cause.id, "fail", cause.text.format(**values), cause.remedy.format(**values))
 

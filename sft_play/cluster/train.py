@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from sft_play.cluster import bring
 from sft_play.cluster.check import Facts, compare, shared_folders
@@ -57,7 +56,6 @@ from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
-from sft_play.launch.panel import is_terminal, live_panel
 from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
 from sft_play.launch.recovery import CONTROLLED
 from sft_play.launch.resume import check_overrides
@@ -65,19 +63,18 @@ from sft_play.launch.run_folder import (
     RECOVERED,
     RESTARTED,
     choose_name,
-    find_run,
+    find_named_run,
     has_started,
     last_plan,
+    lock_run,
     read_events,
 )
-from sft_play.launch.runs import holders
 from sft_play.launch.settings import NO_DEFAULT_FILE
 from sft_play.launch.verdict import LOST
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, day_of
-from sft_play.runs.progress import PANEL
 from sft_play.text import plural, tell
 
 TICK_SECONDS, POLL_SECONDS = 0.2, 5.0
@@ -92,12 +89,8 @@ LAUNCH = 'set -a; . "$1" && rm -f "$1"; set +a; shift; exec "$@"'
 RELEASE = 'i=0; until rm "$1" 2>/dev/null; do i=$((i+1)); [ $i -lt 60 ] || exit 1; sleep 0.2; done'
 """Argument: the file by which a launcher asks for a checkpoint (`launch.attempt.fetch_checkpoint`), which is removed.
 """
-NOT_WITH_RUN = {
-    "RUN_NAME": "it starts a new run",
-    "DEEPSPEED_CONFIG": "a run keeps its DeepSpeed settings; RUN_NAME starts a new one with others",
-    "CLUSTER_NETWORK": "a run keeps the network's speed; LAUNCH_NETWORK changes it",
-}
-"""Options that cannot be combined with `RUN` -> reason."""
+NOT_WITH_RUN = ("RUN_NAME", "DEEPSPEED_CONFIG")
+"""Options that only start a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +102,7 @@ class Task:
     loaded: LoadedConfig
     run: RunFolder
     started: bool
-    """Whether the run exists and is resumed."""
+    """Whether the run has started before."""
     deepspeed: str | None = None
     """Text of the user's `DEEPSPEED_CONFIG`, checked before anything is sent."""
 
@@ -138,38 +131,38 @@ def main(call: Call) -> int:
 
 def read_task(call: Call) -> Task:
     """Return the command's request. Raise `UserError` if it cannot be started."""
-    inventory = inventory_for_call(call)
+    inventory, options = inventory_for_call(call), call.options
     require_master_here(inventory)
-    options, name = call.options, call.options.get("RUN")
-    if name:
-        folder = find_run(name)
-        text = "`RUN` resumes a run, and `{}` cannot be given with it: {}"
-        wrong = [(option, why) for option, why in NOT_WITH_RUN.items() if option in options]
-        raise_all([UserError(text.format(*row), place=f"{row[0]}={options[row[0]]}") for row in wrong])
+    if "RUN" in options:
+        folder = find_named_run(call)
+        hint = "a run keeps what it was started with; keys such as LAUNCH_NETWORK change it"
+        raise_all(
+            [
+                UserError(f"`{name}` cannot be given with `RUN`", place=f"{name}={options[name]}", hint=hint)
+                for name in NOT_WITH_RUN
+                if name in options
+            ]
+        )
         if folder.path.resolve() != (runs_folder() / folder.name).resolve():
             text = f"`{folder.path}` is not in `{runs_folder()}`, where the machines look for runs"
             raise UserError(text, hint="RUNS_DIR says where")
-        if launchers := holders(folder):
-            owner = next((str(holder.process.pid) for holder in launchers if holder.process), "?")
-            hint = f"wait for it, or: make cluster-stop CLUSTER={inventory.path} RUN={folder.name}"
-            raise UserError(f"the run `{folder.name}` is in use: process {owner} trains it", hint=hint)
+        with lock_run(folder):  # refuses a run that is being trained
+            last_plan(folder)
         check_overrides(call)
-        loaded = call.load_config()
-        if not (started := has_started(folder) and folder.plan.is_file()) and not loaded.config.launch.auto_resume:
-            tell(f"`{folder.name}` had not started; it starts now")
-            loaded = override_config(loaded, [Override(key="launch.auto_resume", text="true", origin=f"RUN={name}")])
-        return Task(call=call, inventory=inventory, loaded=loaded, run=folder, started=started)
+        return Task(call=call, inventory=inventory, loaded=call.load_config(), run=folder, started=True)
     loaded = call.load_config()
     folder = RunFolder(runs_folder() / choose_name(options.get("RUN_NAME"), loaded.path))
-    started = has_started(folder) and loaded.config.launch.auto_resume
-    if folder.path.exists() and not started and (folder.config.is_file() or not loaded.config.launch.auto_resume):
+    if folder.path.exists() and not loaded.config.launch.auto_resume:
         hint = f"choose another RUN_NAME, or resume it: {command(inventory, folder)}"
         raise UserError(f"the run `{folder.name}` exists already: `{folder.path}`", hint=hint)
     if inventory.network and loaded.config.launch.network is None:
         speed = Override(key="launch.network", text=inventory.network, origin=str(inventory.path))
         loaded = override_config(loaded, [speed])
-    own = read_user_json(typed_path(options["DEEPSPEED_CONFIG"])) if options.get("DEEPSPEED_CONFIG") else None
-    deepspeed = json.dumps(dict(own.settings), indent=2) if own else None
+    deepspeed = None
+    if own := options.get("DEEPSPEED_CONFIG"):
+        read_user_json(typed_path(own))
+        deepspeed = typed_path(own).read_text(encoding="utf-8")
+    started = has_started(folder)
     return Task(call=call, inventory=inventory, loaded=loaded, run=folder, started=started, deepspeed=deepspeed)
 
 
@@ -182,12 +175,8 @@ def choose_port(call: Call) -> int:
     """Return the port at which the machines meet: the typed port, else the first free one from 29500. Raise
     `HardwareError`.
     """
-    if typed := call.port("MASTER_PORT"):
-        require_free_port(typed, hint="end it, or choose another MASTER_PORT; `ss -ltnp` lists who listens")
-        return typed
-    port = next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
-    if port != PORT:
-        tell(f"port {PORT} is taken; taking {port}")
+    port = call.port("MASTER_PORT") or next_free_port(PORT, "0.0.0.0", "MASTER_PORT")
+    require_free_port(port, hint="end it, or choose another MASTER_PORT")
     return port
 
 
@@ -235,7 +224,8 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared) -> None:
             bring.send_run(host, facts, task.run, newest_valid(task.run)[0])
     texts = {"config.json": json.dumps(saved_form(task.loaded)), "prepared.json": json.dumps(asdict(prepared))}
     texts |= {"deepspeed.json": task.deepspeed} if task.deepspeed else {}
-    bring.send_texts(host, files_folder(facts, task.run, host), texts)
+    for name, text in texts.items():
+        bring.write_there(host, f"{files_folder(facts, task.run, host)}/{name}", text)
 
 
 def files_folder(facts: Facts, folder: RunFolder, host: Host) -> str:
@@ -249,7 +239,7 @@ def files_folder(facts: Facts, folder: RunFolder, host: Host) -> str:
 def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> list[str]:
     """Return the command of the machine with `NODE_RANK` `rank`, as a person would type it there."""
     folder, count = files_folder(facts, task.run, host), len(task.inventory.hosts)
-    if task.started and task.call.options.get("RUN"):
+    if "RUN" in task.call.options:
         words = ["resume", f"RUN={task.run.name}"]
         words += [f"{variable_name(override.key)}={override.text}" for override in task.call.overrides]
         words += ["MODEL_TRUST_REMOTE_CODE=true"] if task.call.trusts_code else []
@@ -288,13 +278,17 @@ class Launcher:
     """Its first error line, else its last line."""
     ended_at: float | None = None
     reader: threading.Thread | None = None
-    """Thread that prints its output."""
+    """Thread that prints the output of another machine."""
 
     def code(self) -> int | None:
         """Return its exit code, or `None` while it runs."""
         if self.process.poll() is not None and self.ended_at is None:
             self.ended_at = time.monotonic()
         return self.process.returncode
+
+    def read(self) -> None:
+        """Print its output until it ends."""
+        self.error = relay(self.host, self.process)
 
 
 @dataclass(slots=True)
@@ -312,21 +306,16 @@ class Control:
     """Number of the run's events before this command."""
     restarts: int = 0
     """Restarts of node 0 for which checkpoints were copied."""
-    panel: bool = False
-    """Whether the run's panel is shown, with node 0's output above it."""
-    output: list[str] = field(default_factory=list)
-    """Node 0's output for `JSON=1`."""
 
     def train(self) -> int:
         """Start the launchers, wait for node 0's, and return its exit code."""
         task, problem = self.task, ""
         hosts = task.inventory.hosts
-        self.before, self.panel = len(self.events()), is_terminal(sys.stdout) and not task.call.json
+        self.before = len(self.events())
         key = {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32)} if len(hosts) > 1 else {}
         variables = {host: node_variables(task, host, self.facts[host.name]) | key for host in hosts}
         require_all(on_all(hosts[1:], lambda host: self.send_variables(host, variables[host])))
-        panel = live_panel(sys.stdout, task.run, lambda: "running") if self.panel else contextlib.nullcontext()
-        with panel, hear_signals(self.stop.note):
+        with hear_signals(self.stop.note):
             self.launchers = [self.start(rank, host, variables[host]) for rank, host in enumerate(hosts)]
             while self.launchers[0].code() is None:
                 time.sleep(TICK_SECONDS)
@@ -350,44 +339,32 @@ class Control:
         variable is the run's key.
         """
         text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
-        bring.send_texts(host, files_folder(self.facts[host.name], self.task.run, host), {"environment": text})
+        bring.write_there(host, f"{files_folder(self.facts[host.name], self.task.run, host)}/environment", text)
 
     def start(self, rank: int, host: Host, variables: Mapping[str, str]) -> Launcher:
-        """Start the command on one machine, bound to this process."""
-        facts, as_json = self.facts[host.name], self.task.call.json
+        """Start the command on one machine, bound to this process; lines of other machines get the host's name."""
+        facts = self.facts[host.name]
         words, environ = node_words(self.task, host, facts, rank, self.port), dict(os.environ)
         if rank:
             file = f"{files_folder(facts, self.task.run, host)}/environment"
             argv = arguments(host, ["sh", "-c", LAUNCH, "sh", file, *program(host, words)], tty=True)
         else:
-            argv = program(host, [*words, *(["JSON=1"] if as_json else [])])
-            environ |= {**variables, **({PANEL: "1"} if self.panel else {})}
+            argv = program(host, [*words, *(["JSON=1"] if self.task.call.json else [])])
+            environ |= {**variables, "TERM": "dumb"}  # a panel would be disturbed by the lines of the others
         process = start(
             argv,
             env=environ,
             stdin=subprocess.PIPE if rank else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if rank or self.panel else None,
+            stdout=subprocess.PIPE if rank or self.task.call.json else None,
+            stderr=subprocess.STDOUT if rank else None,
             start_new_session=True,
             preexec_fn=bind_to_parent(signal.SIGTERM),
         )
         launcher = Launcher(host, facts, process)
-        launcher.reader = threading.Thread(target=self.read, args=(rank, launcher), daemon=True)
-        launcher.reader.start()
-        return launcher
-
-    def read(self, rank: int, launcher: Launcher) -> None:
-        """Read a launcher's output until it ends; print node 0's as it is, another's with its host's name."""
         if rank:
-            launcher.error = relay(launcher.host, launcher.process)
-            return
-        assert launcher.process.stdout is not None
-        for raw in iter(launcher.process.stdout.readline, b""):
-            line = raw.decode("utf-8", "replace")
-            if self.task.call.json:
-                self.output.append(line)
-            else:
-                print(line, end="", flush=True)
+            launcher.reader = threading.Thread(target=launcher.read, daemon=True)
+            launcher.reader.start()
+        return launcher
 
     def events(self) -> list[str]:
         """Return the events that node 0 has recorded."""
@@ -427,16 +404,18 @@ class Control:
     def say_how_it_ended(self, problem: str) -> int:
         """Print what node 0 cannot know, and return the exit code."""
         task, code = self.task, self.launchers[0].process.returncode
+        output = self.launchers[0].process.stdout
+        result = output.read().decode(errors="replace") if output else ""
         if self.stop.requested:
             code = code if code >= 0 else stop_code(self.stop.signals[0])
         elif problem or code < 0:
             problem = problem or f"host `{task.inventory.master.name}`: its launcher was killed by signal {-code}"
             code = LOST if code < 0 else HardwareError.exit_code
             tell(f"\nerror: {problem}")
-            self.output = [json.dumps({"run": str(task.run.path), "code": code, "error": problem}) + "\n"]
+            result = json.dumps({"run": str(task.run.path), "code": code, "error": problem}) + "\n"
         if code in (LOST, 130, 143) and task.run.plan.is_file():
             tell(f"hint: resume it with: {command(task.inventory, task.run)}")
-        print(*self.output if task.call.json else (), sep="", end="")
+        print(result if task.call.json else "", end="")
         return code
 
     def bring_checkpoints(self) -> None:
@@ -464,8 +443,8 @@ class Control:
 
 def status(call: Call) -> int:
     """Run `make cluster-status`: `make runs` on each machine; return 3 if one cannot be reached."""
-    inventory, name = inventory_for_call(call), Path(call.options.get("RUN", "")).name
-    words = ["runs", *([f"WHERE=name = '{name}'"] if name else []), *(["JSON=1"] if call.json else [])]
+    inventory = inventory_for_call(call)
+    words = ["runs", *(["JSON=1"] if call.json else [])]
     answers = on_all(inventory.hosts, lambda host: answer_of(host, words))
     errors = {name: answer for name, answer in answers.items() if isinstance(answer, UserError)}
     if call.json:
@@ -475,7 +454,7 @@ def status(call: Call) -> int:
             if isinstance(answer, UserError):
                 rows.append({**place, "state": "unreachable", "error": answer.message, "hint": answer.hint})
             else:
-                rows += [{**place, **row} for row in json.loads(answer.out)]
+                rows += [{**place, **row} for row in json.loads(answer.stdout)]
         print(json.dumps(rows))
     else:
         show(answers)
@@ -496,7 +475,7 @@ def logs(call: Call) -> int:
     argv = arguments(host, program(host, words, shared))
     with start(argv, stdin=subprocess.DEVNULL, preexec_fn=bind_to_parent(signal.SIGTERM)) as process:
         code = process.wait()
-    return _answered(host, code, "", "").code
+    return HardwareError.exit_code if code == SSH_FAILED else code
 
 
 def stop(call: Call) -> int:
@@ -508,50 +487,40 @@ def stop(call: Call) -> int:
     if isinstance(own, UserError):
         raise own
     if call.json:
-        print(own.out, end="")
+        print(own.stdout, end="")
     else:
-        show({name: answer for name, answer in answers.items() if answer is own or getattr(answer, "code", 1) == 0})
-    if own.code == 0:
+        show(
+            {name: answer for name, answer in answers.items() if answer is own or getattr(answer, "returncode", 1) == 0}
+        )
+    if own.returncode == 0:
         tell(f"hint: resume it with: {command(inventory, folder)}")
-    return own.code
+    return own.returncode
 
 
 def _run_of(call: Call) -> tuple[Inventory, RunFolder, dict[str, str]]:
     """Return the inventory, the run that `RUN` names, and the variables of shared folders."""
     require_master_here(inventory := inventory_for_call(call))
-    if not (name := call.options.get("RUN")):
-        hint = f"make {call.command} CLUSTER={inventory.path} RUN=NAME"
-        raise UserError(f"`make {call.command}` needs `RUN=name`", hint=hint)
-    folder = find_run(name)
+    folder = find_named_run(call)
     return inventory, folder, shared_folders(read_facts(folder.config)["config"]["data"]["sync"])
 
 
-class Output(NamedTuple):
-    """Exit code and output of a command on one machine."""
-
-    code: int
-    out: str
-    err: str
+Output = subprocess.CompletedProcess[str]
 
 
 def answer_of(host: Host, words: Sequence[str], shared: Mapping[str, str] = {}, timeout: float = 60) -> Output:
     """Run a command on one machine and return its output. Raise `HardwareError` if it could not be started."""
     code, out, err = run(arguments(host, program(host, words, shared)), timeout=timeout)
-    return _answered(host, code, out.decode(errors="replace"), err)
-
-
-def _answered(host: Host, code: int, out: str, err: str) -> Output:
     if code in (1, TIMED_OUT, *CANNOT_START):
         why = trouble(host, code, err)
         raise failed(host, why.text, why.remedy)
-    return Output(code, out, err)
+    return Output(words, code, out.decode(errors="replace"), err)
 
 
 def show(answers: Mapping[str, Output | UserError]) -> None:
     """Print the output of the machines' commands, with the host's name before each line."""
     for name, answer in answers.items():
-        if isinstance(answer, Output):
-            for stream, text in ((sys.stdout, answer.out), (sys.stderr, answer.err)):
+        if not isinstance(answer, UserError):
+            for stream, text in ((sys.stdout, answer.stdout), (sys.stderr, answer.stderr)):
                 print(
                     *(f"{name} | {printable(line)}\n" for line in text.splitlines() if line),
                     sep="",

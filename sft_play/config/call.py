@@ -439,8 +439,8 @@ class _Parser:
             self.overrides[key] = Override(key=key, text=word.text, origin=word.origin)
 
     def takes(self, name: str) -> bool:
-        """Return whether the command has this option; with `CLUSTER`, `CLUSTER_LAPTOP_GPUS` changes the inventory."""
-        return name in self.row.options or (name.startswith("CLUSTER_") and "CLUSTER" in self.row.options)
+        """Return whether the command has this option."""
+        return name in self.row.options
 
     def is_new(self, name: str, before: str, word: _Word) -> bool:
         if before == word.text:

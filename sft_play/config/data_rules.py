@@ -332,16 +332,13 @@ def in_filter(column: str) -> str:
 class Condition:
     """A parsed `filter`; calling it with a row returns whether the row is kept. Raises `DataError`."""
 
-    def __init__(self, expression: str, name: str = "filter", syntax: str = SYNTAX) -> None:
-        """`name`: what messages call the expression; `syntax`: their examples."""
-        self.expression, self.name, self.syntax = expression.strip(), name, syntax
+    def __init__(self, expression: str) -> None:
+        self.expression = expression.strip()
         try:
             columns = _Columns()
             tree = columns.visit(ast.parse(self.expression, mode="eval"))
-            self.columns = columns.names
-            """Names of columns, dotted ones whole, that must be there."""
             self.names = {part for name in columns.names | columns.sought for part in (name, name.partition(".")[0])}
-            """Those and the columns that need not be there; of dotted ones also what stands before the dot."""
+            """Names of columns; of dotted ones also what stands before the dot."""
             if not self.names:
                 raise ValueError("it names no column")
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
@@ -352,7 +349,7 @@ class Condition:
         def column(name: str) -> Any:
             if (cell := look_up(row, name)) is MISSING:
                 raise DataError(
-                    f"`{self.name}: {self.expression[:200]}` names the column `{name}`, which is missing; "
+                    f"`filter: {self.expression[:200]}` names the column `{name}`, which is missing; "
                     f"the columns are {names_of(row)}",
                     hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
                 )
@@ -379,7 +376,7 @@ class Condition:
         return verdict
 
     def _error(self, problem: str) -> DataError:
-        return DataError(f"`{self.name}` cannot be used: {problem}: `{self.expression[:200]}`", hint=self.syntax)
+        return DataError(f"`filter` cannot be used: {problem}: `{self.expression[:200]}`", hint=SYNTAX)
 
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?|true|false", re.IGNORECASE)

@@ -173,9 +173,8 @@ OWN_VARIABLES = frozenset({
 VARIABLES: Mapping[str, str] = {
     "CONFIG": "a YAML file or a preset's name",
     "RUN": "a run's name or folder",
-    "CLUSTER": (
-        "an inventory of machines; `CLUSTER_HOSTS=...` and the like change it for one call, see docs/home-cluster.md"
-    ),
+    "CLUSTER": "an inventory of machines, see docs/home-cluster.md",
+    "CLUSTER_HOSTS": "the hosts of the inventory to use, in this order",
     "RUN_NAME": "name of a new run: letters, digits, `_ . + = -`",
     "MODEL": "a hub model or a folder instead of a run, see docs/evaluation.md",
     "CHECKPOINT": (
@@ -222,9 +221,6 @@ VARIABLES: Mapping[str, str] = {
     "RUNS": "runs to compare",
     "METRIC": "the score to compare by",
     "ROWS": "number of answers or rows shown",
-    "SORT": "a column of `runs` or a key; `-` before it: largest first",
-    "WHERE": "a condition over columns of `runs` and keys, see docs/watching.md",
-    "CSV": "`1`: CSV on stdout",
     "JSON": "`1` prints JSON instead of text",
 }
 """Name -> meaning, as `sft-play COMMAND --help` shows it."""

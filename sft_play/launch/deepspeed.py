@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import math
 import re
 import subprocess
 import sys
@@ -63,18 +62,21 @@ REMOVED = frozenset({
 
 TEMPLATES = Path(__file__).with_name("templates")
 GATHERED = "stage3_gather_16bit_weights_on_model_save"
-OLD: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
-    "bfloat16": ("bf16", None),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (GATHERED, None),
-    "zero_optimization.cpu_offload": ("offload_optimizer", {"device": "cpu"}),
-    "zero_optimization.cpu_offload_param": ("offload_param", {"device": "cpu"}),
+OLD: Mapping[str, str] = {
+    "bfloat16": '"bf16"',
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": f'"{GATHERED}"',
+    "zero_optimization.cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": '"offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": '"pin_memory" in "offload_optimizer"',
 }
-"""Old spelling of a key -> current one, and the new value where that differs."""
+"""Old spelling of a key -> what is written today."""
 
 ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prescale_gradients": ((False,), "the loss is already scaled for a mean"),
     "gradient_predivide_factor": ((1,), "the loss is already scaled for a mean"),
     "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has removed the old stage 1"),
+    "zero_optimization.offload_optimizer.device": (("none", "cpu"), "states elsewhere cannot be saved in a checkpoint"),
+    "zero_optimization.offload_param.device": (("none", "cpu"), "states elsewhere cannot be saved in a checkpoint"),
     "zero_optimization.offload_optimizer.ratio": ((1,), "a checkpoint takes an optimizer's states from one place"),
     "wandb.enabled": ((False,), "`train.report_to: wandb` records the run, and checks the login before it starts"),
     "comet.enabled": ((False,), "`train.report_to: comet_ml` records the run"),
@@ -115,7 +117,7 @@ class UserDeepSpeed:
 
     path: Path
     settings: Mapping[str, Any]
-    """Settings in current spelling, including values of `auto`."""
+    """Including values of `auto`."""
     source: YamlNode = field(default_factory=lambda: YamlNode({}))
     """The file with line numbers; empty for a run's own settings, which `resume` reads."""
     notices: tuple[str, ...] = ()
@@ -218,38 +220,23 @@ def load_user_json(path: Path) -> UserDeepSpeed:
     settings, source = _read(path)
     run = RunFolder(path.parent)
     if path.name == run.deepspeed.name and run.events.exists():
-        return settings_from_run(settings, run, path, source)
+        return settings_from_run(settings, path, source)
     return check_settings(settings, source, path)
 
 
-WRITTEN: Mapping[str, tuple[str, ...]] = {
-    "csv_monitor": ("output_path", "job_name"),
-    "tensorboard": ("output_path", "job_name"),
-    "flops_profiler": ("output_file",),
-}
-"""Section -> its keys with paths that DeepSpeed writes to."""
-OWN_WORD = ("checkpoint", "comet", "compile", "wandb")
-"""Sections that contact a server or name code to import, accepted only from a file of the user."""
+OWN_WORD = ("checkpoint", "comet", "compile", "csv_monitor", "flops_profiler", "tensorboard", "wandb")
+"""Sections that write, contact a server or name code to import, accepted only from a file of the user."""
 
 
-def settings_from_run(
-    settings: dict[str, Any], run: RunFolder, path: Path, source: YamlNode | None = None
-) -> UserDeepSpeed:
-    """Check settings from a run's own files, which a stranger may have written: confine what they write to the run."""
+def settings_from_run(settings: dict[str, Any], path: Path, source: YamlNode | None = None) -> UserDeepSpeed:
+    """Check settings from a run's own files, which a stranger may have written."""
     allowed, notices = dict(settings), list[str]()
     for section in OWN_WORD:
         if allowed.pop(section, None) is not None:
             notices.append(f"{path}: `{section}` is not read from a run: only your DeepSpeed JSON can set it")
-    for section, names in WRITTEN.items():
-        part = allowed.get(section)
-        if isinstance(part, dict):
-            inside = str(run.path.absolute() / "deepspeed")
-            ours = {"output_path": inside, "job_name": section, "output_file": f"{inside}/{section}.txt"}
-            allowed[section] = part | {name: ours[name] for name in names if name != "output_file" or part.get(name)}
-            notices += [] if allowed[section] == part else [f"{path}: what `{section}` writes goes to `{inside}`"]
     user = check_settings(allowed, source or YamlNode({}), path)
     raise_all(user.problems)
-    return replace(user, notices=(*notices, *user.notices))
+    return replace(user, notices=tuple(notices))
 
 
 def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> UserDeepSpeed:
@@ -269,8 +256,7 @@ def check_settings(settings: dict[str, Any], source: YamlNode, path: Path) -> Us
         or settings.get("zero_optimization") is None
     ):
         raise_all(problems)
-    notices = _translate(settings, source, path)
-    return UserDeepSpeed(path=path, settings=settings, source=source, notices=tuple(notices), problems=tuple(problems))
+    return UserDeepSpeed(path=path, settings=settings, source=source, problems=tuple(problems))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], YamlNode]:
@@ -302,6 +288,9 @@ def _blank(match: re.Match[str]) -> str:
 def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield each key that is refused, the reason, and a hint."""
     yield from _misshapen(settings)
+    for key, today in OLD.items():
+        if _at(settings, key) is not None:
+            yield key, f"`{key}` is an old spelling", f"write {today}"
     for key in settings.keys() - TOP_LEVEL:
         if key in NOT_OURS:
             yield key, f"`{key}` is not supported here: {NOT_OURS[key]}", "remove the key"
@@ -314,17 +303,9 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     types = settings.get("data_types")
     for key in sorted(types.keys() - {"grad_accum_dtype"}) if isinstance(types, Mapping) else ():
         yield f"data_types.{key}", f"unknown DeepSpeed key `data_types.{key}`", "it has `grad_accum_dtype` only"
-    for part in OFFLOAD:
-        if _at(settings, f"zero_optimization.{part}.device") == "nvme":
-            key = f"zero_optimization.{part}.device"
-            yield key, f"`{key}` is `nvme`: states there cannot be saved in a checkpoint", "use `cpu`"
     for key, value in settings.items():
         if key in FLAGS and not isinstance(value, bool | None) and value != "auto":
             yield key, f"`{key}` is `{_json(value)}`; expected true or false", ""
-    steps = settings.get("steps_per_print")
-    if steps not in (None, "auto") and not (isinstance(steps, int | float) and 0 <= steps < math.inf):
-        text = f"`steps_per_print` is `{_json(steps)}`; expected a number"
-        yield "steps_per_print", text, "remove the key to print nothing"
     for key, (values, why) in ONLY.items():
         if (value := _at(settings, key)) not in (None, "auto", *values):
             yield key, f"`{key}` is `{_json(value)}`: {why}", "remove the key"
@@ -340,24 +321,6 @@ def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if isinstance(zero, Mapping) and ((stage := zero.get("stage")) not in (1, 2, 3) or stage is True):
         hint = "`make train-distributed` trains without sharding" if stage in (0, None) else ""
         yield "zero_optimization.stage", f"`zero_optimization.stage` is `{_json(stage)}`; expected 1, 2 or 3", hint
-
-
-def _translate(settings: dict[str, Any], source: YamlNode, path: Path) -> list[str]:
-    """Replace old spellings of keys in `settings`; return a notice for each."""
-    notices = []
-    pin = settings["zero_optimization"].pop("cpu_offload_use_pin_memory", None)
-    for dotted, (new, value) in OLD.items():
-        section, _, old = dotted.rpartition(".")
-        part = _at(settings, section)
-        old_value = part.pop(old, None) if isinstance(part, dict) else None
-        if old_value is None or (value and old_value is False):  # `cpu_offload: false` is the default
-            continue
-        place = source.place(path, dotted)
-        if new in part:
-            raise UserError(f"`{old}` and `{new}` are both given; keep `{new}`", place=place)
-        part[new] = old_value if value is None else {**value, **({"pin_memory": pin} if isinstance(pin, bool) else {})}
-        notices.append(f"{place}: `{old}` is the old spelling of `{new}`, and is read as `{_json(part[new])}`")
-    return notices
 
 
 def _at(value: Mapping[str, Any], dotted: str) -> Any:

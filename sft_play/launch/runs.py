@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import csv
 import io
 import itertools
 import json
-import math
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from sft_play.config.call import Call
-from sft_play.config.data_rules import FUNCTIONS, Condition
-from sft_play.config.keys import find_key
 from sft_play.config.metrics import LABELS, OF_LOSS
-from sft_play.config.names import suggest
-from sft_play.errors import DataError, HardwareError, UserError, safe_text, typed_here
+from sft_play.errors import HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
@@ -86,38 +80,30 @@ def stop(call: Call) -> int:
     launchers = holders(run)
     if not launchers:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
-    mine = [holder.process for holder in launchers if holder.process is not None]
+    mine = [(holder.node_rank, holder.process) for holder in launchers if holder.process is not None]
     if not mine:
         raise HardwareError(
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint="type `make stop` there; the stop of one machine stops all; `scancel JOBID` stops a Slurm job",
         )
+    node_rank, first = mine[0]
     follow_up = typed_here(f"make resume RUN={run.typed} continues it")
-    if job := _slurm_job(mine[0]):
+    if job := _slurm_job(first):
         follow_up = (
-            "after a stop its batch script takes another turn, as often as `slurm.max_requeues` allows; `scancel"
-            f" {job}` ends it for good"
+            f"after a stop the batch script of Slurm job {job} takes another turn, as often as `slurm.max_requeues`"
+            f" allows; `scancel {job}` ends it for good"
         )
-        tell(f"hint: Slurm job {job} trains `{run.name}`: {follow_up}")
-    node = next(holder.node_rank for holder in launchers if holder.process is mine[0])
-    return ask_to_leave(call, run, mine, node, follow_up)
-
-
-def ask_to_leave(
-    call: Call, run: RunFolder, launchers: Sequence[psutil.Process], node_rank: int, follow_up: str
-) -> int:
-    """Ask processes that train a run to save and leave, wait, and report how node `node_rank` ended.
-
-    Return the exit code.
-    """
     begun = time.time()
     with contextlib.suppress(psutil.NoSuchProcess):
         # The kernel's start times have a limited resolution.
-        begun = launchers[0].create_time() - 0.5
-    for launcher in launchers:
-        _ask(launcher, run)
+        begun = first.create_time() - 0.5
+    for _, launcher in mine:
+        tell(f"asking process {launcher.pid} to stop `{run.name}`")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher.send_signal(signal.SIGTERM)
+            launcher.send_signal(signal.SIGCONT)  # after Ctrl-Z it receives signals only when it continues
     deadline = time.monotonic() + STOP_SECONDS
-    while remaining := [launcher.pid for launcher in launchers if is_alive(launcher)]:  # a zombie has left
+    while remaining := [launcher.pid for _, launcher in mine if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
             raise HardwareError(
                 f"process {remaining[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {remaining[0]}"
@@ -132,16 +118,6 @@ def _slurm_job(launcher: psutil.Process) -> str | None:
         variables = launcher.environ()
         return variables.get("SLURM_JOB_ID") if CAUSE_VARIABLE in variables else None
     return None
-
-
-def _ask(launcher: psutil.Process, run: RunFolder) -> None:
-    tell(f"asking process {launcher.pid} to stop `{run.name}`")
-    with contextlib.suppress(psutil.NoSuchProcess):
-        suspended = launcher.status() == psutil.STATUS_STOPPED
-        launcher.send_signal(signal.SIGTERM)
-        if suspended:  # by Ctrl-Z: it receives the signal only after it continues
-            tell(f"process {launcher.pid} was suspended; it is continued, so that it can stop")
-            launcher.send_signal(signal.SIGCONT)
 
 
 def ending(run: RunFolder, node_rank: int, begun: float) -> dict[str, Any]:
@@ -212,16 +188,6 @@ def logs(call: Call) -> int:
             time.sleep(0.5)
 
 
-BEGINS = ("started", "resumed")
-"""Events with which a launch begins."""
-SYNTAX = (
-    "WHERE=\"eval_loss < 2 and method = lora\", WHERE='state = failed', SORT=-tokens_per_second; `make runs CSV=1`"
-    " shows all columns"
-)
-SINGLE = re.compile(r"""("[^"]*"|'[^']*')|(?<![=!<>])=(?!=)""")
-"""Quoted text, or a single `=`."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """Facts of a run from its files; `None` for what is damaged or missing."""
@@ -253,7 +219,7 @@ class Summary:
     """Mean speed of the optimizer steps."""
     peak_memory_bytes: int | None
     seconds: float | None
-    """Time spent on optimizer steps; before the first, time of its launches, without what lay between them."""
+    """Time spent on optimizer steps."""
     energy_kwh: float | None
     """Energy of the GPUs as measured by the driver."""
     cost: float | None
@@ -262,18 +228,11 @@ class Summary:
     """Time since its last change."""
     problem: str | None = None
     """Why it cannot be read; then no other fact is known."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key of its configuration -> value."""
 
     def cells(self) -> dict[str, Any]:
-        """Return column -> value, with a column for each score; settings are no columns."""
-        cells = {item.name: getattr(self, item.name) for item in fields(self)}
-        del cells["settings"]
+        """Return column -> value, with a column for each score."""
+        cells = asdict(self)
         return {**cells, **cells.pop("scores")}
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of columns and settings by name."""
-        return {name: value for name, value in {**self.cells(), **self.settings}.items() if value is not None}
 
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -319,7 +278,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
-    seconds = final.get("training_seconds") or trained or _seconds_of_launches(events, time.time() - age)
+    seconds = final.get("training_seconds") or trained or None
     hours = seconds / 3600 if seconds is not None else None
     # The peak so far, for a run that has not ended.
     peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
@@ -348,7 +307,6 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         energy_kwh=energy_kwh(train, seconds),
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
-        settings=dict(flat_keys(config)),
     )
 
 
@@ -420,14 +378,6 @@ def _trained_so_far(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return seconds, tokens
 
 
-def _seconds_of_launches(events: Sequence[Mapping[str, Any]], changed: float) -> float | None:
-    """Return the time from the beginning of each launch to its last event, or to the run's last change."""
-    marks = [(event["time"], event["event"]) for event in events if isinstance(event.get("time"), (int, float))]
-    later = [*marks[1:], (changed, "")]
-    spans = [after - before for (before, _), (after, event) in zip(marks, later, strict=False) if event not in BEGINS]
-    return sum(max(0.0, span) for span in spans) if marks else None
-
-
 def _data(section: Mapping[str, Any]) -> str | None:
     sources = section.get("sources") or ([{"path": section["train_path"]}] if section.get("train_path") else [])
     names = [
@@ -442,90 +392,23 @@ def short_path(text: str) -> str:
 
 
 def main(call: Call) -> int:
-    """Print the runs that match `WHERE`, ordered by `SORT` or the newest first; return 0."""
+    """Print the runs, the newest first; return 0."""
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
     runs = sorted(
         (list_run(run, price) for run in all_runs()), key=lambda summary: (summary.age_seconds or 0.0, summary.name)
     )
-    columns = list(dict.fromkeys(name for summary in runs for name in summary.cells()))
-    chosen = [summary for summary in runs if _holds(call.options.get("WHERE"), summary, columns)]
-    if (sort := call.options.get("SORT")) and runs:
-        name = sort.removeprefix("-")
-        _check_name("SORT", name, columns)
-        with_value = [summary for summary in chosen if name in summary.facts()]
-        with_value.sort(key=lambda summary: _order(summary.facts()[name]), reverse=sort.startswith("-"))
-        chosen = with_value + [summary for summary in chosen if summary not in with_value]
     if call.json:
-        print(json.dumps([summary.cells() for summary in chosen]))
-    elif call.flag("CSV"):
-        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(summary.cells() for summary in chosen)
-    elif not chosen:
-        print(f"no runs in `{runs_folder()}`" if not runs else "`WHERE` matches no run")
+        print(json.dumps([summary.cells() for summary in runs]))
+    elif not runs:
+        print(f"no runs in `{runs_folder()}`")
     else:
-        lines = [_format_row(summary) for summary in chosen]
+        lines = [_format_row(summary) for summary in runs]
         used = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
         print(*table([used, *([line[name] for name in used] for line in lines)]), sep="\n")
-        for summary in chosen:
+        for summary in runs:
             if summary.problem:
                 tell(f"note: {summary.name}: {summary.problem}")
     return 0
-
-
-class _Auto(str):
-    """The setting `auto`, which is neither smaller nor larger than any number."""
-
-    __slots__ = ()
-
-    def __lt__(self, _: object) -> bool:
-        return False
-
-    __le__ = __gt__ = __ge__ = __lt__
-
-
-def _holds(condition: str | None, run: Summary, columns: list[str]) -> bool:
-    """Return whether a run matches `WHERE`, a `filter` in which `=` compares and a bare word on the right is text."""
-    if condition is None:
-        return True
-    try:
-        tree = ast.parse(SINGLE.sub(lambda match: match[1] or "==", condition.strip()), mode="eval")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Compare):
-                node.comparators = [_word(right, columns) for right in node.comparators]
-        expression = ast.unparse(tree)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UserError(f"`WHERE` is `{condition[:80]}`, which is not a condition", hint=SYNTAX) from None
-    try:
-        holds = Condition(expression, "WHERE", SYNTAX)
-        for name in holds.columns:
-            _check_name("WHERE", name, columns)
-        # NaN can be compared with every number, and no comparison holds: a run without a value does not match.
-        facts = {name: _Auto(value) if value == "auto" else value for name, value in run.facts().items()}
-        return holds(dict.fromkeys(holds.columns, math.nan) | facts)
-    except DataError as error:
-        raise UserError(error.message, hint=SYNTAX) from None
-
-
-def _check_name(option: str, name: str, columns: Sequence[str]) -> None:
-    """Raise `UserError` for a name that is neither a column nor a key of the configuration."""
-    if name not in columns and find_key(name) is None:
-        meant = f"did you mean `{key}`? " if (key := suggest(name, options=columns)) else ""
-        raise UserError(
-            f"`{option}` names the column `{name}`, which is missing",
-            hint=f"{meant}there are {', '.join(columns)}, and every key of the configuration",
-        )
-
-
-def _order(value: Any) -> tuple[bool, Any]:
-    """Return what sorts numbers by size before everything else by its text (`auto`)."""
-    return (False, value) if isinstance(value, (int, float)) else (True, str(value))
-
-
-def _word(node: ast.expr, columns: list[str]) -> ast.expr:
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return ast.List([_word(part, columns) for part in node.elts], ast.Load())
-    return ast.Constant(node.id) if isinstance(node, ast.Name) and node.id not in (*columns, *FUNCTIONS) else node
 
 
 def _short_model(name: str) -> str:

@@ -45,22 +45,6 @@ def machines(tmp_path: Path, tiny: Path, request: pytest.FixtureRequest) -> Iter
         yield home_machines
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("machines", [2], indirect=True)
-def test_the_panel_is_drawn_below_the_lines_of_the_machines(machines: Home) -> None:
-    """The run's panel is drawn below the lines of the machines; rank 0's lines of progress are omitted."""
-    machines.train("panel", terminal=True, TERM="xterm", COLUMNS="100")
-    machines.finish()
-    output = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", machines.said())
-    panels = re.findall(r"─ panel: (\w+) ─.*?╯", output, re.DOTALL)
-    assert "loading" in panels, output
-    last = output[output.rindex("─ panel: ") :]
-    assert "4/4" in last and "rank 1" in last and "step-000004" in last, last
-    assert "node2 | node 1 (node2): meeting the other nodes" in output and "done: " in output
-    assert "step 4/4: loss" not in output
-    machines.all_free(0, 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_two_machines_train_as_one_process_and_leave_nothing_behind(machines: Home) -> None:
