@@ -77,8 +77,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command(
         "sft_play.evaluation.evaluate:main",
-        "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA; BENCHMARKS= for standard ones",
-        "CONFIG RUN JSON MODEL CHECKPOINT BENCHMARKS BENCHMARK_LIMIT DATA",
+        "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA",
+        "CONFIG RUN JSON MODEL CHECKPOINT DATA",
     ),
     "compare": Command(
         "sft_play.evaluation.compare:main",

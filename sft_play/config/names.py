@@ -140,6 +140,10 @@ REMOVED: dict[str, str] = {
     "skypilot": "it was removed in 0.2.0: `pytorchjob`, `trainjob` and `job` are what a cluster takes",
     "scale": "it was removed in 0.2.0: NUM_GPUS=, NUM_NODES= or HARDWARE= plans for each number of devices",
     "bench": "it was removed in 0.2.0: run `make bench` on each machine",
+    **dict.fromkeys(
+        ("benchmarks", "benchmark_limit"),
+        "it was removed in 0.2.0: `lm_eval --model hf` scores what `make merge` writes",
+    ),
 }
 """Commands, keys, variables and values of 0.1.0 -> what replaces them; kept for one release."""
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
@@ -208,8 +212,6 @@ VARIABLES: Mapping[str, str] = {
     "PORT": "port of `serve` (8000) or `ui` (8600); the next free port if taken",
     "A": "a run, checkpoint or model (`NAME`, `NAME@step-000040`, `NAME@model`, a folder) whose stamp is compared",
     "B": "with this one's",
-    "BENCHMARKS": "tasks of lm-evaluation-harness",
-    "BENCHMARK_LIMIT": "samples per task",
     "SPLIT": "rows that `inspect` shows: `train` or `validation`",
     "SEARCH": "only rows with these words",
     "HTML": "`1` writes a page, see docs/data.md",
