@@ -140,6 +140,7 @@ REMOVED: dict[str, str] = {
     "skypilot": "it was removed in 0.2.0: `pytorchjob`, `trainjob` and `job` are what a cluster takes",
     "scale": "it was removed in 0.2.0: NUM_GPUS=, NUM_NODES= or HARDWARE= plans for each number of devices",
     "bench": "it was removed in 0.2.0: run `make bench` on each machine",
+    **dict.fromkeys(("spike_guard", "spike_factor"), "it was removed in 0.2.0: `train.max_grad_norm` bounds each step"),
     **dict.fromkeys(
         ("benchmarks", "benchmark_limit"),
         "it was removed in 0.2.0: `lm_eval --model hf` scores what `make merge` writes",

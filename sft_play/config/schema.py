@@ -299,10 +299,6 @@ class TrainConfig:
     """Smallest improvement that counts."""
     async_save: bool = False
     """Save in the background."""
-    spike_guard: Literal["off", "report", "skip"] = "off"
-    """When the gradient norm jumps: record the step, or also skip the update."""
-    spike_factor: Annotated[float, Range(above=1)] = 10.0
-    """A jump is this many times the median of 50 steps."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     """Where the time of some steps goes."""
     extra: Mapping[str, Any] = field(default_factory=dict)

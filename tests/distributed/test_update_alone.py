@@ -68,7 +68,6 @@ CASES: dict[str, Case] = {
     "smoothing": Case(settings=("train.label_smoothing_factor: 0.1",)),
     "smoothing and weights in chunks": Case(settings=("train.label_smoothing_factor: 0.1",), plan={"loss_chunk": 8}),
     "clipping": Case(settings=("train.max_grad_norm: 0.05",)),
-    "spikes": Case(settings=("train.spike_guard: skip",)),
     "recomputation": Case(
         settings=("train.gradient_checkpointing: true", "train.kernels: 'off'", *NEFTUNE),
         plan={"gradient_checkpointing": True},

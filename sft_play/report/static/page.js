@@ -144,7 +144,6 @@ function marksOf(record) {
   const marks = record.events.filter((e) => ["resumed", "restarted", "recovered"].includes(e.event)).map((e) => {
     const named = /step-0*(\d+)/.exec(e.checkpoint || ""); const x = known(at(e)) ? at(e) : named ? +named[1] : null;
     return known(x) ? { x, name: e.event, colour: css("--warn") } : null; }).filter(Boolean);
-  for (const spike of record.spikes) if (known(spike.step)) marks.push({ x: spike.step, name: "spike", colour: css("--bad") });
   return steps.length ? marks.slice(0, 200) : [];
 }
 // Charts of the whole run, and those of each rank and machine.
