@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from sft_play.config import names
-from sft_play.config.keys import Key, as_meant, find_key, sections, variable_name, variables
-from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
+from sft_play.config.keys import Key, find_key, sections, variable_name, variables
+from sft_play.config.reader import options, quoted, shown
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import YamlNode, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import IN_WHEEL, UserError, without_secret
@@ -76,8 +76,6 @@ wheel (`setup.py`).
 """
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""
-DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
-"""Endings of data files; `.json` may be a configuration too."""
 
 
 def config_path(name: str) -> Path:
@@ -87,9 +85,6 @@ def config_path(name: str) -> Path:
         return preset
     if path.is_dir():
         raise UserError(f"`{name}` is a folder; expected a YAML file")
-    if path.suffix.lower() in DATA:
-        hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
-        raise UserError(f"`{name}` contains rows and is not a configuration", hint=hint)
     if not path.exists():
         near = names.closest_file(path, PRESETS)
         hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
@@ -250,16 +245,6 @@ def node_of_text(text: str, key: Key) -> YamlNode:
     if value is None or isinstance(value, str):
         value = text if str in parts else text.strip()
     return YamlNode(value, text=text)
-
-
-def explain_mismatch(key: Key, text: str) -> str:
-    """Describe what a key takes if `text` is not valid for it; else return an empty string."""
-    try:
-        node = as_meant(key.name, node_of_text(text, key))
-    except UserError:
-        return describe(key.annotation)
-    wrong = not text.isprintable() or not text or convert(node, key.annotation, key.name, []) is INVALID
-    return describe(key.annotation) if wrong else ""
 
 
 # Stacking the layers.

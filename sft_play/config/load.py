@@ -38,7 +38,7 @@ from sft_play.config.layers import (
     timeout_layer,
     typed_layer,
 )
-from sft_play.config.metrics import LIBRARY, metrics_hint
+from sft_play.config.metrics import LIBRARY
 from sft_play.config.reader import Mismatch, convert
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, DataSource, needs_own_word
@@ -246,9 +246,7 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     place, text = value.origin, mismatch.node.value
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
-    hint = metrics_hint(text) if mismatch.key == "eval.metrics" else None
-    if isinstance(text, str):
-        hint = hint or names.VALUES.get(text.lower())
+    hint = names.VALUES.get(text.lower()) if isinstance(text, str) else None
     return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=hint or mismatch.hint)
 
 

@@ -216,7 +216,7 @@ def test_make_passes_on_a_failing_exit_code() -> None:
         (["it's;x$HOME\"`y"], "there is no target `it's;x$HOME\"`y`\n\nhint: `make help` lists all commands"),
         (
             ["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"],
-            "did you mean `NUM_GPUS=...` (processes on this machine)? It takes a number",
+            "did you mean `NUM_GPUS=...` (processes on this machine)?",
         ),
     ],
 )
