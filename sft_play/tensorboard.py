@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.access import address_of
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError, UserError, typed_here
+from sft_play.errors import HardwareError, typed_here
 from sft_play.files import read_json, write_json
 from sft_play.launch.commands import train as train_alone
 from sft_play.launch.environment import next_free_port
@@ -80,7 +78,6 @@ def start(call: Call) -> int:
     """Start TensorBoard and print its URL once it answers; a running one is kept, unless another port or folder is
     requested.
     """
-    _refuse_other_hosts(call)
     asked_port = call.port("TENSORBOARD_PORT")
     name = call.options.get("RUN")
     folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
@@ -96,21 +93,6 @@ def start(call: Call) -> int:
     server = _spawn(folder, port)
     note += f"port {asked_port or DEFAULT_PORT} is taken; " if port != (asked_port or DEFAULT_PORT) else ""
     return _say(call, server, f"{note}`make tensorboard-stop` ends it")
-
-
-def _refuse_other_hosts(call: Call) -> None:
-    """Raise `UserError` for an address that others can reach, since TensorBoard has no password and shows files."""
-    address = address_of(call.options.get("HOST"))
-    if address == HOST:
-        return
-    port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
-    raise UserError(
-        f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only: it shows all runs to anyone who connects",
-        hint=(
-            f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open"
-            f" http://{HOST}:{port}/"
-        ),
-    )
 
 
 def stop(call: Call) -> int:
