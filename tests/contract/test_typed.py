@@ -25,11 +25,11 @@ from tests.launcher import tiny_config
 from tests.unit.test_config_call import refused
 
 TYPED: dict[str, tuple[list[str], str]] = {
-    "backend nccl": (["train-distributed", "--backend", "nccl"], "LAUNCH_BACKEND=nccl"),
+    "backend nccl": (["train-distributed", "--backend", "nccl"], "LAUNCH_BACKEND=..."),
     "output folder": (["train", "OUTPUT_DIR=/data/runs"], "export RUNS_DIR="),
     "second of two machines": (
         ["train-distributed", "--world-size", "16", "--rank", "8"],
-        "`NUM_GPUS=16` (processes on this machine)?",
+        "`NUM_GPUS=...` (processes on this machine)?",
     ),
     "processes": (["train-distributed", "--nproc_per_node=gpu"], "NUM_GPUS=..."),
     "CPU": (["train", "--cpu"], "`export CUDA_VISIBLE_DEVICES=`"),

@@ -121,7 +121,6 @@ def test_an_optimizer_is_refused_by_name_or_with_its_package(
     config.write_text(
         f"model: {{name: {tiny}, max_seq_len: 64}}\ntuning: {{task: cpt}}\ndata: {{train_path: {rows}}}\n"
         f"train:\n  optim: {word}\n  save_strategy: 'no'\n"
-        + ("  optim_target_modules: all-linear\n" if OPTIMIZERS[word].low_rank else "")
     )
     chosen = OPTIMIZERS[word]
     if chosen.refused:
@@ -148,15 +147,13 @@ def test_an_optimizer_runs_and_is_restored(word: str, tiny: Path, tmp_path: Path
     chosen = OPTIMIZERS[word]
     if chosen.module and not importlib.util.find_spec(chosen.module):
         pytest.skip(f"{chosen.pip} is not installed")
-    settings = ("train.save_steps: 2", *QUIET[1:]) if chosen.saved else QUIET
-    settings += ("train.optim_target_modules: all-linear", "train.optim_args: rank=4") if chosen.low_rank else ()
+    settings = ("train.save_steps: 2", *QUIET[1:])
     steps = 8 if word == "schedule_free_radam" else 4  # it makes no update before the sixth
     trial = Trial(steps=steps, settings=(f"train.optim: {word}", *settings), plan=(("optim", word),))
     run = must_train(make_run(tmp_path / "run", tiny, trial))
     before, after = load_file(tiny / "model.safetensors"), weights(run)
     assert all(not torch.equal(before[name], after[name]) for name in after)
-    if chosen.saved:
-        same_to_the_bit(resume_from(run, tmp_path / "again", steps - 2, trial), run)
+    same_to_the_bit(resume_from(run, tmp_path / "again", steps - 2, trial), run)
 
 
 def test_states_that_no_checkpoint_can_contain_end_a_run_at_its_first_update(
