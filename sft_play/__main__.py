@@ -205,7 +205,7 @@ COMMANDS: dict[str, Command] = {
         "CONFIG JSON NUM_GPUS",
     ),
     "tensorboard": Command(
-        "sft_play.tensorboard:start", "curves of all runs", "RUN JSON TENSORBOARD_PORT", overrides=False
+        "sft_play.tensorboard:start", "curves of all runs", "JSON TENSORBOARD_PORT", overrides=False
     ),
     "tensorboard-stop": Command(
         "sft_play.tensorboard:stop", "end the TensorBoard that this project started", "JSON", overrides=False

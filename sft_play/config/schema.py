@@ -201,8 +201,6 @@ class ProfileSettings:
     """First of them."""
     ranks: list[FromZero] = field(default_factory=lambda: [0])
     """Ranks that write a trace."""
-    memory: bool = False
-    """GPU only: record allocations too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

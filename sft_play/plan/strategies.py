@@ -74,10 +74,7 @@ def _check(request: Request, chosen: str) -> None:
             f" attention or {columns[1]} of the feed-forward layers cannot be divided evenly",
             hint="a number of ranks that divides both, or LAUNCH_STRATEGY=ddp",
         )
-    profile = config.train.profile
-    if profile.memory and hardware.kind == "cpu":
-        raise UserError("`train.profile.memory` records allocations of GPUs, and this plan has none", hint="omit it")
-    if absent := [rank for rank in profile.ranks if rank >= world]:
+    if absent := [rank for rank in config.train.profile.ranks if rank >= world]:
         raise UserError(f"`train.profile.ranks` names rank {absent[0]}, but the ranks are 0 to {world - 1}")
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
         key, value = changed[0]

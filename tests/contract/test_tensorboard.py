@@ -29,7 +29,7 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_tensorboard_starts_once_shows_one_run_and_stops(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_starts_once_and_stops(tensorboard: Program, tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -46,19 +46,7 @@ def test_tensorboard_starts_once_shows_one_run_and_stops(tensorboard: Program, t
     again = tensorboard("tensorboard").out
     assert "already runs" in again and first["url"] in again
 
-    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
-    assert ended(first["pid"]) and second["url"].endswith(f":{taken}/") and first["url"] in second["note"]
-    runs = tmp_path / "runs"
-    (runs / "q").mkdir()
-    (runs / "q" / "config.json").write_text("{}")
-    of_run = tensorboard("tensorboard", "RUN=q", "JSON=1").json
-    assert (
-        of_run["url"] == second["url"] and of_run["folder"] == str(runs.resolve() / "q" / "tb") and ended(second["pid"])
-    )
-    server = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={taken}", "JSON=1").json
-    assert server["pid"] == of_run["pid"] and "already runs" in server["note"]
-
-    assert str(server["pid"]) in tensorboard("tensorboard-stop").out and ended(server["pid"])
+    assert str(first["pid"]) in tensorboard("tensorboard-stop").out and ended(first["pid"])
     assert "no TensorBoard" in tensorboard("tensorboard-stop").out
 
 
