@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from sft_play.config.metrics import VALIDATE, never_evaluated
-from sft_play.config.reader import Conflict, Mismatch, Range, closest_word, convert
+from sft_play.config.reader import Conflict, Mismatch, Range, convert
 from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import wrap
 from sft_play.errors import HardwareError
@@ -232,8 +232,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
     taken = SETTINGS_OF[word]
     for name, value in settings.items():
         if name not in taken:
-            close = closest_word(str(name), list(taken))
-            hint = f"did you mean `{close}`?" if close else f"it takes: {', '.join(taken) or 'none'}"
+            hint = f"it takes: {', '.join(taken) or 'none'}"
             yield Conflict(SETTINGS, f"`{SETTINGS}` has `{name}`, which the schedule `{word}` does not take", hint)
             continue
         problems: list[Mismatch] = []
