@@ -75,8 +75,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command(
         "sft_play.evaluation.evaluate:main",
-        "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA; BENCHMARKS= for standard ones",
-        "CONFIG RUN JSON MODEL CHECKPOINT BENCHMARKS BENCHMARK_LIMIT DATA",
+        "score a run, a checkpoint or a plain MODEL, on its own rows or on DATA",
+        "CONFIG RUN JSON MODEL CHECKPOINT DATA",
     ),
     "compare": Command(
         "sft_play.evaluation.compare:main",
@@ -202,7 +202,7 @@ COMMANDS: dict[str, Command] = {
         "CONFIG JSON NUM_GPUS",
     ),
     "tensorboard": Command(
-        "sft_play.tensorboard:start", "curves of all runs", "RUN JSON HOST TENSORBOARD_PORT", overrides=False
+        "sft_play.tensorboard:start", "curves of all runs", "JSON TENSORBOARD_PORT", overrides=False
     ),
     "tensorboard-stop": Command(
         "sft_play.tensorboard:stop", "end the TensorBoard that this project started", "JSON", overrides=False

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -31,7 +30,7 @@ import sft_play
 from sft_play.errors import HUB_LOGIN, HardwareError, by_make
 from sft_play.isolation import LAUNCHER_VARIABLES, shadowed_libraries
 from sft_play.plan.detect import all_hidden, ask_torch, detect, open_nvml, other_gpu
-from sft_play.plan.hardware import GIB, cpu_only, ram_bytes
+from sft_play.plan.hardware import GIB, cpu_only
 from sft_play.runs.folder import accelerate_default, cache_folder, hub_cache, hub_folder, is_offline, runs_folder
 from sft_play.runs.origin import UNSLOTH_HINT, has_unsloth, versions
 from sft_play.text import Finding, finding_lines, plural
@@ -48,9 +47,7 @@ PORT = 29500
 OLDEST_PYTHON = (3, 11)
 ROOT = Path(sft_play.__file__).parent.parent
 """The repository, if the package is installed as editable (`make install`)."""
-MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = GIB
-MIN_RAM_BYTES = 8 * GIB
 
 
 def main(call: Call) -> int:
@@ -70,8 +67,7 @@ def report(config: Config | None = None, *, as_json: bool) -> int:
         gpus,
         hidden,
         folders,
-        memory,
-        open_files,
+        shared_memory,
         variables,
         port,
         hub,
@@ -232,9 +228,7 @@ def compilers() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """Report a driver, a GPU or a MIG slice that does not work, GPUs that torch cannot use, and GPUs of different
-    models.
-    """
+    """Report a driver, a GPU or a MIG slice that does not work, and GPUs that torch cannot use."""
     if text := other_gpu():
         yield Finding("other-gpu", "warning", text, "a machine with an NVIDIA GPU, or stay on the CPU")
     try:
@@ -248,12 +242,6 @@ def gpus() -> Iterator[Finding]:
             yield Finding("driver-broken", "error", text, "reinstall the NVIDIA driver, or reboot after its update")
         return
     yield from ask_torch(hardware, range(len(hardware.devices)), os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    names = sorted({device.name for device in hardware.devices})
-    if len(names) > 1:
-        text = f"different GPUs: {', '.join(names)}; each step waits for the slowest"
-        yield Finding(
-            "mixed-gpus", "note", text, "make plan shows each rank's share; CUDA_VISIBLE_DEVICES chooses among them"
-        )
 
 
 def _nvidia_smi_error() -> str:
@@ -317,17 +305,8 @@ def folders() -> Iterator[Finding]:
             )
 
 
-def memory() -> Iterator[Finding]:
-    """Report little memory, or little shared memory for data loading and NCCL."""
-    total, (usable, _) = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), ram_bytes()
-    if usable < MIN_RAM_BYTES:
-        within = " (this container's limit)" if usable < total else ""
-        yield Finding(
-            "memory-low",
-            "warning",
-            text=f"{usable / GIB:.1f} GiB of memory{within}; a 135M model needs 4, a 7B model 16 to load",
-            remedy="choose a small model, and lower model.max_seq_len",
-        )
+def shared_memory() -> Iterator[Finding]:
+    """Report little shared memory for data loading and NCCL."""
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < MIN_SHARED_MEMORY_BYTES:
         yield Finding(
@@ -341,21 +320,6 @@ def memory() -> Iterator[Finding]:
                 "docker run --shm-size=8g, or an emptyDir with medium Memory at /dev/shm; or"
                 " train.dataloader_num_workers: 0"
             ),
-        )
-
-
-def open_files() -> Iterator[Finding]:
-    """Report a low limit of open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:
-        yield Finding(
-            "open-files",
-            "warning",
-            text=(
-                f"a process may open {soft} files; sharded models and data loader processes need {MIN_OPEN_FILES} and"
-                " more"
-            ),
-            remedy=f"ulimit -n {min(65536, hard) if hard > 0 else 65536}",
         )
 
 

@@ -83,7 +83,7 @@ def main(call: Call) -> int:
         return _answer_file(call, ready, rows, Path(options["OUTPUT"]))
     if isinstance(sys.stdin, io.TextIOWrapper):  # so that other bytes are refused below in every locale
         sys.stdin.reconfigure(errors="surrogateescape")
-    return Conversation(ready, as_json=call.json, first=first).run(sys.stdin)
+    return Conversation(ready, as_json=call.json, first=first).run(sys.stdin or io.StringIO())
 
 
 def _system_turn(typed: str | None, run: RunFolder | None, asked: Sequence[Messages]) -> Messages:
@@ -132,8 +132,6 @@ def _check_options(options: Mapping[str, str]) -> None:
         raise UserError("`PROMPT` is empty")
     if NOT_UTF8.search(options.get("PROMPT", "")):
         raise UserError("`PROMPT` is not UTF-8 text")
-    if sys.stdin is None and not options.keys() & {"PROMPT", "INPUT", "OUTPUT"}:
-        raise UserError("stdin is closed: there are no questions to read", hint="PROMPT=... asks one, INPUT= a file")
     if ("INPUT" in options) != ("OUTPUT" in options):
         present, lacking = ("INPUT", "OUTPUT") if "INPUT" in options else ("OUTPUT", "INPUT")
         raise UserError(f"`{present}` needs `{lacking}`", hint=hint)

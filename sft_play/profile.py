@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.layers import config_path
 from sft_play.config.load import load_config
-from sft_play.config.reader import misfit
 from sft_play.config.schema import ProfileSettings
 from sft_play.errors import UserError
 from sft_play.files import read_object
@@ -66,28 +65,9 @@ def main(call: Call) -> int:
 
 
 def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:
-    """Return rank -> its valid summary."""
+    """Return rank -> its summary (`training.profiling`)."""
     paths = sorted(run.profile.glob("rank*.json"), key=lambda path: (len(path.name), path.name))
-    contents = {path.stem: read_object(path) for path in paths}
-    return {name: content for name, content in contents.items() if misfit(content, Profile) is None}
-
-
-class Operator(TypedDict):
-    name: str
-    calls: float
-    seconds: float
-    share: float
-
-
-class Profile(TypedDict):
-    start: int
-    steps: int
-    step_seconds: float
-    shares: Mapping[str, float]
-    operators: list[Operator]
-
-
-"""Types of a rank's summary (`training.profiling`)."""
+    return {path.stem: content for path in paths if (content := read_object(path))}
 
 
 def lines(name: str, profile: Mapping[str, Any]) -> Iterator[str]:

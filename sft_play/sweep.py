@@ -83,10 +83,6 @@ class Result:
         return score if self.summary.state == "finished" and score is not None and math.isfinite(score) else None
 
 
-MOST_RUNS = 10_000
-"""Most runs of a sweep, all of which are planned before the first starts."""
-
-
 def main(call: Call) -> int:
     """Plan all runs, train them in turn or as a Slurm array, and print them ranked; a repeated command continues."""
     for name in ("CONFIG", "SWEEP"):
@@ -112,13 +108,6 @@ def main(call: Call) -> int:
         enter_unsloth("sweep")
     base = loaded.train
     metric = _metric(sweep, base, path)
-    count = math.prod(map(len, sweep.keys.values()))
-    if count > MOST_RUNS:
-        text, hint = (
-            f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}",
-            "list fewer values, or make several sweeps",
-        )
-        raise UserError(text, place=str(path), hint=hint)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=values, origin=str(path))

@@ -6,25 +6,21 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from sft_play.access import address_of
 from sft_play.config.call import Call
-from sft_play.errors import HardwareError, UserError, typed_here
+from sft_play.errors import HardwareError, typed_here
 from sft_play.files import read_json, write_json
 from sft_play.launch.commands import train as train_alone
 from sft_play.launch.environment import next_free_port
-from sft_play.launch.run_folder import find_run
 from sft_play.runs.folder import runs_folder
 from sft_play.text import tell
 
@@ -43,11 +39,6 @@ class TensorBoardServer:
     """The process's start time in seconds since 1970, since another process may have reused the pid."""
     url: str
     folder: str
-
-    @property
-    def port(self) -> int:
-        """The port in `url`."""
-        return urllib.parse.urlsplit(self.url).port or DEFAULT_PORT
 
     @property
     def process(self) -> psutil.Process | None:
@@ -77,68 +68,31 @@ def train(call: Call) -> int:
 
 
 def start(call: Call) -> int:
-    """Start TensorBoard and print its URL once it answers; a running one is kept, unless another port or folder is
-    requested.
-    """
-    _refuse_other_hosts(call)
-    asked_port = call.port("TENSORBOARD_PORT")
-    name = call.options.get("RUN")
-    folder = (find_run(name).tensorboard if name else runs_folder()).resolve()
-    server = find_server()
-    if server is not None and server.folder == str(folder) and asked_port in (None, server.port):
+    """Start TensorBoard and print its URL once it answers; a running one is kept."""
+    if server := find_server():
         return _say(call, server, "already runs; `make tensorboard-stop` ends it")
-    note = f"the one on {server.url}, of {server.folder}, has ended; " if server is not None else ""
-    if server is not None:
-        _end(server)
-        asked_port = asked_port or server.port
+    folder, asked = runs_folder().resolve(), call.port("TENSORBOARD_PORT") or DEFAULT_PORT
     folder.mkdir(parents=True, exist_ok=True)
-    port = next_free_port(asked_port or DEFAULT_PORT, HOST, "TENSORBOARD_PORT")
-    server = _spawn(folder, port)
-    note += f"port {asked_port or DEFAULT_PORT} is taken; " if port != (asked_port or DEFAULT_PORT) else ""
-    return _say(call, server, f"{note}`make tensorboard-stop` ends it")
-
-
-def _refuse_other_hosts(call: Call) -> None:
-    """Raise `UserError` for an address that others can reach, since TensorBoard has no password and shows files."""
-    address = address_of(call.options.get("HOST"))
-    if address == HOST:
-        return
-    port = call.options.get("TENSORBOARD_PORT") or DEFAULT_PORT
-    raise UserError(
-        f"`HOST` is `{address}`, but TensorBoard listens on {HOST} only: it shows all runs to anyone who connects",
-        hint=(
-            f"from your own machine: ssh -L {port}:{HOST}:{port} {socket.gethostname()}, then open"
-            f" http://{HOST}:{port}/"
-        ),
-    )
+    port = next_free_port(asked, HOST, "TENSORBOARD_PORT")
+    taken = f"port {asked} is taken; " if port != asked else ""
+    return _say(call, _spawn(folder, port), f"{taken}`make tensorboard-stop` ends it")
 
 
 def stop(call: Call) -> int:
     """End the TensorBoard that this project started."""
     server = find_server()
-    if server is not None:
-        _end(server)
+    if server is not None and (process := server.process) is not None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            process.kill()
     pid_file().unlink(missing_ok=True)
     if call.json:
         print(json.dumps({"stopped": server is not None, "pid": server.pid if server else None}))
     else:
         print(f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs")
     return 0
-
-
-def _end(server: TensorBoardServer) -> None:
-    """End the server and wait for it, so that its port is free again."""
-    if (process := server.process) is not None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS)
-        except psutil.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(
-                psutil.TimeoutExpired
-            ):  # it was killed, even if a busy machine has not removed it yet
-                process.wait(STOP_SECONDS)
-    pid_file().unlink(missing_ok=True)
 
 
 def find_server() -> TensorBoardServer | None:

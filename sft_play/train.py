@@ -241,7 +241,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
     """
     from sft_play.files import finite
     from sft_play.runs.progress import energy_kwh
-    from sft_play.training.metrics import peak_memory_bytes, rows_until, saving_totals
+    from sft_play.training.metrics import peak_memory_bytes, rows_until
 
     run, plan, state = trainer.context.run, trainer.context.plan, trainer.state
     rows = rows_until(run.metrics, state.global_step)
@@ -272,7 +272,6 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
             "basis": plan.speed_basis,
             "peak_memory_bytes": plan.ranks[trainer.context.ranks.rank].peak_bytes,
         },
-        "saving": saving_totals(rows),
         "recoveries": [dict(recovery) for recovery in plan.recoveries],
         "restarts": restarts(run),
         "stopped_early": trainer.patience.reason,

@@ -21,7 +21,7 @@ from typing import Any
 
 from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
-from sft_play.config.layers import Override, config_path, explain_mismatch, preset_path
+from sft_play.config.layers import Override, config_path, preset_path
 from sft_play.config.load import LoadedConfig, load_config, modes_with, override_config, read_config
 from sft_play.config.names import OWN_VARIABLES, VARIABLES
 from sft_play.config.yaml_files import scalar_text
@@ -275,7 +275,6 @@ STANDS_FOR = {
     "RUNS": "RUN",
 }
 """Variables that only some commands take -> the key or variable that others take instead."""
-NUMBERS = frozenset({"NUM_GPUS", "NUM_NODES", "NODE_RANK", "MASTER_PORT"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,14 +484,10 @@ class _Parser:
 
     def unknown(self, word: _Word) -> UserError:
         """Return the error for a name that this command does not take."""
-        if word.name == "MASTER_KEY":
-            text = "`MASTER_KEY` is read from the environment only: every user of a machine sees its command lines"
-            hint = "export MASTER_KEY=$(openssl rand -hex 32), and the same value on every node"
-            return UserError(text, hint=hint)
         if word.name in self.known:
             better, text = STANDS_FOR.get(word.name, ""), f"`{self.make}{self.command}` takes no `{word.name}`"
             if self.takes(better) or (self.row.overrides and find_key(better)):
-                return UserError(text, hint=self.did_you_mean(word, better))
+                return UserError(text, hint=_did_you_mean(better))
             return UserError(text, hint=f"it is for {self.takers(word.name)}")
         if word.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
             hint = (
@@ -513,7 +508,7 @@ class _Parser:
         if better in self.known and not self.takes(better):
             return f"did you mean `{better}`? It is for {self.takers(better)}"
         if better:
-            return self.did_you_mean(word, better)
+            return _did_you_mean(better)
         section = names.plain_word(word.name).partition("_")[0]
         if section in sections():
             return f"`docs/configuration.md` lists the keys of `{section}`"
@@ -524,20 +519,11 @@ class _Parser:
     def takers(self, option: str) -> str:
         return ", ".join(f"`{self.make}{name}`" for name, row in self.commands.items() if option in row.options)
 
-    def did_you_mean(self, word: _Word, better: str) -> str:
-        """Return the suggestion of a key or an option, with the typed value if the key can take it."""
-        key, value, takes = find_key(better), word.text or ("1" if better == "JSON" else ""), ""
-        if key is not None:
-            if word.name.startswith("--") and not value and not explain_mismatch(key, "true"):
-                value = "true"
-            takes = explain_mismatch(key, value)
-        elif better in NUMBERS and not value.strip().isdecimal():
-            takes = "a number"
-        elif not value or not value.isprintable():
-            takes = "text"
-        name = variable_name(better)
-        meaning = f" ({VARIABLES[better]})" if better in VARIABLES else ""
-        return f"did you mean `{name}={'...' if takes else value}`{meaning}?{f' It takes {takes}' if takes else ''}"
+
+def _did_you_mean(better: str) -> str:
+    """Return the suggestion of a key or an option."""
+    meaning = f" ({VARIABLES[better]})" if better in VARIABLES else ""
+    return f"did you mean `{variable_name(better)}=...`{meaning}?"
 
 
 def _listed(options: Iterable[str]) -> str:

@@ -237,18 +237,11 @@ def refused_format(kind: str, form: str) -> tuple[str, str] | None:
 
 
 def entries(config: Config) -> Iterator[Conflict]:
-    """Refuse values that no source can have, and a `filter` that cannot be parsed."""
+    """Refuse a `filter` that cannot be parsed, and two sources with one name."""
     for key, index, source in sources(config):
         name = f"{key}[{index}]"
-        for field in ("filter", "name", "split", "config", "revision"):
-            text = getattr(source, field)
-            if text is not None and not text.strip():
-                yield Conflict(key, f"`{name}.{field}` is empty", "omit it")
-        if blank := next((pair for pair in source.columns.items() if not all(map(str.strip, pair))), None):
-            text = f"`{name}.columns` has the entry `{blank[0]}: {blank[1]}`; expected the names of two columns"
-            yield Conflict(key, text, "write `columns: {question: name in the file}`")
         try:
-            Condition(source.filter) if source.filter and source.filter.strip() else None
+            Condition(source.filter) if source.filter else None
         except DataError as error:
             yield Conflict(key, f"`{name}.filter` {error.message.removeprefix('`filter` ')}", error.hint)
     for key in ("data.sources", "data.validation"):  # scores and counts are reported by name

@@ -193,6 +193,7 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "ignore_data_skip": (None, "a resumed run continues with the next row"),
     "restore_callback_states_from_checkpoint": (None, "a resumed run gives the same losses as an uninterrupted one"),
     "data_seed": ("train.seed", ROW_ORDER),
+    "optim_target_modules": ("train.optim", "it is for optimizers whose states no checkpoint here can contain"),
     "use_cpu": (None, "hide GPUs with `CUDA_VISIBLE_DEVICES=`"),
     "use_liger_kernel": ("train.kernels", "it would also replace the loss, which is computed in chunks here"),
     "liger_kernel_config": ("train.kernels", "the kernels are chosen by model family"),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from sft_play.config import names
-from sft_play.config.keys import Key, as_meant, find_key, sections, variable_name, variables
-from sft_play.config.reader import INVALID, convert, describe, options, quoted, shown
+from sft_play.config.keys import Key, find_key, sections, variable_name, variables
+from sft_play.config.reader import options, quoted, shown
 from sft_play.config.schema import needs_own_word
 from sft_play.config.yaml_files import YamlNode, parse_yaml, read_yaml, resolve_scalar, wrap
 from sft_play.errors import IN_WHEEL, UserError, without_secret
@@ -76,8 +76,6 @@ wheel (`setup.py`).
 """
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""
-DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
-"""Endings of data files; `.json` may be a configuration too."""
 
 
 def config_path(name: str) -> Path:
@@ -87,9 +85,6 @@ def config_path(name: str) -> Path:
         return preset
     if path.is_dir():
         raise UserError(f"`{name}` is a folder; expected a YAML file")
-    if path.suffix.lower() in DATA:
-        hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
-        raise UserError(f"`{name}` contains rows and is not a configuration", hint=hint)
     if not path.exists():
         near = names.closest_file(path, PRESETS)
         hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
@@ -252,16 +247,6 @@ def node_of_text(text: str, key: Key) -> YamlNode:
     return YamlNode(value, text=text)
 
 
-def explain_mismatch(key: Key, text: str) -> str:
-    """Describe what a key takes if `text` is not valid for it; else return an empty string."""
-    try:
-        node = as_meant(key.name, node_of_text(text, key))
-    except UserError:
-        return describe(key.annotation)
-    wrong = not text.isprintable() or not text or convert(node, key.annotation, key.name, []) is INVALID
-    return describe(key.annotation) if wrong else ""
-
-
 # Stacking the layers.
 
 
@@ -286,7 +271,6 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
         for other in [other for key, value in ours.items() for other in _contradicted(key, value, merged)]:
             merged.pop(other, None)
         merged |= ours
-    _note_other_data(merged, notices)
     return merged
 
 
@@ -304,16 +288,6 @@ def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterat
         yield from (other for other in VALIDATION if other in merged and merged[other].preset)
     if key == "train.eval_strategy" and value.node.value != "steps":
         yield "train.eval_steps"
-
-
-def _note_other_data(merged: Mapping[str, Value], notices: list[str]) -> None:
-    """Note which settings of the quickstart still apply when other rows are trained on."""
-    settings = [f"`{key}: {shown(value.node)}`" for key, value in merged.items() if value.preset == "quickstart"]
-    if settings and any(merged[key].preset != "quickstart" for key in TRAINING if key in merged):
-        notices.append(
-            f"the data are not the quickstart's, whose settings fit its own: {', '.join(settings)}; `run_cpu` is the"
-            " same without them"
-        )
 
 
 def settle_batch(values: dict[str, Value], notices: list[str]) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from json import JSONDecodeError
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +37,7 @@ from sft_play.config.layers import (
     timeout_layer,
     typed_layer,
 )
-from sft_play.config.metrics import LIBRARY, metrics_hint
+from sft_play.config.metrics import LIBRARY
 from sft_play.config.reader import Mismatch, convert
 from sft_play.config.rules import check_rules
 from sft_play.config.schema import Config, DataSource, needs_own_word
@@ -137,13 +136,8 @@ def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple
         problem, hint = f"there is no run in `{path.parent}`", "RUN= takes the name or the folder of a run"
         raise CheckpointError(problem, hint=hint) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        text = f"{type(error).__name__} {error}"
-        if isinstance(error, JSONDecodeError):
-            text = f"it is cut short, or not JSON ({error})"
-        elif isinstance(error, KeyError):
-            text = f"it has no {error}"
         raise CheckpointError(
-            f"not the configuration of a run: {text}",
+            f"not the configuration of a run: {type(error).__name__} {error}",
             place=str(path),
             hint=(
                 "if it is damaged, restore it from a backup, or copy it from a run that the same command starts under"
@@ -246,9 +240,7 @@ def _as_error(mismatch: Mismatch, value: Value, path: Path | None) -> UserError:
     place, text = value.origin, mismatch.node.value
     if path is not None and mismatch.node.line and ":" in place and not value.literal:
         place = f"{place.rpartition(':')[0]}:{mismatch.node.line}"
-    hint = metrics_hint(text) if mismatch.key == "eval.metrics" else None
-    if isinstance(text, str):
-        hint = hint or names.VALUES.get(text.lower())
+    hint = names.VALUES.get(text.lower()) if isinstance(text, str) else None
     return UserError(f"`{mismatch.key}` {mismatch.problem}", place=place, hint=hint or mismatch.hint)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from sft_play.config.reader import Conflict, closest_word
 from sft_play.config.schema import Config
-from sft_play.files import is_file_name, typed_path
+from sft_play.files import typed_path
 
 LIBRARY = "evaluate:"
 """Prefix of a metric of the `evaluate` library: `evaluate:NAME_OR_PATH`, or `evaluate:NAME_OR_PATH:SCORE` for one of
@@ -62,7 +62,7 @@ def library_parts(metric: str) -> tuple[str, str | None]:
     """Return (name or path, score or `None`) of `evaluate:NAME_OR_PATH[:SCORE]`; a path that exists is never cut."""
     where = metric.removeprefix(LIBRARY)
     head, colon, tail = where.rpartition(":")
-    if colon and head and re.fullmatch(r"\w+", tail) and not (is_file_name(where) and typed_path(where).exists()):
+    if colon and head and re.fullmatch(r"\w+", tail) and not typed_path(where).exists():
         return head, tail
     return where, None
 
@@ -74,7 +74,7 @@ def unknown(metric: str) -> tuple[str, str] | None:
     if metric.startswith(LIBRARY):
         where, _ = library_parts(metric)
         wrong = ("is not a metric of the `evaluate` library", "evaluate:exact_match, or evaluate:path/to/folder")
-        return None if where.strip("/ ") and is_file_name(where) else wrong
+        return None if where.strip("/ ") else wrong
     if metric in OF_LOSS or metric.startswith(("loss/", "perplexity/")):
         return (
             "is not a score of answers",
@@ -83,19 +83,6 @@ def unknown(metric: str) -> tuple[str, str] | None:
     close = closest_word(metric, OF_ANSWERS)
     choices = f"one of {', '.join(OF_ANSWERS)}, or evaluate:NAME for one of the `evaluate` library"
     return "is not a metric", f"did you mean `{close}`?" if close else choices
-
-
-def metrics_hint(value: object) -> str | None:
-    """Suggest a list of metrics for text in its place: the corrected names first, then the brackets."""
-    if not isinstance(value, str) or not value.strip():
-        return None
-    words = [word.strip() for word in value.split(",")]
-    meant = [word if unknown(word) is None else closest_word(word, OF_ANSWERS) for word in words]
-    if None in meant:
-        return None
-    listed = f"write a list as `[{', '.join(str(word) for word in meant)}]`"
-    fixes = [f"`{better}`" for word, better in zip(words, meant, strict=True) if word != better]
-    return f"did you mean {' and '.join(fixes)}? {listed}" if fixes else listed
 
 
 def validation_names(config: Config) -> tuple[str, ...]:

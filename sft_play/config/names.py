@@ -65,14 +65,13 @@ ELSEWHERE: Mapping[str, str] = {
         "add_tokens add_special_tokens new_special_tokens additional_tokens special_tokens tokens resize_vocab"
     ),
     "data.train_path": (
-        "dataset_name dataset_path train_file train_data data_path train_dataset datasets dataset data.path"
-        " data.train data.file"
+        "dataset_name dataset_path train_file train_data data_path train_dataset dataset data.path data.train data.file"
     ),
     "data.val_path": (
         "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval data.validation_path"
     ),
     "data.validation": "test_datasets val_set_size val_size",
-    "data.sources": "data.files data.train_files",
+    "data.sources": "datasets data.files data.train_files",
     "train.batch_size": (
         "per_device_train_batch_size per_device_batch_size batch_size_per_device micro_batch_size_per_gpu bs"
         " micro_batch_size"
@@ -141,6 +140,11 @@ REMOVED: dict[str, str] = {
     "scale": "it was removed in 0.2.0: NUM_GPUS=, NUM_NODES= or HARDWARE= plans for each number of devices",
     "learning_rate_scaling": "it was removed in 0.2.0: type the `train.learning_rate` that goes with the batch",
     "bench": "it was removed in 0.2.0: run `make bench` on each machine",
+    **dict.fromkeys(("spike_guard", "spike_factor"), "it was removed in 0.2.0: `train.max_grad_norm` bounds each step"),
+    **dict.fromkeys(
+        ("benchmarks", "benchmark_limit"),
+        "it was removed in 0.2.0: `lm_eval --model hf` scores what `make merge` writes",
+    ),
 }
 """Commands, keys, variables and values of 0.1.0 -> what replaces them; kept for one release."""
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
@@ -208,8 +212,6 @@ VARIABLES: Mapping[str, str] = {
     "PORT": "port of `serve` (8000) or `ui` (8600); the next free port if taken",
     "A": "a run, checkpoint or model (`NAME`, `NAME@step-000040`, `NAME@model`, a folder) whose stamp is compared",
     "B": "with this one's",
-    "BENCHMARKS": "tasks of lm-evaluation-harness",
-    "BENCHMARK_LIMIT": "samples per task",
     "SPLIT": "rows that `inspect` shows: `train` or `validation`",
     "SEARCH": "only rows with these words",
     "HTML": "`1` writes a page, see docs/data.md",
@@ -303,31 +305,16 @@ def hint_elsewhere(name: str) -> str | None:
 
 def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
     """Return the error for an unknown key in a file, with a suggestion if there is one."""
-    if not key:
-        return UserError("a key is empty; expected a name", place=place)
     if key in sections():
-        first = {"data": "train_path", "model": "name", "tuning": "mode"}.get(key)
-        hint = f"did you mean `{key}.{first}: {shown(node)}`?" if first and isinstance(node.value, str) else None
-        return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place, hint=hint)
+        return UserError(f"`{key}` is `{shown(node)}`; expected a mapping of its keys", place=place)
     if refused := refusal(key, place):
         return refused
     section, _, leaf = key.rpartition(".")
-    if leaf == "<<":
-        hint = "`extends:` takes the keys of another file"
-        return UserError("YAML 1.2 has no merge key `<<`", place=place, hint=hint)
     if section == "data" and leaf in fields_of(DataSource):
         hint = (
             f"it belongs to a source: `data.sources: [{{path: FILE, {leaf}: {shown(node)}}}]` instead of `train_path`"
         )
         return UserError(f"unknown key `{key}`", place=place, hint=hint)
     better = suggest(leaf, section)
-    if isinstance(node.value, dict):
-        named = {name.rpartition(".")[2]: name for name in sections() if name.rpartition(".")[0] == section}
-        word = leaf.lower().removesuffix("_config")
-        close = [name for name in named if name and word.startswith(name)]  # `evaluation`, `training`, `datasets`
-        close = close or get_close_matches(word, named | {"lora": "tuning.lora"}, n=1, cutoff=0.7)
-        better = (named | {"lora": "tuning.lora"})[close[0]] if close else better
-    elif better == "data.train_path" and isinstance(node.value, list):
-        better = "data.sources"
     hint = hint_elsewhere(leaf) or (f"did you mean `{better}`?" if better else "docs/configuration.md lists every key")
     return UserError(f"unknown key `{key}`", place=place, hint=hint)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from sft_play.config.metrics import VALIDATE, never_evaluated
-from sft_play.config.reader import Conflict, Mismatch, Range, closest_word, convert
+from sft_play.config.reader import Conflict, Mismatch, Range, convert
 from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import wrap
 from sft_play.errors import HardwareError
@@ -27,14 +27,7 @@ IN_BACKWARD = (
     "which updates weights inside the backward pass of each micro-batch: the update would depend on the micro-batch,"
     " and nothing is clipped"
 )
-SUBCLASSES = (
-    "whose states are tensors of torchao's own, which no checkpoint here can contain; `adamw_bnb_8bit` keeps about as"
-    " little"
-)
-MISREAD = (
-    "which gives today's bitsandbytes arguments of an older one (`percentile_clipping` arrives as `max_unorm`), and"
-    " so would train otherwise than it says; `galore_adamw` does not"
-)
+UNSAVED = "whose states no checkpoint here can contain; `adamw_bnb_8bit` and `adafactor` keep little too"
 
 FromZero = Annotated[float, Range(minimum=0)]
 Count = Annotated[int, Range(minimum=0)]
@@ -55,12 +48,8 @@ class Optimizer:
     """The package of that module, as pip takes it."""
     bitsandbytes: bool = False
     """Whether it is one of bitsandbytes, which has CPU kernels too, with fp32 states."""
-    low_rank: bool = False
-    """Whether it projects the gradients of `train.optim_target_modules`; its package imports bitsandbytes."""
     two_faced: bool = False
     """Whether it trains at other weights than those that are evaluated and saved."""
-    saved: bool = True
-    """Whether its states are tensors and numbers; a checkpoint cannot contain other Python objects."""
     betas: bool = True
     """Whether transformers passes `train.adam_beta1`, `adam_beta2` and `adam_epsilon` to it."""
     matrices: bool = False
@@ -78,22 +67,6 @@ def _each(*words: str, **facts: Any) -> dict[str, Optimizer]:
     return dict.fromkeys(words, Optimizer(**facts))
 
 
-_LOW_RANK = {"rank": Positive, "update_proj_gap": Positive, "scale": float, "proj_type": str}
-_GALORE: dict[str, Any] = {
-    "module": "galore_torch",
-    "pip": "galore-torch==1.0",
-    "low_rank": True,
-    "saved": False,
-    "betas": False,
-    "arguments": _LOW_RANK,
-}
-_APOLLO: dict[str, Any] = {
-    "module": "apollo_torch",
-    "pip": "apollo-torch==1.0.3",
-    "low_rank": True,
-    "saved": False,
-    "arguments": _LOW_RANK | {"proj": str, "scale_type": str},
-}
 _SCHEDULE_FREE: dict[str, Any] = {
     "module": "schedulefree",
     "pip": "schedulefree==1.4.1",
@@ -108,13 +81,6 @@ _ADEMAMIX = {
     "eps": float,
     "t_alpha": int,
     "t_beta3": int,
-}
-_GROK = {
-    "alpha_init": float,
-    "lamb": float,
-    "gamma": float,
-    "grokking_signal_decay_rate": float,
-    "gradient_clipping": float,
 }
 OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("auto", "adamw_torch", "adamw_torch_fused"),
@@ -137,17 +103,16 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     **_each("schedule_free_adamw", "schedule_free_radam", **_SCHEDULE_FREE),
     **_each("schedule_free_sgd", **_SCHEDULE_FREE, betas=False),
     **_each("stable_adamw", module="optimi", pip="torch-optimi==0.3.3", arguments={"max_lr": float}),
-    **_each("galore_adamw", "galore_adafactor", **_GALORE),
-    **_each("apollo_adamw", **_APOLLO),
-    **_each("grokadamw", module="grokadamw", pip="grokadamw==0.1.2", saved=False, betas=False, arguments=_GROK),
     **_each("muon", matrices=True),
-    **_each("adamw_torch_4bit", "adamw_torch_8bit", refused=SUBCLASSES),
+    **_each(
+        "adamw_torch_4bit", "adamw_torch_8bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw",
+        "grokadamw", refused=UNSAVED,
+    ),
     **_each(
         "lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
         "apollo_adamw_layerwise",
         refused=IN_BACKWARD,
     ),
-    **_each("galore_adamw_8bit", refused=MISREAD),
     **_each("adamw_torch_xla", refused="which runs on TPUs only"),
     **_each("adamw_torch_npu_fused", refused="which runs on Ascend NPUs only"),
     **_each("adamw_anyprecision", refused="which needs `torchdistx`, and that has no release for today's torch"),
@@ -210,25 +175,6 @@ def optimizer(config: Config) -> Iterator[Conflict]:
             f", which trains a layer's matrices as a whole, but `tuning.mode` is `{config.tuning.mode}`",
             "`tuning.mode: full`, or `train.optim: auto`",
         )
-    if not chosen.saved and train.save_strategy != "no":
-        yield Conflict(
-            OPTIM,
-            ", whose states are Python objects, so no checkpoint can contain them",
-            "set `train.save_strategy: no` (the model is written at the end, and nothing can be resumed), or use"
-            " another optimizer",
-        )
-    targets = train.extra.get("optim_target_modules")
-    if chosen.low_rank and not targets:
-        yield Conflict(
-            OPTIM, ", but `train.optim_target_modules` is not given", "TRAIN_OPTIM_TARGET_MODULES=all-linear"
-        )
-    if targets and not chosen.low_rank:
-        hint = "omit it; it is for GaLore and APOLLO"
-        yield Conflict(
-            "train.optim_target_modules", f"`train.optim_target_modules` is given, but `{OPTIM}` is `{word}`", hint
-        )
-    if chosen.low_rank and train.weight_decay:
-        yield Conflict("train.weight_decay", f", which `{word}` does not apply as transformers calls it", "omit it")
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if name in train.extra and not chosen.betas:
             yield Conflict(f"train.{name}", f"`train.{name}` is given, but `{word}` does not take it", "omit it")
@@ -249,7 +195,7 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
         elif name not in taken:
             names = ", ".join(taken) or "none"
             yield Conflict(ARGUMENTS, f"`{ARGUMENTS}` has `{name}`, which `{word}` does not take", f"it takes: {names}")
-        elif taken[name] is not str:
+        else:
             problems: list[Mismatch] = []
             typed[name] = convert(wrap(_plain(value.lower())), taken[name], f"{ARGUMENTS}.{name}", problems)
             yield from (
@@ -286,8 +232,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
     taken = SETTINGS_OF[word]
     for name, value in settings.items():
         if name not in taken:
-            close = closest_word(str(name), list(taken))
-            hint = f"did you mean `{close}`?" if close else f"it takes: {', '.join(taken) or 'none'}"
+            hint = f"it takes: {', '.join(taken) or 'none'}"
             yield Conflict(SETTINGS, f"`{SETTINGS}` has `{name}`, which the schedule `{word}` does not take", hint)
             continue
         problems: list[Mismatch] = []

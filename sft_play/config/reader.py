@@ -25,7 +25,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    is_typeddict,
 )
 
 from sft_play.config.yaml_files import FLOAT, YamlNode, scalar_text, wrap
@@ -278,8 +277,7 @@ def record_of(value: Any, record: type[T]) -> T:
 def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
     """Return the dotted key of the first part of parsed JSON that does not match its annotation, or `None`.
 
-    In a record (a dataclass, or field -> annotation) missing fields are ignored, since an older version may lack them;
-    a `TypedDict` must have all its fields.
+    In a record (a dataclass, or field -> annotation) missing fields are ignored.
     """
     mismatches: list[str] = []
     for part in options(annotation) if not isinstance(annotation, Mapping) else (annotation,):
@@ -297,9 +295,9 @@ def misfit(value: Any, annotation: Any, key: str = "") -> str | None:
 def _members(value: Any, part: Any) -> Iterable[tuple[str, Any, Any]] | None:
     """Return (name, value, annotation) of each member of `value`, or `None` if `value` is not a `part`."""
     kind, arguments = get_origin(part) or part, get_args(part)
-    if isinstance(part, Mapping) or dataclasses.is_dataclass(part) or is_typeddict(part):
+    if isinstance(part, Mapping) or dataclasses.is_dataclass(part):
         fields: Mapping[str, Any] = part if isinstance(part, Mapping) else fields_of(kind)
-        if not isinstance(value, dict) or (is_typeddict(part) and not fields.keys() <= value.keys()):
+        if not isinstance(value, dict):
             return None
         return [(name, value[name], of) for name, of in fields.items() if name in value]
     if kind in (list, tuple, Sequence):
@@ -333,29 +331,13 @@ def _finite(node: YamlNode, key: str, problems: list[Mismatch]) -> Any:
 
 
 def _value_hint(node: YamlNode, annotation: Any) -> str | None:
-    parts, value = options(annotation), node.value
-    words = [str(word) for word in literals(annotation)]
-    entries = [entry for part in parts if get_origin(part) is list for entry in get_args(part)]
-    if (
-        bool in parts
-        and isinstance(value, (str, int))
-        and str(value).lower() in ("yes", "no", "on", "off", "y", "n", "1", "0")
-    ):
-        return f"write `{'true' if str(value).lower() in ('yes', 'on', 'y', '1') else 'false'}`"
-    if value is False and "no" in words:
-        return "write `no`"
-    if isinstance(value, str) and FLOAT.fullmatch(bare := value.strip().removesuffix("%")):
-        if node.text is None and (int in parts or float in parts) and bare == value.strip():
-            return "write the number without quotes"
-        if float in parts:
-            return f"write a share as `{float(bare) / 100:g}`"
-    if isinstance(value, str) and (word := closest_word(value, words)):
-        return f"did you mean `{word}`?"
-    if any(dataclasses.is_dataclass(entry) for entry in entries):
-        return "write a list of entries as `[{path: train.jsonl}]`" if isinstance(value, (str, list, dict)) else None
-    if any(dataclasses.is_dataclass(part) for part in parts):
-        return f"write an entry as `{{path: {shown(node)}}}`" if isinstance(value, str) else None
-    return f"write a list as `[{shown(node)}]`" if isinstance(value, str) and entries else None
+    value, parts = node.value, options(annotation)
+    if not isinstance(value, str):
+        return None
+    if node.text is None and (int in parts or float in parts) and FLOAT.fullmatch(value.strip()):
+        return "write the number without quotes"
+    word = closest_word(value, [str(word) for word in literals(annotation)])
+    return f"did you mean `{word}`?" if word else None
 
 
 def closest_word(value: str, words: Sequence[str]) -> str | None:

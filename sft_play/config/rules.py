@@ -64,7 +64,7 @@ def _in_words(config: Config, key: str) -> str:
 
 
 def paths(config: Config) -> Iterator[Conflict]:
-    """Refuse names that are empty or that no file system accepts; whether the files exist is checked later."""
+    """Refuse names that are empty and patterns that mean nothing; whether the files exist is checked later."""
     data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
     named = [
         (
@@ -82,14 +82,15 @@ def paths(config: Config) -> Iterator[Conflict]:
         *((key, f"{key}[{i}].path", source.path) for key, i, source in data_rules.sources(config) if not short[key]),
     ]
     for key, name, text in named:
-        shown = f"`{name}` is `{quoted(text or '')}`"
         if text is not None and not text.strip():
             yield Conflict(key, f"`{name}` is empty")
         elif text and not is_file_name(text):
             hint = "a part of a path has at most 255 bytes, a path 4,095"
-            yield Conflict(key, f"{shown}, longer than a file's name or path may be", hint)
+            yield Conflict(key, f"`{name}` is `{quoted(text)}`, longer than a file's name or path may be", hint)
         elif text and any("**" in part and part != "**" for part in text.split("/")):
-            yield Conflict(key, f"{shown}, and `**` must be a complete part of a path", "`data/**/*.jsonl`")
+            yield Conflict(
+                key, f"`{name}` is `{quoted(text)}`, and `**` must be a complete part of a path", "`data/**/*.jsonl`"
+            )
 
 
 def tokens(config: Config) -> Iterator[Conflict]:
@@ -118,7 +119,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 def code(config: Config) -> Iterator[Conflict]:
     """Require a pinned commit for a stranger's code; code in a folder is the user's own and has no commit."""
     model = config.model
-    own = is_file_name(model.name) and typed_path(model.name).is_dir()
+    own = typed_path(model.name).is_dir()
     if model.trust_remote_code and not own and not COMMIT.fullmatch(model.revision or ""):
         revision = f"`model.revision` is `{model.revision}`" if model.revision else "`model.revision` is not given"
         yield Conflict(

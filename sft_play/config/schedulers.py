@@ -184,15 +184,6 @@ def texts(section: SlurmConfig | KubernetesConfig) -> Iterator[Conflict]:
             yield Conflict(f"{name}.{key}", f"; expected {pattern.words}")
 
 
-def array(slurm: SlurmConfig) -> Iterator[Conflict]:
-    """Check that each range of a job array begins with its lower end."""
-    indices = slurm.array or ""
-    if ARRAY.regex.fullmatch(indices) and any(
-        int(low) > int(high) for low, high in re.findall(r"(\d+)-(\d+)", indices)
-    ):
-        yield Conflict("slurm.array", f"; expected {ARRAY.words}")
-
-
 def times(slurm: SlurmConfig) -> Iterator[Conflict]:
     """Check the job's time, which must exceed the warning before its end."""
     seconds = seconds_of(slurm.time)
@@ -229,7 +220,7 @@ def slurm_lines(slurm: SlurmConfig) -> Iterator[Conflict]:
             )
 
 
-SLURM_RULES = (texts, array, times, slurm_lines)
+SLURM_RULES = (texts, times, slurm_lines)
 
 
 # Rules of `kubernetes`: what the API server or an operator's webhook would refuse later.

@@ -201,8 +201,6 @@ class ProfileSettings:
     """First of them."""
     ranks: list[FromZero] = field(default_factory=lambda: [0])
     """Ranks that write a trace."""
-    memory: bool = False
-    """GPU only: record allocations too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,10 +295,6 @@ class TrainConfig:
     """Smallest improvement that counts."""
     async_save: bool = False
     """Save in the background."""
-    spike_guard: Literal["off", "report", "skip"] = "off"
-    """When the gradient norm jumps: record the step, or also skip the update."""
-    spike_factor: Annotated[float, Range(above=1)] = 10.0
-    """A jump is this many times the median of 50 steps."""
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     """Where the time of some steps goes."""
     extra: Mapping[str, Any] = field(default_factory=dict)

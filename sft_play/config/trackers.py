@@ -32,14 +32,6 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
     "wandb": ("wandb", "wandb==0.31.0"),
 }
 """Tracker -> the module that it needs, and its packages for pip."""
-CLASHES: Mapping[str, str] = {
-    AIM: "aim 3.29.1 wants filelock < 4, and 4.2.11 is pinned here",
-    "swanlab": "swanlab 0.9.8 wants protobuf < 7, and 7.36.2 is pinned here",
-    "trackio": "trackio 0.43.0 wants pillow < 13, and 13.0.0 is pinned here",
-}
-"""Tracker -> why pip finds no set of packages with it: `pip install --dry-run -c constraints.txt NAME==VERSION`,
-2026-11-23.
-"""
 
 
 def trackers(config: Config) -> list[str]:
@@ -54,12 +46,8 @@ def missing_trackers(config: Config) -> list[HardwareError]:
     needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
     return [
         HardwareError(
-            f"`{KEY}` names `{name}`, which is not installed here" + (f": {CLASHES[name]}" if name in CLASHES else ""),
-            hint=(
-                "tensorboard, wandb, mlflow and comet_ml work with the pinned packages"
-                if name in CLASHES
-                else f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}"
-            ),
+            f"`{KEY}` names `{name}`, which is not installed here",
+            hint=f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}",
         )
         for name, (module, package) in needed.items()
         if module and importlib.util.find_spec(module) is None

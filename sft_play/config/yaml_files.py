@@ -122,7 +122,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         context = f" {error.context}" if error.context else ""
-        raise UserError(f"not YAML:{context} {error.problem}", place=place, hint=_syntax_hint(error)) from error
+        raise UserError(f"not YAML:{context} {error.problem}", place=place) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"not YAML: {error.reason} (character {error.character!r})", place=f"{name}:{line}") from error
@@ -130,17 +130,6 @@ def parse_yaml(text: str, name: str) -> YamlNode:
         raise UserError(
             "not YAML that can be read: nested too deeply, or a character out of range", place=name
         ) from error
-
-
-def _syntax_hint(error: yaml.MarkedYAMLError) -> str | None:
-    problem = error.problem or ""
-    if "'\\t'" in problem:
-        return "indent with spaces; YAML does not allow tabs"
-    if "mapping values are not allowed" in problem:
-        return "look for a missing line break, or put a value with `: ` in it between quotes"
-    if "could not find expected ':'" in problem:
-        return "write a key as `key: value`"
-    return None
 
 
 class _Builder:

@@ -24,7 +24,6 @@ from sft_play.runs.folder import (
     metric_rows,
     metrics_of,
     of_memory,
-    read_benchmarks,
     read_predictions,
     read_scores,
     run_path,
@@ -76,7 +75,6 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         notes.append(
             "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= scores answers"
         )
-    benchmarks = _side_by_side([side.benchmarks() for side in sides])
     return {
         "runs": [side.name for side in sides],
         "folders": [str(side.folder) for side in sides],
@@ -86,7 +84,6 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         "scores": {name: [side.metrics[name] for side in sides] for name in metrics},
         "labels": _labels(sides),
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
-        "benchmarks": {name: values for name, values in benchmarks.items() if None not in values},
         "metric": metric,
         "rows": _rows_apart(sides, rows, metric, count) if metric else [],
         "notes": notes,
@@ -210,7 +207,7 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
         lines[f"  {label}: F1, precision, recall"] = [
             f"{v['f1']:.3f}, {v['precision']:.3f}, {v['recall']:.3f}, n = {v['n']}" for v in values
         ]
-    return lines | result["benchmarks"]
+    return lines
 
 
 def _shown(value: Any, name: str) -> str:
@@ -294,11 +291,6 @@ class Side:
                 "training loss, last step": summary.loss,
             }
         return {name: value for name, value in facts.items() if value is not None}
-
-    def benchmarks(self) -> dict[str, float]:
-        """Return its standard benchmark scores by task and metric."""
-        tasks = (read_benchmarks(self.run.evaluation(self.weights.step)) or {}).get("tasks", {})
-        return {f"{task} {metric}": v["value"] for task, part in tasks.items() for metric, v in part["metrics"].items()}
 
 
 def read_sides(names: Sequence[str], data: str | None) -> list[Side]:

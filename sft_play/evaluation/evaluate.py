@@ -15,7 +15,7 @@ from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.files import file_sha256, read_json
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.model.resolve import check_trained, weights_sha256
-from sft_play.plan.architecture import offline_unless_reachable, shape_of
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import label_of, weights_folder
 from sft_play.runs.folder import (
@@ -25,7 +25,6 @@ from sft_play.runs.folder import (
     data_name,
     metrics_of,
     of_memory,
-    read_benchmarks,
     read_scores,
     runs_folder,
 )
@@ -92,8 +91,6 @@ def main(call: Call) -> int:
     loaded = read_settings(call)
     if run and weights and weights.folder:
         check_stamp(run, loaded.config, weights.folder)
-    if "BENCHMARKS" in call.options:
-        return _benchmarks(call, loaded, run, weights)
     rows = find_rows(call, loaded, run)
     if rows is None or not rows.split.rows:
         named = f"the run `{run.name}`" if run else f"`{call.options.get('CONFIG')}`"
@@ -116,17 +113,13 @@ def main(call: Call) -> int:
         from sft_play.evaluation.held_out import score_run
 
         scores = score_run(run, weights.folder, rows.split, folder, step=weights.step, config=config, settings=settings)
-    return _show(call, run, weights, folder, scores, table(scores, folder))
-
-
-def _show(
-    call: Call, run: RunFolder, weights: Weights, folder: Path, figures: Mapping[str, Any], lines: Sequence[str]
-) -> int:
     if call.json:
-        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **figures}, indent=2))
+        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **scores}, indent=2))
     else:
         name = "untuned base" if weights.label == BASE else weights.label
-        print(f"run          {run.name}, {name} (step {weights.step})", *lines, f"files        {folder}", sep="\n")
+        print(
+            f"run          {run.name}, {name} (step {weights.step})", *table(scores), f"files        {folder}", sep="\n"
+        )
     return 0
 
 
@@ -136,19 +129,7 @@ def _with_earlier_metrics(config: Config, scores: Mapping[str, Any]) -> Config:
     return replace(config, eval=replace(config.eval, metrics=[*earlier, *config.eval.metrics])) if earlier else config
 
 
-def _benchmarks(call: Call, loaded: LoadedConfig, run: RunFolder | None, weights: Weights | None) -> int:
-    from sft_play.evaluation.benchmarks import lines, measure, parse_tasks
-
-    tasks, limit = parse_tasks(call.options["BENCHMARKS"]), call.integer("BENCHMARK_LIMIT", minimum=1)
-    if run is None:
-        run = plain_run(loaded, find_model(loaded.config))
-    weights = weights or find_weights(run, BASE)
-    folder = run.evaluation(weights.step)
-    figures = measure(run, weights.folder, weights.content, folder, tasks, limit, loaded.config)
-    return _show(call, run, weights, folder, figures, lines(figures))
-
-
-def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
+def table(scores: Mapping[str, Any]) -> list[str]:
     """Return the lines of the report that the user reads."""
     lines = []
     if data := scores["settings"].get("data"):
@@ -179,21 +160,7 @@ def table(scores: Mapping[str, Any], folder: Path) -> list[str]:
         if speed.get("answers_per_second"):
             text += f", answers {speed['answers_per_second']:.2f}/s ({speed['answer_tokens_per_second']:.0f} tokens/s)"
         lines.append(text)
-    if measured := read_benchmarks(folder):
-        from sft_play.evaluation import benchmarks
-
-        lines += benchmarks.lines(measured)
     return lines
-
-
-def find_model(config: Config) -> ResolvedModel:
-    """Return a plain model, downloaded if necessary. Raise `DataError`."""
-    if not Path(config.model.name).expanduser().is_dir():
-        offline_unless_reachable()
-    from sft_play.model.scratch import resolve
-    from sft_play.model.tokenizer import chat_format, with_chat
-
-    return with_chat(resolve(config), chat_format(config.data))
 
 
 def find_weights(run: RunFolder, checkpoint: str | None) -> Weights:
@@ -254,8 +221,8 @@ def check_options(call: Call) -> None:
         raise UserError("`RUN` is missing", hint=hint)
     if "MODEL" in options and "model.name" in keys:
         raise UserError("`MODEL` and `model.name` are both given", hint="give one of them")
-    if "CONFIG" not in options and not _gives_rows(call) and "BENCHMARKS" not in options:
-        hint = "make eval MODEL=folder-or-hub-id DATA=file.jsonl, or CONFIG= with validation data, or BENCHMARKS="
+    if "CONFIG" not in options and not _gives_rows(call):
+        hint = "make eval MODEL=folder-or-hub-id DATA=file.jsonl, or CONFIG= with validation data"
         raise UserError("`MODEL` has no rows, and `DATA` is missing", hint=hint)
 
 

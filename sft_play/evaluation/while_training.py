@@ -28,7 +28,7 @@ class WhileTraining:
     context: TrainContext
     stop: StopOnRequest
     split: PreparedSplit | None
-    speed_shown: bool = False
+    decision_shown: bool = False
 
     def require_best(self, rows: Any) -> None:
         """Raise `DataError` if `train.metric_for_best_model` cannot be measured on the validation rows."""
@@ -47,26 +47,19 @@ class WhileTraining:
                 raise DataError(f"`train.metric_for_best_model` is `{name}`, which is not measured: {reason}")
 
     def evaluate(self, trainer: Trainer, rows: Any) -> dict[str, float]:
-        """Return the metrics of an evaluation at this step, on every rank; print once how it is done and how fast."""
+        """Return the metrics of an evaluation at this step, on every rank; print once how it is done."""
         config, first, step = self.context.config, self.context.ranks.first, trainer.state.global_step
         held_out = self._loss(trainer, rows)
         metrics = held_out.metrics()
         ready = answerable(rows)
         generate, reason = decide(config, rows=len(rows), ready=len(ready))
-        show_speed, self.speed_shown = first and not self.speed_shown, self.speed_shown or bool(step)
-        if show_speed and step:
+        if first and step and not self.decision_shown:
             print(typed_here(f"evaluation: {reason}"), flush=True)
-        speed = f"evaluation speed: loss {held_out.rows_per_second:,.1f} rows/s"
+            self.decision_shown = True
         if generate and (result := self._try_answers(trainer, rows, ready, held_out)):
             metrics |= result.metrics()
-            slower = held_out.rows_per_second / metrics["eval_answers_per_second"]
-            speed += (
-                f", answers {metrics['eval_answers_per_second']:,.2f} rows/s (loss alone is {slower:,.1f} x faster)"
-            )
             for warning in result.warnings if first else ():
                 tell(f"evaluation: {warning}")
-        if show_speed:
-            print(speed, flush=True)
         return metrics
 
     def _loss(self, trainer: Trainer, rows: Any) -> HeldOut:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sft_play.config.call import Call
-from sft_play.files import json_rows, open_plain, read_json_lines
+from sft_play.files import json_rows, open_plain
 from sft_play.launch.run_folder import find_named_run
 from sft_play.launch.runs import age_of, node_of, state_of
 from sft_play.runs.folder import WHOLE_BYTES, RunFolder, measured, metric_rows
@@ -87,7 +87,7 @@ def panel(run: RunFolder, rows: list[dict[str, Any]], state: str) -> RenderableT
         )
         memory.add_row(Text(f"rank {rank}", style="dim"), bar, f"{size or 0:.2f} of {limit:.1f} GiB", device)
     rest = [Text(f"and {len(used) - MOST_RANKS} more ranks", style="dim")] if len(used) > MOST_RANKS else []
-    words = [Text(f"! {finding.text}", style="yellow") for finding in findings(rows, _spikes(run))]
+    words = [Text(f"! {finding.text}", style="yellow") for finding in findings(rows)]
     return Panel(
         Group(top, facts, memory, *rest, *words), title=f"{run.name}: {phase}", title_align="left", border_style="cyan"
     )
@@ -105,12 +105,6 @@ def _facts(run: RunFolder, train: list[dict[str, Any]], evaluations: list[dict[s
         yield "evaluation", line_of(evaluations, None)
     if saved := sorted(path.parent.name for path in run.checkpoints.glob("step-*/manifest.json")):
         yield "checkpoint", saved[-1]
-
-
-def _spikes(run: RunFolder) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        return read_json_lines(run.logs / "spikes.jsonl")
-    return []
 
 
 def is_terminal(console: TextIO) -> bool:
@@ -211,7 +205,7 @@ def _print_lines(call: Call, run: RunFolder) -> None:
         time.sleep(PANEL_SECONDS)
     if not call.json:
         print(
-            *(f"warning: {finding.text}" for finding in findings(rows_so_far, _spikes(run))),
+            *(f"warning: {finding.text}" for finding in findings(rows_so_far)),
             f"`{run.name}`: {state}",
             sep="\n",
         )

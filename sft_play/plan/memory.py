@@ -52,7 +52,7 @@ OPTIMIZER_BYTES = {
     "lion_8bit": 1.02, "paged_lion_8bit": 1.02, "lion_32bit": 4.0, "paged_lion_32bit": 4.0,
     "adafactor": 0.1, "sgd": 0.0, "paged_adamw_32bit": 8.0, "ademamix": 12.0, "paged_ademamix_32bit": 12.0,
     "adagrad": 4.0, "rmsprop": 4.0, "rmsprop_bnb": 4.0, "rmsprop_bnb_32bit": 4.0, "rmsprop_bnb_8bit": 1.02,
-    "grokadamw": 12.0, "schedule_free_sgd": 4.0,
+    "schedule_free_sgd": 4.0,
 }  # fmt: skip
 """Bytes of state per trained weight. bitsandbytes holds its 32-bit moments in fp32 whatever the type of the weights,
 and AdEMAMix has three. Other optimizers are counted as Adam: two moments in the type of the weights.

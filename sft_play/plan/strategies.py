@@ -74,16 +74,7 @@ def _check(request: Request, chosen: str) -> None:
             f" attention or {columns[1]} of the feed-forward layers cannot be divided evenly",
             hint="a number of ranks that divides both, or LAUNCH_STRATEGY=ddp",
         )
-    if config.train.spike_guard == "skip" and chosen.startswith("zero"):
-        raise UserError(
-            f"`train.spike_guard` is `skip`, but under {chosen} DeepSpeed makes the update before its gradient norm is"
-            " known",
-            hint="TRAIN_SPIKE_GUARD=report, or skip updates with `make train-distributed` or `make train-fsdp`",
-        )
-    profile = config.train.profile
-    if profile.memory and hardware.kind == "cpu":
-        raise UserError("`train.profile.memory` records allocations of GPUs, and this plan has none", hint="omit it")
-    if absent := [rank for rank in profile.ranks if rank >= world]:
+    if absent := [rank for rank in config.train.profile.ranks if rank >= world]:
         raise UserError(f"`train.profile.ranks` names rank {absent[0]}, but the ranks are 0 to {world - 1}")
     if chosen not in ("single", "ddp") and (changed := network_keys(config)):
         key, value = changed[0]

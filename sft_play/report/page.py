@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
 from sft_play.errors import typed_here
-from sft_play.files import finite, open_plain, read_json_lines, read_object, typed_path, write_text
+from sft_play.files import finite, open_plain, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import flat_keys, short_path, summary_of
 from sft_play.runs.folder import (
@@ -72,7 +72,7 @@ def write_report(run: RunFolder, path: Path | None = None) -> Path:
 
 def record_of(run: RunFolder) -> dict[str, Any]:
     """Return everything that the page shows of a run."""
-    config, rows, spikes = read_facts(run.config), metric_rows(run.metrics), _lines(run.logs / "spikes.jsonl")[-500:]
+    config, rows = read_facts(run.config), metric_rows(run.metrics)
     evaluated = [
         (folder, int(name[1]), name[2], scores)
         for folder in sorted(run.path.glob("eval/step-*"))
@@ -98,9 +98,8 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "stamp": read_object(run.stamp),
         "final": read_facts(run.training_metrics),
         "curves": curves_of(rows),
-        "findings": [asdict(finding) for finding in findings(rows, spikes)],
+        "findings": [asdict(finding) for finding in findings(rows)],
         "events": read_events(run),
-        "spikes": spikes,
         "evaluations": [_evaluation(step, scores) for _, step, other, scores in evaluated if not other],
         "other_rows": [_evaluation(step, scores) for _, step, other, scores in evaluated if other],
         "samples": samples_of([(step, folder) for folder, step, other, _ in evaluated if not other]),
@@ -223,12 +222,6 @@ def _tail(path: Path) -> str:
         text = stream.read().decode("utf-8", "replace")
         return text if size <= LOG_BYTES else text.partition("\n")[2]
     return ""
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        return read_json_lines(path)
-    return []
 
 
 # The page: under the server it references its files, in a report it contains them.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import json_rows, open_plain, read_json_lines, read_object, typed_path
@@ -298,12 +298,11 @@ def folder_gone(run: RunFolder) -> HardwareError:
     )
 
 
-# Results of an evaluation: scores, answers, benchmarks.
+# Results of an evaluation: scores and answers.
 
 
 SCORES = "scores.json"
 PREDICTIONS = "predictions.jsonl"
-BENCHMARKS = "benchmarks.json"
 ANSWER: Mapping[str, Any] = {
     "row": int,
     "prompt": str,
@@ -352,30 +351,6 @@ def of_memory(settings: Mapping[str, Any]) -> str | None:
         were = "was" if trained == 1 else "were"
         return f"{trained:,} of these rows {were} trained: such scores show memory and not skill"
     return None
-
-
-def read_benchmarks(folder: Path) -> dict[str, Any] | None:
-    """Return the results of standard benchmarks for these weights, or `None` if none was run."""
-    from sft_play.config.reader import misfit
-
-    benchmarks = read_object(folder / BENCHMARKS)
-    return benchmarks if benchmarks and misfit(benchmarks, Benchmarks) is None else None
-
-
-class Figure(TypedDict):
-    value: float
-
-
-class BenchmarkTask(TypedDict):
-    metrics: Mapping[str, Figure]
-
-
-class Benchmarks(TypedDict):
-    tasks: Mapping[str, BenchmarkTask]
-    requests: Mapping[str, Mapping[str, Any]]
-
-
-"""Types of benchmark results."""
 
 
 def read_predictions(folder: Path) -> list[dict[str, Any]]:

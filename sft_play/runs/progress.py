@@ -35,11 +35,10 @@ RISEN, LEAST_RISE = 1.5, 1.0
 NOT_OF_ANSWERS = (*OF_LOSS, "label_tokens", "loss_rows_per_second")
 
 
-def findings(rows: Sequence[Row], spikes: Sequence[Row] = ()) -> list[Finding]:
+def findings(rows: Sequence[Row]) -> list[Finding]:
     """Return findings about a run that is slower or closer to its memory limit than necessary, or that diverged."""
     train = [row for row in rows if row.get("kind") == "train"]
-    slow = [*_of(train[1:][-LATEST:]), *_spikes(train[-LATEST:], spikes)] if len(train) > LEAST else []
-    return slow + risen_losses(rows)
+    return [*(_of(train[1:][-LATEST:]) if len(train) > LEAST else ()), *risen_losses(rows)]
 
 
 def risen_losses(rows: Sequence[Row]) -> list[Finding]:
@@ -103,14 +102,6 @@ def _of(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"the memory of rank {rank} is within 5% of its limit: {used:.1f} of {limits[rank]:.1f} GiB",
                 "a smaller TRAIN_BATCH_SIZE, or `train.gradient_checkpointing`",
             )
-
-
-def _spikes(rows: Sequence[Row], spikes: Sequence[Row]) -> Iterator[Finding]:
-    latest = [spike for spike in spikes if isinstance(spike.get("step"), int) and spike["step"] >= rows[0]["step"]]
-    if latest:
-        norm = latest[-1].get("norm")
-        text = f"the gradient norm jumped at step {latest[-1]['step']}" + (f" to {norm:.3g}" if norm else "")
-        yield _warning("spike", text, "`logs/spikes.jsonl` names the rows; TRAIN_SPIKE_GUARD=skip skips such updates")
 
 
 def _warning(name: str, text: str, remedy: str) -> Finding:

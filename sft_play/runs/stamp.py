@@ -255,7 +255,6 @@ CHANGEABLE = frozenset({
     "train.logging_steps", "train.eval_strategy", "train.eval_steps", "train.dataloader_num_workers",
     "train.dataloader_pin_memory", "train.batch_size", "train.grad_accum", "train.gradient_checkpointing",
     "train.activation_offload", "eval.batch_size", "train.async_save", "train.kernels", "train.profile",
-    "train.spike_guard", "train.spike_factor",
     "launch.timeout_seconds", "launch.max_oom_retries", "launch.hang_seconds", "launch.max_restarts",
     "launch.auto_resume", "launch.balance", "launch.join_seconds", "launch.network", "launch.silent_seconds",
     "launch.slow_network", "launch.sequence_parallel", "launch.stages", "launch.tensor_parallel", "launch.notify",

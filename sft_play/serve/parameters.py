@@ -73,11 +73,6 @@ def anything(value: Any) -> Any:
     return value
 
 
-def nothing(_: Any) -> Any:
-    """Refuse a parameter altogether."""
-    raise ValueError("nothing: this server does not have it")
-
-
 BOOLEAN = of_type(bool, "true or false")
 MOST_ANSWERS = 16
 MOST_STOPS = 16
@@ -187,7 +182,6 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
         "reasoning_effort": of_type(str, "a text"),
         "verbosity": only("medium"),
         "modalities": only(["text"]),
-        **dict.fromkeys(("audio", "prediction", "web_search_options", "functions", "function_call"), nothing),
     },
     "/v1/completions": ALL
     | SAMPLING
@@ -204,6 +198,7 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | CHATTING
     | {
         **{name: SAMPLING[name] for name in ("temperature", "top_p")},
+        "stream": only(False),
         "input": anything,
         "instructions": of_type(str, "a text"),
         "max_output_tokens": whole(1),
@@ -213,7 +208,6 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
         "background": only(False),
         "include": only([]),
         "top_logprobs": only(0),
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls"), nothing),
     },
 }
 """Path -> the parameters that its requests may have."""

@@ -18,15 +18,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from sft_play.errors import CheckpointError, HardwareError, typed_here
-from sft_play.files import disk_problem, errno_of, sync_path, write_text
+from sft_play.errors import CheckpointError, HardwareError
+from sft_play.files import disk_problem, errno_of, sync_path
 from sft_play.model import published
 from sft_play.model.lora import publish_on_base
 from sft_play.model.parallel import outline_of
 from sft_play.runs.checkpoints import model_files
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part
-from sft_play.runs.stamp import Stamp
 from sft_play.text import tell
 from sft_play.training.ranks import TrainContext
 from sft_play.training.states import States
@@ -209,7 +208,7 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     published.copy_code(model, folder)
     if context.config.tuning.mode == "full":
         published.complete(model, trainer.processing_class, folder)
-    write_text(folder / "README.md", model_card(context.stamp, context.run.name))
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form, with paths of this machine
     usual = next(folder.glob("*.json")).stat().st_mode
     for path in folder.glob("*model*.safetensors"):
         path.chmod(usual & 0o777)  # safetensors makes its files readable for the owner only
@@ -218,22 +217,6 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
 def _model_of(trainer: Trainer) -> Any:
     """Return the model that writes its own files, without the engine's wrappers."""
     return outline_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-
-
-def model_card(stamp: Stamp, run: str) -> str:
-    """Return a README for whoever finds the folder, in place of PEFT's empty form; without paths of this machine."""
-    base, on_hub = stamp.public_base
-    adapter = stamp.mode != "full"
-    facts = f"base_model: {base}\n" if on_hub else ""
-    use = typed_here(f"make infer RUN={run}")
-    lora = f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else ""
-    return (
-        f"---\n{facts}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\ntags:"
-        f" [sft-play]\n---\n\n# {run}\n\n{'LoRA adapters over' if adapter else 'All weights, tuned from'} `{base}`,"
-        f" trained by SFT-Play: {stamp.mode}{lora}, rows of up to {stamp.max_seq_len} tokens, {stamp.global_batch_size}"
-        f" rows per step, {stamp.precision}, seed {stamp.seed}.\n\nTry it: `{use}`. `stamp.json` records"
-        " everything that it was made from.\n"
-    )
 
 
 def predicted_bytes(trainer: Trainer) -> int:

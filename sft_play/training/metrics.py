@@ -41,21 +41,6 @@ def drop_later_rows(path: Path, step: int) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def saving_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the cost of saving in a run, resumes included: `saving` in `training_metrics.json`.
-
-    `rows` are those of `metrics.jsonl`. `pause_seconds` is how long training was paused, failed saves included.
-    """
-    saves = [row for row in rows if row.get("kind") == "save"]
-    failed = sum("failed" in row for row in saves)
-    parts = ("pause_seconds", "write_seconds", "verify_seconds", "bytes")
-    return {
-        "saved": len(saves) - failed,
-        "failed": failed,
-        **{part: sum(row.get(part) or 0 for row in saves) for part in parts},
-    }
-
-
 class MetricsFile(TrainerCallback):
     """Append what is logged to `metrics.jsonl`, and drop rows of steps that a resumed run repeats."""
 
@@ -64,8 +49,6 @@ class MetricsFile(TrainerCallback):
         self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step and not self.path.is_file() and state.is_world_process_zero:
-            tell(f"warning: {self.path}: the file is missing; a new one starts after step {state.global_step}")
         drop_later_rows(self.path, state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:

@@ -241,6 +241,5 @@ def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
         config.tuning.mode == "qlora"
         or config.tuning.backend == "unsloth"
         or OPTIMIZERS[plan.optim].bitsandbytes
-        or OPTIMIZERS[plan.optim].low_rank
         or quantisation_of(Path(prepared.model.path)) is not None
     )

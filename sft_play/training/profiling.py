@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
@@ -18,7 +17,6 @@ from sft_play.training.ranks import TrainContext
 COSTLIEST = 15
 COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms")
 COPIES = ("Memcpy", "aten::copy_", "aten::_to_copy")
-MOST_ALLOCATIONS = 100_000
 
 Interval = tuple[float, float]
 
@@ -34,9 +32,6 @@ class Profiler(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.folder.mkdir(exist_ok=True)
-        if self.settings.memory:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
-            torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump_memory())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step + 2 == self.settings.start:
@@ -61,8 +56,6 @@ class Profiler(TrainerCallback):
         """Write the trace and its summary: seconds per step, and how they are spent."""
         self.profile, self.done, lap = None, True, self.lap.take()
         trace.export_chrome_trace(str(self.folder / f"{self.name}.pt.trace.json.gz"))
-        if self.settings.memory:
-            self._dump_memory()
         events: Sequence[Any] = trace.events() or ()
         steps = [event.time_range for event in events if event.name.startswith("ProfilerStep") and not _on_gpu(event)]
         if not steps:
@@ -92,9 +85,6 @@ class Profiler(TrainerCallback):
                 ],
             },
         )
-
-    def _dump_memory(self) -> None:
-        torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.name}.memory.pickle"))
 
 
 def _on_gpu(event: Any) -> bool:

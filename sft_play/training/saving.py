@@ -37,8 +37,7 @@ from sft_play.training.checkpoint_files import Writing, gather_weights, predicte
 from sft_play.training.ranks import TrainContext
 from sft_play.training.slow_network import LocalSteps
 from sft_play.training.states import bring_together, collect
-from sft_play.training.states.facts import require_savable
-from sft_play.training.states.layout import count_bytes, inner_optimizer
+from sft_play.training.states.layout import count_bytes
 
 
 class Saver(TrainerCallback):
@@ -100,11 +99,6 @@ class Saver(TrainerCallback):
         if self._pending is not None and not self.context.ranks.any(self._pending.running):
             self.finish()
             self.context.activity.enter("training", step=state.global_step + 1)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse states of the optimizer that no checkpoint can contain after the first update, not when one is due."""
-        if state.global_step == 1 and args.save_strategy != "no":
-            require_savable(inner_optimizer(self.trainer.optimizer))
 
     def _rotate(self, newest: Path) -> None:
         """Remove old checkpoints; call on rank 0."""

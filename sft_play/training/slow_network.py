@@ -149,10 +149,6 @@ class LocalSteps(TrainerCallback):
         self.norms = [norm_there for (norm_there,) in self.context.ranks.table([norm])]
         return float(torch.tensor(self.norms, dtype=torch.float64).max())  # torch's maximum propagates a NaN
 
-    def skip_update(self) -> None:
-        """Do not count the tokens of this step, whose update is skipped."""
-        self._step_tokens = 0.0
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.window += 1
         self.tokens += self._step_tokens

@@ -1,10 +1,9 @@
-"""End training: at its last step, on request (all ranks together), without a better evaluation, at a NaN or a spike."""
+"""End training: at its last step, on request (all ranks together), without a better evaluation, or at a NaN."""
 
 from __future__ import annotations
 
 import math
 import signal
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl
-from transformers.trainer_callback import ExportableState
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, side_file, write_json
-from sft_play.runs.progress import notify
 from sft_play.training.faults import open_store
-from sft_play.training.metrics import drop_later_rows, rows_until
+from sft_play.training.metrics import rows_until
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.saving import Saver
 from sft_play.training.states.facts import loss_scaler
@@ -102,68 +99,6 @@ def saved_attributes(callback: TrainerCallback, state: Any) -> dict[str, Any]:
     """Return what the checkpoint that a run resumes from holds of a callback's `state`, nothing at a run's start."""
     saved = state.stateful_callbacks.get(type(callback).__name__) if state.global_step else None
     return (saved or {}).get("attributes", {})
-
-
-WINDOW, LEAST = 50, 10
-"""The most and the fewest earlier norms that a norm is compared with."""
-WHAT = "the rows of a step whose gradient norm jumps"
-
-
-class SpikeGuard(TrainerCallback, ExportableState):
-    """Compare each step's gradient norm with the median of those before it, and perhaps skip a step that jumps.
-
-    The mode is `train.spike_guard`. The norm is over all ranks, so every rank decides alike. The norms seen so far are
-    saved in checkpoints, so a resumed run decides as the uninterrupted one would. A jump counts among the norms too: a
-    new level is accepted after 25 steps.
-    """
-
-    def __init__(self, context: TrainContext) -> None:
-        train = context.config.train
-        self.mode, self.factor, self.rank = train.spike_guard, train.spike_factor, context.ranks.rank
-        self.run, self.notify = context.run, context.config.launch.notify
-        self.path = context.run.logs / "spikes.jsonl"
-        """Each rank appends a line with its own rows."""
-        self.norms: list[float] = []
-        self.spikes: list[int] = []
-        """Steps whose norm jumped."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the state of the checkpoint, and drop lines of steps that are repeated."""
-        attributes = saved_attributes(self, state)
-        self.norms, self.spikes = list(attributes.get("norms", [])), list(attributes.get("found", []))
-        if self.rank == 0 and self.path.is_file():
-            with side_file(self.path, WHAT):
-                drop_later_rows(self.path, state.global_step)
-
-    def jumps(self, norm: float, *, step: int, rows: list[int]) -> bool:
-        """Record the norm of a step and return whether to skip its update; norms that are not finite are ignored."""
-        if self.mode == "off" or not math.isfinite(norm):
-            return False
-        before = self.norms[-WINDOW:]
-        self.norms = [*before, norm][-WINDOW:]
-        if len(before) < LEAST:
-            return False
-        median = statistics.median(before)
-        if norm <= self.factor * median:
-            return False
-        skipped = self.mode == "skip"
-        self.spikes.append(step)
-        facts = {"step": step, "norm": norm, "median": median, "skipped": skipped, "rank": self.rank, "rows": rows}
-        with side_file(self.path, WHAT):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            append_json_line(self.path, facts | {"time": time.time()})
-        if self.rank == 0:
-            action = "its update is skipped" if skipped else "its update is applied"
-            times = f"{norm / median:.1f} times the median {median:.3g}" if median else f"the median is {median:.3g}"
-            message = f"step {step}: the gradient norm jumps to {norm:.3g}, {times}; {action}"
-            print(f"{message}; rows: {self.path}", flush=True)
-            if len(self.spikes) == 1:
-                notify(self.notify, self.run, "spike", f"{self.run.name}: {message}")
-        return skipped
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint (the interface of `ExportableState`)."""
-        return {"args": {}, "attributes": {"norms": self.norms, "found": self.spikes}}
 
 
 AGREE_SECONDS = 0.5

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from sft_play.config.schema import Config
 from sft_play.config.trackers import AIM, OWN, trackers
 from sft_play.files import free_bytes, open_own, read_json, read_object, write_json
-from sft_play.runs.folder import RunFolder, read_predictions
+from sft_play.runs.folder import RunFolder
 from sft_play.text import tell
 
 ROOM_BYTES = 2**20
@@ -34,7 +34,6 @@ NAMES = {
 }
 PLACE = re.compile(r"(rank|node)_(.+)")
 """A list with a value for each rank or machine; its curves are `rank/loss/0`, `rank/loss/1`, ..."""
-LETTERS, ANSWERS = 2_000, 3
 
 
 class Curves(TrainerCallback):
@@ -45,7 +44,7 @@ class Curves(TrainerCallback):
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self.run, self.folder = run, run.tensorboard
+        self.folder = run.tensorboard
         self.stream: BinaryIO | None = None
         self._files = 0
 
@@ -56,8 +55,6 @@ class Curves(TrainerCallback):
         step = state.global_step
         if step:  # invalidates later steps in earlier files
             self._write(step + 1, session_log=SessionLog(status=SessionLog.START))
-        for path in (self.run.config, self.run.plan):
-            self._add_text(path.stem, _indent(path.read_text(encoding="utf-8")), state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -66,19 +63,6 @@ class Curves(TrainerCallback):
         if curves:
             values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]
             self._write(state.global_step, summary=Summary(value=values))
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """Show some answers of an evaluation, if there are any."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            for row in read_predictions(self.run.evaluation(state.global_step))[:ANSWERS]:
-                parts = {"prompt": row["prompt"], "answer": row["answer"], "reference": row.get("reference") or ""}
-                shown = "\n\n".join(f"**{name}**\n\n{_indent(str(value)[:LETTERS])}" for name, value in parts.items())
-                self._add_text(f"answers/row {row['row']}", shown, state)
-
-    def _add_text(self, name: str, text: str, state: Any) -> None:
-        from torch.utils.tensorboard.summary import text as summary_of
-
-        self._write(state.global_step, summary=summary_of(name, text))
 
     def _write(self, step: int, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -110,11 +94,6 @@ def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield from ((f"{match[1]}/{match[2]}/{index}", number) for index, number in enumerate(value))
     elif isinstance(value, int | float) and (name in NAMES or name.startswith("eval_")):
         yield NAMES.get(name) or f"eval/{name.removeprefix('eval_')}", value
-
-
-def _indent(text: str) -> str:
-    """Return a text as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 # Each tracker (W&B, MLflow, Comet, Aim) runs its callback in a separate thread: a failure or hang gives a warning and

@@ -44,7 +44,6 @@ from sft_play.training.stopping import (
     EvaluationStopped,
     Finite,
     Patience,
-    SpikeGuard,
     StopOnRequest,
     is_better,
     value_of,
@@ -135,11 +134,11 @@ class SftTrainer(Trainer):
         self.objective = objective_of(context.config.train)
         alpha = context.config.train.extra.get(NEFTUNE)
         self.noise = RowNoise(self.model, alpha, self.args.seed, context.ranks.part) if alpha else None
-        self.shard_proof, self.patience, self.spikes = ShardProof(), Patience(context), SpikeGuard(context)
+        self.shard_proof, self.patience = ShardProof(), Patience(context)
         self.balancer = Balancer(context, sampler, self.watch)
         self.saver = Saver(context, self, self.counters)
         self.finite = Finite(context, self, self.saver)
-        for callback in (self.shard_proof, self.patience, self.spikes, self.saver, self.balancer):
+        for callback in (self.shard_proof, self.patience, self.saver, self.balancer):
             self.add_callback(callback)
         self._micro_batches: list[Batch] = []
         """Micro-batches of a step that a pipeline has not started yet."""
@@ -278,12 +277,11 @@ class SftTrainer(Trainer):
         return self.parts.clip(model.parameters(), max_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Stop before the update if loss or gradients are not finite; skip it if they jump (`train.spike_guard`).
+        """Stop before the update if loss or gradients are not finite.
 
         DeepSpeed steps inside the backward pass: it skips an update that is not finite itself, and we stop afterwards.
         """
-        step = self.state.global_step + 1
-        self.context.activity.enter("updating", step=step)
+        self.context.activity.enter("updating", step=self.state.global_step + 1)
         if self.parts is not None and grad_norm is None:
             grad_norm = self._clip_slices(model, math.inf)
         norm = super()._get_grad_norm(model, grad_norm)
@@ -292,10 +290,7 @@ class SftTrainer(Trainer):
             norm = value = self.local.agree(value)
         self.finite.require_finite_norm(value, self._window[0])
         self.finite.require_finite_loss(self._window[0])
-        jumps = self.spikes.jumps(value, step=step, rows=self.finite.rows)
-        if jumps and self.local is not None:
-            self.local.skip_update()
-        if jumps or (self.local is not None and self.local.empty):
+        if self.local is not None and self.local.empty:
             # An optimizer skips parameters without a gradient, while the schedule continues.
             model.zero_grad(set_to_none=True)
         return norm

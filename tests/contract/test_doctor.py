@@ -1,11 +1,10 @@
-"""Each finding of `make doctor`, provoked by its condition: stub packages, fake tools, limits, ports in use."""
+"""Each finding of `make doctor`, provoked by its condition: stub packages, fake tools, ports in use."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -74,9 +73,7 @@ class Doctor:
         )
         self.environment["PYTHONPATH"] = f"{package.parent}{os.pathsep}{self.environment['PYTHONPATH']}"
 
-    def findings(
-        self, prefix: tuple[str, ...] = (), limit: Callable[[], None] | None = None
-    ) -> Mapping[str, Mapping[str, Any]]:
+    def findings(self, prefix: tuple[str, ...] = ()) -> Mapping[str, Mapping[str, Any]]:
         """Run it; return id -> finding."""
         process = subprocess.run(
             [*prefix, self.python, "-m", "sft_play.doctor", "JSON=1"],
@@ -86,7 +83,6 @@ class Doctor:
             text=True,
             timeout=240,
             check=False,
-            preexec_fn=limit,
         )
         assert process.stdout, process.stderr
         findings = {finding["id"]: finding for finding in json.loads(process.stdout)["findings"]}
@@ -111,10 +107,8 @@ def test_a_good_environment_has_no_errors(doctor: Doctor) -> None:
     assert set(doctor.findings()) <= {
         "hub-unreachable",
         "port-29500",
-        "memory-low",
         "shared-memory",
         "disk-low",
-        "open-files",
     }
 
 
@@ -203,7 +197,6 @@ FINDINGS: dict[str, tuple[Spoil, str, str, str]] = {
         gpus(Machine(cards=(RTX4090, replace(RTX4090, lost=True)))), "error", "gpus-refused",
         "GPU 1 of 2 does not answer: GPU is lost",
     ),
-    "unlike cards": (gpus(MACHINES["unlike_pair"], cuda="13.0"), "note", "mixed-gpus", ""),
     "another maker": (
         gpus(Machine(cards=(), system="Darwin")), "warning", "other-gpu", "Apple's GPUs (MPS) are not supported"
     ),
@@ -244,13 +237,12 @@ def test_a_port_in_use_is_reported(doctor: Doctor) -> None:
         assert "port-29500" in doctor.findings()
 
 
-def test_stray_variables_accelerates_default_file_and_few_open_files_are_reported(doctor: Doctor) -> None:
+def test_stray_variables_and_accelerates_default_file_are_reported(doctor: Doctor) -> None:
     doctor.environment |= {"PET_NNODES": "2", "RANK": "0"}
     default = Path(doctor.environment["HF_HOME"]) / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.touch()
-    findings = doctor.findings(limit=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
-    assert "256 files" in findings["open-files"]["text"]
+    findings = doctor.findings()
     assert "PET_NNODES, RANK" in findings["stray-variables"]["text"] and "accelerate-default-config" in findings
 
 

@@ -201,7 +201,7 @@ def test_a_folder_in_the_environment_is_not_ignored(monkeypatch: pytest.MonkeyPa
         (["it's;x$HOME\"`y"], "there is no target `it's;x$HOME\"`y`\n\nhint: `make help` lists all commands"),
         (
             ["slurm", "SLURM_GRES=gpu:4", "MIXED_PRECISION=fp16"],
-            "did you mean `NUM_GPUS=...` (processes on this machine)? It takes a number",
+            "did you mean `NUM_GPUS=...` (processes on this machine)?",
         ),
     ],
 )

@@ -51,8 +51,6 @@ def test_one_stamp_with_what_each_difference_means(runs: Path) -> None:
     for field, rule in RULES.items():
         first, *_ = [line for line in lines if line.startswith((f"{field} ", f"{field}."))]
         assert first.split()[-4:] == [rule.resume, rule.merge, rule.infer, rule.eval], first
-    assert "run it again: make train CONFIG=" in shown.out
-    assert "RUN_NAME=one-again TRAIN_BATCH_SIZE=4 TRAIN_PACKING=off TRAIN_GRADIENT_CHECKPOINTING=false" in shown.out
     as_json = ask(runs, "RUN=one", "JSON=1").json
     assert as_json["stamp"]["backend"] == "bnb" and as_json["rules"]["backend"]["resume"] == "refuse"
 
@@ -119,11 +117,3 @@ def test_missing_stamps_are_one_clear_error(runs: Path, words: list[str], code: 
     done = ask(runs, *words)
     done.refused(code, "error: ", message)
     assert not done.out
-
-
-def test_the_printed_command_repeats_a_run(tmp_path: Path) -> None:
-    launch = {"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}
-    make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, world_size=2)
-    again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]
-    assert again.startswith("make train-deepspeed ") and "NUM_GPUS=2" in again and "DEEPSPEED_CONFIG=" in again
-    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it verbatim"

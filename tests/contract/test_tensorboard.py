@@ -10,7 +10,6 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +29,7 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_tensorboard_starts_once_shows_one_run_and_stops(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_starts_once_and_stops(tensorboard: Program, tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
@@ -47,19 +46,7 @@ def test_tensorboard_starts_once_shows_one_run_and_stops(tensorboard: Program, t
     again = tensorboard("tensorboard").out
     assert "already runs" in again and first["url"] in again
 
-    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
-    assert ended(first["pid"]) and second["url"].endswith(f":{taken}/") and first["url"] in second["note"]
-    runs = tmp_path / "runs"
-    (runs / "q").mkdir()
-    (runs / "q" / "config.json").write_text("{}")
-    of_run = tensorboard("tensorboard", "RUN=q", "JSON=1").json
-    assert (
-        of_run["url"] == second["url"] and of_run["folder"] == str(runs.resolve() / "q" / "tb") and ended(second["pid"])
-    )
-    server = tensorboard("tensorboard", "RUN=q", f"TENSORBOARD_PORT={taken}", "JSON=1").json
-    assert server["pid"] == of_run["pid"] and "already runs" in server["note"]
-
-    assert str(server["pid"]) in tensorboard("tensorboard-stop").out and ended(server["pid"])
+    assert str(first["pid"]) in tensorboard("tensorboard-stop").out and ended(first["pid"])
     assert "no TensorBoard" in tensorboard("tensorboard-stop").out
 
 
@@ -78,28 +65,14 @@ def test_stop_spares_a_process_that_got_the_same_pid(tensorboard: Program, tmp_p
         other.communicate(b"\n", timeout=240)
 
 
-def test_tensorboard_shows_curves_answers_and_plan(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_shows_curves(tensorboard: Program, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "one")
-    answers = run.evaluation(2)
-    answers.mkdir(parents=True)
-    run.config.write_text(json.dumps({"config": {"train": {"epochs": 2}}}))
-    run.plan.write_text('{"strategy": "ddp"}')
-    (answers / "predictions.jsonl").write_text(
-        json.dumps({"row": 4, "prompt": "<b>what?</b>", "answer": "that", "reference": "this"})
-    )
     logged = {"loss": 1.5, "rank_loss": [1.0, 2.0], "node_network_mb_s": [3.0], "eval_loss": 2.5}
     curves, state = Curves(run), SimpleNamespace(global_step=0)
     curves.on_train_begin(None, state, None)
     state.global_step = 2
     curves.on_log(None, state, None, logs=logged)
-    curves.on_evaluate(None, state, None)
     url = tensorboard("tensorboard", "TENSORBOARD_PORT=16006", "JSON=1").json["url"]
-
-    def asked(path: str) -> Any:
-        with urllib.request.urlopen(f"{url}data/plugin/{path}", timeout=240) as answer:
-            return json.load(answer)
-
-    shown = asked("scalars/tags")["one/tb"]
+    with urllib.request.urlopen(f"{url}data/plugin/scalars/tags", timeout=240) as answer:
+        shown = json.load(answer)["one/tb"]
     assert {"train/loss", "rank/loss/0", "rank/loss/1", "node/network_mb_s/0", "eval/loss"} <= shown.keys()
-    texts = " ".join(asked("text/tags")["one/tb"])
-    assert all(name in texts for name in ("answers", "plan", "config"))

@@ -1,10 +1,9 @@
-"""`eval` of a run, other rows, plain models and standard benchmarks, and `compare`, as a user calls them on one small
+"""`eval` of a run, other rows and plain models, and `compare`, as a user calls them on one small
 trained run.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -228,47 +227,9 @@ def test_answers_to_other_rows_are_not_compared(place: Place) -> None:
         ("eval RUN=one MODEL_MAX_SEQ_LEN=64", 2, "`model.max_seq_len` would change how the run's own rows were made"),
         ("eval RUN=one DATA=x.jsonl DATA_VAL_PATH=y.jsonl", 2, "are both given"),
         ("eval RUN=one DATA_VALIDATION=0.5", 2, "a fraction of which data?"),
-        ("eval RUN=one BENCHMARKS=none/task.yaml", 2, "none/task.yaml: there is no such task file"),
         ("compare RUNS=one", 2, "expected two or more"),
         ("compare RUNS=one,one@base DATA=unscored.jsonl", 5, "make eval RUN=one DATA=unscored.jsonl"),
     ],
 )
 def test_invalid_calls_of_eval_and_compare_are_refused(place: Place, words: str, code: int, message: str) -> None:
     place.call(*words.split()).refused(code, message)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
-def test_benchmarks_without_their_package_name_the_command(place: Place) -> None:
-    place.call("eval", "RUN=one", "BENCHMARKS=arc_easy").refused(3, "'.[benchmarks]'")
-
-
-TASK = """task: tiny_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness (`.[benchmarks]`) is not installed"
-)
-def test_standard_benchmarks_score_a_run_and_a_plain_model(place: Place) -> None:
-    rows = place.folder / "choices.jsonl"
-    questions = [{"question": f"What is {i}?", "choices": ["a list", "a dict"], "answer": i % 2} for i in range(12)]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in questions))
-    task = place.folder / "tiny.yaml"
-    task.write_text(TASK.format(rows=rows))
-    scores = place.scores("RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8")
-    accuracy = scores["tasks"]["tiny_choice"]
-    assert accuracy["n"] == 8 and 0 <= accuracy["metrics"]["acc"]["value"] <= 1
-    assert "already measured" in place.call("eval", "RUN=one", f"BENCHMARKS={task}", "BENCHMARK_LIMIT=8").err
-    assert "tiny_choice" in place.call("eval", "RUN=one").out, "the table of scores shows them too"
-    plain = place.scores(f"MODEL={place.folder / 'model'}", f"BENCHMARKS={task}")
-    assert plain["tasks"]["tiny_choice"]["n"] == 12
-    place.call("eval", "RUN=one", "BENCHMARKS=tiny_choise").refused(2, "has no task `tiny_choise`")

@@ -26,9 +26,8 @@ from sft_play.plan.epoch import RowOrder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import Prepared
 from sft_play.training.loss import label_tokens, token_loss_sum
-from tests.conftest import Program, environment
+from tests.conftest import Program
 from tests.documents import ROOT
-from tests.family_runs import in_child, worker
 from tests.training_runs import (
     GLOBAL_BATCH,
     TRAIN_ROWS,
@@ -121,7 +120,6 @@ def test_an_optimizer_is_refused_by_name_or_with_its_package(
     config.write_text(
         f"model: {{name: {tiny}, max_seq_len: 64}}\ntuning: {{task: cpt}}\ndata: {{train_path: {rows}}}\n"
         f"train:\n  optim: {word}\n  save_strategy: 'no'\n"
-        + ("  optim_target_modules: all-linear\n" if OPTIMIZERS[word].low_rank else "")
     )
     chosen = OPTIMIZERS[word]
     if chosen.refused:
@@ -148,35 +146,13 @@ def test_an_optimizer_runs_and_is_restored(word: str, tiny: Path, tmp_path: Path
     chosen = OPTIMIZERS[word]
     if chosen.module and not importlib.util.find_spec(chosen.module):
         pytest.skip(f"{chosen.pip} is not installed")
-    settings = ("train.save_steps: 2", *QUIET[1:]) if chosen.saved else QUIET
-    settings += ("train.optim_target_modules: all-linear", "train.optim_args: rank=4") if chosen.low_rank else ()
+    settings = ("train.save_steps: 2", *QUIET[1:])
     steps = 8 if word == "schedule_free_radam" else 4  # it makes no update before the sixth
     trial = Trial(steps=steps, settings=(f"train.optim: {word}", *settings), plan=(("optim", word),))
     run = must_train(make_run(tmp_path / "run", tiny, trial))
     before, after = load_file(tiny / "model.safetensors"), weights(run)
     assert all(not torch.equal(before[name], after[name]) for name in after)
-    if chosen.saved:
-        same_to_the_bit(resume_from(run, tmp_path / "again", steps - 2, trial), run)
-
-
-def test_states_that_no_checkpoint_can_contain_end_a_run_at_its_first_update(
-    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another version of a package may keep other states than the one that the table knows."""
-    (tmp_path / "optimi.py").write_text(
-        "import torch\n\n\nclass StableAdamW(torch.optim.SGD):\n"
-        "    def __init__(self, params, **_):\n        super().__init__(params, lr=1e-3)\n\n"
-        "    def step(self, closure=None):\n        super().step(closure)\n"
-        "        self.state[self.param_groups[0]['params'][0]]['history'] = {object()}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("transformers.trainer_optimizer.is_torch_optimi_available", lambda: True, raising=False)
-    trial = Trial(settings=("train.optim: stable_adamw",), plan=(("optim", "stable_adamw"),))
-    run = make_run(tmp_path / "run", tiny, trial)
-    done = in_child(lambda: worker(run, environment(cache, tmp_path)))
-    assert "`history` is a set, which cannot be saved without a pickle" in done.err
-    assert "set `train.save_strategy: no`" in done.err
-    assert not column(run, "step"), "the first step is the last, not that of the first checkpoint"
+    same_to_the_bit(resume_from(run, tmp_path / "again", steps - 2, trial), run)
 
 
 def plain_steps(run: RunFolder, model: Any, begin: Callable[[], Any]) -> Iterator[float]:

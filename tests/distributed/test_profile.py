@@ -56,7 +56,6 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
             "TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_RANKS=[3]",
             "`train.profile.ranks` names rank 3, but the ranks are 0 to 0",
         ),
-        ("TRAIN_PROFILE_STEPS=2 TRAIN_PROFILE_MEMORY=true", "records allocations of GPUs, and this plan has none"),
     ],
 )
 def test_profiles_that_cannot_be_taken_are_refused(in_process: Program, words: str, message: str) -> None:

@@ -177,9 +177,6 @@ def test_a_checkpoint_written_in_the_background_has_the_same_bytes(
             )
             assert row["bytes"] == size
             assert min(row["verify_seconds"], row["write_seconds"], row["pause_seconds"]) > 0
-        totals = json.loads(run.training_metrics.read_text())["saving"]
-        assert (totals["saved"], totals["failed"]) == (2, 0)
-        assert totals["bytes"] == sum(row["bytes"] for row in saves)
 
 
 @pytest.mark.slow

@@ -65,7 +65,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for message in (
         "9 answers, greedy",
         "5 of 18 validation rows have no reference and count only for the loss",
-        "evaluation speed: loss ",
     ):
         assert message in done.stdout + done.stderr
     return place

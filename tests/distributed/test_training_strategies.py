@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -171,36 +170,6 @@ def test_the_rank_whose_rows_have_no_loss_is_named(strategy: str, tmp_path: Path
     assert 5 in json.loads(path.read_text())["rows"]
     assert path.name in end["error"]
     assert "the loss of step" in end["error"]
-
-
-@pytest.mark.parametrize(
-    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))]
-)
-def test_a_resumed_run_skips_the_same_updates(strategy: str, tiny: Path, tmp_path: Path) -> None:
-    ranks = ((4, 2),) if strategy == "single" else HALVES
-    settings = (
-        "train.max_steps: 24",
-        "train.save_steps: 14",
-        *NO_EVALUATION,
-        "train.spike_guard: skip",
-        "train.spike_factor: 1.05",
-    )
-    run = must_train(
-        make_run(tmp_path / "run", tiny, Trial(strategy=strategy, ranks=ranks, steps=24, settings=settings))
-    )
-    skipped = spikes(run)
-    steps = sorted({line["step"] for line in skipped})
-    assert steps and steps[0] > 10 and all(line["skipped"] and line["norm"] > 1.05 * line["median"] for line in skipped)
-    assert len(skipped) == len(steps) * len(ranks)
-    again = resume_from(run, tmp_path / "again", 14)
-    same_to_the_bit(again, run)
-    assert spikes(again) == spikes(run)
-
-
-def spikes(run: RunFolder) -> list[dict[str, Any]]:
-    """Return them in order, without the time of day."""
-    lines = [json.loads(line) | {"time": None} for line in (run.logs / "spikes.jsonl").read_text().splitlines()]
-    return sorted(lines, key=lambda line: (line["step"], line["rank"]))
 
 
 def test_a_resume_between_two_rows_of_metrics_repeats_them(trained: Trained, tmp_path: Path) -> None:

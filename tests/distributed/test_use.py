@@ -8,7 +8,6 @@ import json
 import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -237,11 +236,6 @@ def test_invalid_calls_of_infer_and_merge_are_refused(
     place: Place, merged: Path, command: str, words: str, code: int, message: str
 ) -> None:
     place.call(command, *words.format(place.folder).split()).refused(code, message.format(place.folder))
-
-
-def test_a_conversation_needs_stdin(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)  # as Python has it under `<&-`
-    place.call("infer", "RUN=demo").refused(2, "stdin is closed", "PROMPT=...")
 
 
 def test_a_piped_question_that_is_not_utf_8_is_refused(place: Place) -> None:

@@ -155,11 +155,6 @@ def test_a_loss_far_above_its_start_is_a_finding(
     assert all("TRAIN_LEARNING_RATE=0.05" in remedy for remedy in texts.values())
 
 
-def test_a_spike_is_reported_while_it_is_new() -> None:
-    assert [finding.id for finding in findings(rows(30), [{"step": 25, "norm": 80.0}])] == ["spike"]
-    assert not findings(rows(30), [{"step": 5, "norm": 80.0}])
-
-
 def test_the_panel_shows_empty_and_torn_runs(tmp_path: Path) -> None:
     """A folder without any file, and torn rows."""
     run, rich = RunFolder(tmp_path), pytest.importorskip("rich.console")

@@ -26,8 +26,6 @@ pytestmark = pytest.mark.broad
 HARMLESS = {
     "disk-low",
     "shared-memory",
-    "memory-low",
-    "open-files",
     "slow-network",
     "latency",
 }

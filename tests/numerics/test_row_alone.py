@@ -182,8 +182,8 @@ SPLIT = {
 WHOLE = {
     "train.global_batch_size", "train.loss_on", "train.epochs", "train.max_steps", "train.seed", "train.learning_rate",
     "train.lr_scheduler_kwargs", "train.warmup_ratio", "train.warmup_steps",
-    "train.adam_beta1", "train.adam_beta2", "train.adam_epsilon", "train.optim_args", "train.optim_target_modules",
-    "train.spike_factor", "train.full_determinism", "train.tf32", "train.bf16", "train.fp16", "train.extra",
+    "train.adam_beta1", "train.adam_beta2", "train.adam_epsilon", "train.optim_args",
+    "train.full_determinism", "train.tf32", "train.bf16", "train.fp16", "train.extra",
     "model.dtype", "model.trust_remote_code", "tuning.task", "tuning.backend", "tuning.lora.r", "tuning.lora.alpha",
 }  # fmt: skip
 """The same for all rows of a step, whatever the split; narrow types round otherwise for each."""

@@ -58,16 +58,16 @@ def test_no_two_keys_share_a_variable() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "--load_in_4bit"], "`TUNING_MODE=...`? It takes `qlora`, "),
-        (["train", "--json"], "`JSON=1`"),
+        (["train", "--load_in_4bit"], "`TUNING_MODE=...`?"),
+        (["train", "--json"], "`JSON=...`"),
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),
         (["train", "TRAIN_SEED=1", "train.seed=2"], "`train.seed` is given twice"),
         (["train", "JSON=perhaps"], "expected `1` or `0`"),
         (["gpu-info", "TRAIN_SEED=1"], "takes no configuration keys"),
         (["CONFIG=x"], "expected a command, not `CONFIG=x`"),
-        (["compare", "RUN=a"], "`RUNS=a`"),
-        (["eval", "RUNS=a"], "`RUN=a`"),
+        (["compare", "RUN=a"], "`RUNS=...`"),
+        (["eval", "RUNS=a"], "`RUN=...`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

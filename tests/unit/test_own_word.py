@@ -37,7 +37,7 @@ READ_ONLY = {
     "data.style.system_suffix", "data.style.user_prefix", "data.style.user_suffix", "data.system", "data.train_path",
     "data.val_path", "data.validation", "eval.metrics", "launch.network", "model.adapter", "model.name",
     "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
-    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args", "train.optim_target_modules",
+    "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args",
     "train.project", "train.run_name", "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save",
     "tuning.lora.rank_pattern", "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint",
     "slurm.gpu_type", "slurm.memory", "slurm.partition", "slurm.qos", "slurm.time",

@@ -144,7 +144,6 @@ function marksOf(record) {
   const marks = record.events.filter((e) => ["resumed", "restarted", "recovered"].includes(e.event)).map((e) => {
     const named = /step-0*(\d+)/.exec(e.checkpoint || ""); const x = known(at(e)) ? at(e) : named ? +named[1] : null;
     return known(x) ? { x, name: e.event, colour: css("--warn") } : null; }).filter(Boolean);
-  for (const spike of record.spikes) if (known(spike.step)) marks.push({ x: spike.step, name: "spike", colour: css("--bad") });
   return steps.length ? marks.slice(0, 200) : [];
 }
 // Charts of the whole run, and those of each rank and machine.
@@ -283,7 +282,7 @@ function compareView(found) {
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
   const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
   const apart = table.error ? [] : table.rows;
-  const figures = table.error ? [] : [...Object.entries(table.losses), ...Object.entries(table.benchmarks)].map(([name, values]) => [name, ...values.map((v) => number(v))]);
+  const figures = table.error ? [] : Object.entries(table.losses).map(([name, values]) => [name, ...values.map((v) => number(v))]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
     el("h2", {}, "Scores"), table.error ? table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map(difference)]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v.f1.toFixed(3))])]), table.notes.map((note) => el("p", { class: "note" }, note))],
     apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,

@@ -68,14 +68,6 @@ def to_plain(value: Any, what: str) -> Any:
     )
 
 
-def require_savable(optimizer: Any) -> None:
-    """Raise `CheckpointError` for a state that no checkpoint can contain; states exist after the first update."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                to_plain(value, name)
-
-
 def from_plain(value: Any) -> Any:
     """Invert `to_plain` for the floats that JSON lacks."""
     if isinstance(value, Mapping):
