@@ -114,7 +114,8 @@ def _make(run: RunFolder, node_rank: int, *, unnamed: bool = False) -> bool:
     except FileExistsError:
         if not run.path.parent.is_dir() or not run.path.is_dir():
             raise UserError(
-                f"`{run.path}` cannot be made: a file or a dangling link is in its way", hint="remove it or set RUNS_DIR"
+                f"`{run.path}` cannot be made: a file or a dangling link is in its way",
+                hint="remove it or set RUNS_DIR",
             ) from None
         if unnamed or (node_rank > 0 and not started_by(run, node_rank)):
             return False

@@ -5,7 +5,7 @@ or machines that would be faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -152,14 +152,17 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
 
 GAIN = 1.02
 """Speed-ups below this factor count as none."""
+MOST_TRIED = 8
+"""Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
 
 def _faster_ways(request: Request, plan: Plan) -> list[str]:
-    """Return a note where the forecast says that the same step is made sooner by one card or machine alone, or by
+    """Return a note where the forecast says that the same step is made sooner by fewer cards or machines, or by
     recomputation, whose larger micro-batches gather shards less often.
     """
-    speeds, tried = list[tuple[float, str]](), [*_parts(request)]
+    speeds: list[tuple[float, str]] = []
+    tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
     if request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing:
         tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
     for words, changed in tried if plan.seconds_per_step else ():
@@ -172,21 +175,46 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
     return [f"FASTER {words}: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
 
 
-def _parts(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield each machine alone, in words and as a request, or on a single machine each card; of like ones, the first."""
-    ranks, several, cpu = request.ranks, len(request.ranks.nodes) > 1, request.hardware.kind == "cpu"
-    groups = map(ranks.ranks_of, range(len(ranks.nodes))) if several else ((rank,) for rank in range(ranks.local))
-    parts = {tuple(ranks.devices[rank] for rank in group): place for place, group in reversed([*enumerate(groups)])}
-    for devices, place in parts.items() if several or not cpu else ():
-        name = f"node {place} ({ranks.name_of(place)})" if several else f"rank {place} ({devices[0].name})"
-        single = len(devices) == 1
-        launch = replace(
-            request.launch, num_gpus=len(devices) if cpu else None, num_nodes=1, node_rank=0, node_devices=()
-        )
-        hardware = replace(request.hardware, devices=devices[:1] if cpu else devices, described=True, network=None)
-        alone = replace(request, launch=launch.without_json("single") if single else launch, hardware=hardware)
-        if len(devices) < len(ranks.devices):
-            yield f"on {name} alone", alone.with_keys(ALONE) if single else alone
+def _fewer(request: Request) -> list[tuple[str, Request]]:
+    """Return requests with one machine (or, on a single machine, one card) removed, and with it alone.
+
+    Like units count once, and of like cards in one machine only a single card is considered.
+    """
+    ranks, hardware, cpu = request.ranks, request.hardware, request.hardware.kind == "cpu"
+    several, network = len(ranks.nodes) > 1, request.hardware.network
+    groups = list(map(ranks.ranks_of, range(len(ranks.nodes)))) if several else [(rank,) for rank in range(ranks.local)]
+    units = [tuple(ranks.devices[rank] for rank in group) for group in groups]
+    requests: list[tuple[str, Request]] = []
+    for place, unit in enumerate(units):
+        if len(units) < 2 or (cpu and not several) or unit in units[:place]:
+            continue
+        name = f"node {place} ({ranks.name_of(place)})" if several else f"rank {place} ({unit[0].name})"
+        others = [*units[:place], *units[place + 1 :]]
+        apart = several or network is not None or len(set(units)) > 1
+        ways = [(f"on {name} alone", [unit])]
+        ways += [(f"without {name}", others)] if apart and len(others) > 1 else []
+        for words, staying in ways:
+            devices = tuple(device for unit_devices in staying for device in unit_devices)
+            nodes = len(staying) if several else 1
+            launch = replace(
+                request.launch,
+                num_gpus=len(devices) if cpu else None,
+                num_nodes=nodes,
+                node_rank=0,
+                node_devices=tuple(staying) if nodes > 1 else (),
+            )
+            fewer = replace(
+                request,
+                launch=launch if len(devices) > 1 else launch.without_json("single"),
+                hardware=replace(
+                    hardware,
+                    devices=devices[:1] if cpu else devices,
+                    described=True,
+                    network=network if len(staying) > 1 else None,
+                ),
+            )
+            requests.append((words, fewer if len(devices) > 1 else fewer.with_keys(ALONE)))
+    return requests
 
 
 def ways_out(request: Request, plan: Plan, rank: RankPlan) -> tuple[Remedy, ...]:

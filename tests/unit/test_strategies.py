@@ -99,6 +99,12 @@ def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
     assert "FASTER" in show_plan(plan, why=False), "a warning is shown whatever WHY is"
 
 
+def test_a_card_without_which_the_others_are_faster_is_named() -> None:
+    case: dict[str, Any] = {"name": "Qwen/Qwen2.5-7B-Instruct", "mode": "qlora", "max_seq_len": 2048}
+    plan = plan_of("2xRTX4090+RTX3060@10Gbit", command_strategy="ddp", **case)
+    assert any(notice.startswith("FASTER without rank 2 (RTX3060): ") for notice in plan.notices), plan.notices
+
+
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.
 
 
