@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import tempfile
@@ -267,24 +268,26 @@ def read_settings(call: Call) -> LoadedConfig:
 
 
 def _read_as(path: Path, sources: Sequence[DataSource]) -> dict[str, Any]:
-    """Return `columns` and `filter` of the first of the run's sources that names columns of a table's first row."""
-    from sft_play.config.data_rules import MISSING, Condition, look_up
+    """Return `columns` and `filter` of the first of the run's sources that suits a table's first row."""
+    from sft_play.config.data_rules import Condition
     from sft_play.data.readers import TABLES, read_file
+    from sft_play.data.sources import rename
     from sft_play.data.streams import kind
 
     named = [source for source in sources if source.columns or source.filter]
     if not named or kind(path) not in TABLES or not path.is_file():
         return {}
     row = next((row for _, row in read_file(path) if not isinstance(row, DataError)), {})
-
-    def is_there(names: Mapping[str, str], new: str) -> bool:
-        column, _, of_turns = new.partition(".")
-        return column in {*row, *names} if of_turns else look_up(row, names.get(new, new)) is not MISSING
-
     for source in named:
-        kept = source.filter and all(is_there(source.columns, name) for name in Condition(source.filter).columns)
-        if all(is_there(source.columns, new) for new in source.columns) and (source.columns or kept):
-            return {"columns": source.columns, "filter": source.filter if kept else None}
+        kept = source.filter
+        with contextlib.suppress(DataError):
+            renamed = rename(row, source.columns)
+            try:
+                kept and Condition(kept)({**row, **renamed})
+            except DataError:  # the table lacks what the filter reads
+                kept = None
+            if source.columns or kept:
+                return {"columns": source.columns, "filter": kept}
     return {}
 
 

@@ -46,8 +46,8 @@ def test_other_rows_are_scored_with_the_columns_and_filter_of_the_run(
     for kept, name, columns, rule in (
         ("", "same.csv", mapped, None),
         ("", "ours.csv", {}, None),
-        (", filter: ok == 1", "same.csv", mapped, None),
-        (", filter: ok == 1", "marked.csv", mapped, "ok == 1"),
+        (", filter: number(ok) == 1", "same.csv", mapped, None),
+        (", filter: number(ok) == 1", "marked.csv", mapped, "number(ok) == 1"),
     ):
         Path("my.yaml").write_text(
             "model: {name: a/b}\n"
@@ -60,7 +60,7 @@ def test_other_rows_are_scored_with_the_columns_and_filter_of_the_run(
         call = parse_call(["eval", "RUN=runs/one", f"DATA={name}"], COMMANDS)
         [source] = cast(list[DataSource], read_settings(call).config.data.validation)
         assert (source.path, source.columns, source.filter) == (name, columns, rule)
-        assert ("the run's filter are scored: ok == 1" in capsys.readouterr().err) == (rule is not None)
+        assert ("the run's filter are scored: number(ok) == 1" in capsys.readouterr().err) == (rule is not None)
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
