@@ -176,14 +176,13 @@ def card_of(run: RunFolder, weights: Path) -> str:
 
     The header follows the hub's specification (`huggingface_hub.ModelCardData`). It contains no path of this machine.
     """
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
     stamp, plan, prepared = Stamp.load(weights), Plan.load(run.plan), Prepared.load(run.prepared)
     config = read_config(run.config).config
     adapter = kind_of(weights) == "adapter"
     base, on_hub = _plain(stamp.public_base[0]), stamp.public_base[1]
     before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(stamp.step or 0)) or {}
-    held_out = prepared.validation.sources[:MOST_SOURCES] if prepared.validation else ()
     header = ModelCardData(
         base_model=base if on_hub else None,
         library_name="peft" if adapter else "transformers",
@@ -196,18 +195,6 @@ def card_of(run: RunFolder, weights: Path) -> str:
         ]
         or None,
         model_name=run.name,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="held-out",
-                dataset_name=", ".join(_name(source.name) for source in held_out) or "held out",
-                metric_type=metric,
-                metric_name=label_of_metric(metric),
-                metric_value=round(value["mean"], 4),
-            )
-            for metric, value in metrics_of(after).items()
-        ]
-        or None,
     )
     lines = [
         f"---\n{header.to_yaml()}\n---\n",
