@@ -163,9 +163,6 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
             == (runs / "tuned" / "model" / "adapter_model.safetensors").read_bytes()
         )
 
-        again = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", hub=hub)
-        assert again.json["exists"] and "adapter_model.safetensors" in again.json["replaced"]
-
 
 def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
     with serve_repository(readers={"hf_reads_only"}) as hub:
@@ -180,15 +177,12 @@ def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
     typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1").refused(3, "cannot be reached")
 
 
-@pytest.mark.parametrize(("token", "why"), [(TOKEN, "the hub cannot be reached"), ("", "no token for the hub is set")])
-def test_an_upload_is_listed_without_a_hub(runs: Path, token: str, why: str) -> None:
-    done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token=token)
+def test_an_upload_is_listed_without_a_hub(runs: Path) -> None:
+    done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token="")
     assert done.code == 0, done.err
     size = (runs / "tuned" / "model" / "adapter_model.safetensors").stat().st_size
-    assert f"{size:,}  adapter_model.safetensors" in done.out and f"not compared with the hub: {why}" in done.out
+    assert f"{size:,}  adapter_model.safetensors" in done.out
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500]" in done.out, "the card"
     assert done.out.endswith("nothing was uploaded; YES=1 does it\n")
-    answer = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token=token).json
-    assert (answer["exists"], answer["replaced"], answer["uploaded"]) == (None, None, None) and answer[
-        "card"
-    ].startswith("---")
+    answer = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token="").json
+    assert answer["uploaded"] is None and answer["card"].startswith("---")
