@@ -42,6 +42,26 @@ MADE_FOR = {
 }  # fmt: skip
 """Preset -> the hardware that it is for, as in docs/presets.md."""
 
+UNCONFIRMED = frozenset(
+    {
+        "RTX3060",
+        "RTX3070",
+        "RTX3080",
+        "RTX3080Ti",
+        "RTX3090Ti",
+        "RTX4070Super",
+        "RTX4070TiSuper",
+        "RTX4080Super",
+        "RTX4090Laptop",
+        "RTX5070TiLaptop",
+        "RTX6000Ada",
+        "L40",
+        "A10G",
+        "GH200",
+    }
+)
+"""Cards whose figures no published page confirms."""
+
 QUOTED = {
     "rtx4090_sli": (6, 4),
     "a100_pair": (8, 4),
@@ -138,7 +158,7 @@ def catalogue() -> str:
     """Return a table of the GPU catalogue; `*` marks unconfirmed figures."""
     lines = ["| name | memory | bf16 |", "|---|---|---|"]
     for name, card in CATALOGUE.items():
-        mark = "" if card.confirmed else "*"
+        mark = "*" if name in UNCONFIRMED else ""
         lines.append(f"| `{name}`{mark} | {card.memory_gib:g} | {card.bf16_tflops:g} |")
     return "\n".join(lines)
 

@@ -154,9 +154,6 @@ def prepare(
 
     @functools.cache
     def tokenizer() -> Any:  # only loaded if rows are not in the cache
-        from sft_play.model.published import refuse_other_weights
-
-        refuse_other_weights(Path(model.path))
         return _tokenizer(model, trust=trust)
 
     unmodified, manifests = prepare_data(config, model, tokenizer, day, before)

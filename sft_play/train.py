@@ -322,19 +322,9 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     check_world(plan, trainer.accelerator, trainer.args.n_gpu)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
     trainer.train()
-    seconds = (time.perf_counter() - started) / trainer.state.global_step
-    micro_batch = plan.ranks[rank].micro_batch
     allocated, reserved, device_bytes = peaks(before)
-    peak = Probed(
-        rank=rank,
-        micro_batch=micro_batch,
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        device_bytes=device_bytes,
-        seconds_per_step=seconds,
-    )
+    peak = Probed(allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=device_bytes)
     write_json(run.logs / f"probe-rank{rank}.json", asdict(peak))
     return 0
 

@@ -365,12 +365,9 @@ def _measure(outcome: Outcome, plan: Plan, run: RunFolder) -> list[Probed]:
     tell("probe: memory ran out; trying less")
     return [
         Probed(
-            rank=rank.rank,
-            micro_batch=rank.micro_batch,
             allocated_bytes=0,
             reserved_bytes=0,
             device_bytes=0,
-            seconds_per_step=0.0,
             failed=outcome.rank is None
             or rank.rank == outcome.rank
             or rank.micro_batch >= plan.ranks[outcome.rank].micro_batch,

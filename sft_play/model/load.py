@@ -56,8 +56,6 @@ def load_for_training(config: Config, plan: Plan, prepared: Prepared) -> tuple[A
         return _load_unsloth(config, plan, prepared, tokenizer), tokenizer
     set_seed(config.train.seed)
     model = load_base(config, plan, prepared)
-    if carried := published.base_of(model).describe():
-        tell(carried)
     require_embeddings(tokenizer, model.config.get_text_config().vocab_size, prepared)
     model.config.get_text_config().use_cache = False
     if plan.kernels == "liger":

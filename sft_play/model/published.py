@@ -7,24 +7,20 @@ the settings of generation and processors are copied too.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -36,7 +32,6 @@ from transformers.modeling_utils import load_state_dict
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import read_json, read_object, write_json
 from sft_play.model import parallel
-from sft_play.model.resolve import quantisation_of
 from sft_play.model.tokenizer import ends_of_answers
 from sft_play.plan.shape import TEXT_WITHIN
 from sft_play.text import list_some
@@ -65,16 +60,6 @@ class Base:
     """Tensors that its class does not load, by their names in the files."""
     takes_code: bool
     """Whether the folder's code runs."""
-
-    def describe(self) -> str | None:
-        """Describe the carried tensors, or return `None` if there are none."""
-        if not self.carried:
-            return None
-        shown = list_some([f"`{name}`" for name in self.carried], 3)
-        return (
-            f"{len(self.carried)} tensors of the base are not part of the trained model, and are copied unchanged into"
-            f" every complete model that is published: {shown}"
-        )
 
 
 def note_base(model: Any, folder: Path, *, takes_code: bool, stage: bool = False, plain: bool = True) -> None:
@@ -146,24 +131,6 @@ def model_class(settings: Any) -> Any:
         f" text part can be trained ({', '.join(sorted(TEXT_WITHIN))})",
         hint="use the text model of the same family, if there is one",
     )
-
-
-def refuse_other_weights(folder: Path) -> None:
-    """Raise `CheckpointError` as `note_base` would, from the headers of a base's files, before anything is loaded.
-
-    A base that is quantised, has its own code, is unreadable or cannot be built on the meta device is checked when it
-    is loaded.
-    """
-    if quantisation_of(folder) or read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING:
-        return
-    with contextlib.suppress(
-        ImportError, OSError, ValueError, RuntimeError, KeyError, SafetensorError, UnpicklingError
-    ):
-        files = tensor_files(folder)
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        with torch.device("meta"):
-            outline = model_class(config).from_config(config, attn_implementation="eager")
-        _refuse(outline, _untaken(outline, outline, files), folder)
 
 
 def _untaken(model: Any, outline: Any, files: Mapping[str, Path]) -> dict[str, str]:

@@ -15,7 +15,6 @@ from sft_play.errors import DataError
 from sft_play.files import make_once, read_json, text_sha256, write_json
 from sft_play.model.convert import LABEL, byte_level
 from sft_play.model.resolve import (
-    count_numbers,
     describe,
     resolve_model,
     small_files,
@@ -25,7 +24,6 @@ from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.architecture import is_scratch, label, scratch_architecture, trains_tokenizer
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import ResolvedModel
-from sft_play.runs.stamp import MADE
 from sft_play.text import tell
 
 FORMAT = "1"
@@ -38,22 +36,14 @@ def resolve(config: Config) -> ResolvedModel:
 
 
 def describe_source(config: Config, model: ResolvedModel) -> str:
-    """Describe the model and its origin in a line; for random weights their number, seed and tokenizer."""
+    """Describe the model and its origin in a line."""
     if model.source == "embedded":
         return f"model: {LABEL}, from a package: the hub cannot be reached"
-    if model.source in ("folder", MADE) and model.name == model.path:
-        return f"model: the folder {model.path}"
-    if model.source != "scratch":
-        origin = (
-            f"from the hub at commit {(model.revision or '')[:12]}"
-            if model.source == "hub"
-            else f"from the folder {model.path}"
-        )
-        return f"model: {model.name}, {origin}"
-    weights = count_numbers(Path(model.path))
-    named = f"the tokenizer of {config.model.tokenizer or config.model.name}"
-    tokenizer = "a tokenizer trained on the training data" if trains_tokenizer(config.model) else named
-    return f"model: {model.name}, {weights:,} random weights from train.seed {config.train.seed}, {tokenizer}"
+    origins = {
+        "hub": f"from the hub at commit {(model.revision or '')[:12]}",
+        "scratch": f"random weights from train.seed {config.train.seed}",
+    }
+    return f"model: {model.name}, {origins.get(model.source, f'from the folder {model.path}')}"
 
 
 def _random(config: Config) -> ResolvedModel:

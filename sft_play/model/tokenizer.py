@@ -344,7 +344,7 @@ def write_chat(
     """Return the text that the tokenizer's chat template writes, with `day` as today.
 
     Raise `NotAcceptedError` for a conversation that the template does not accept, `EndlessError` for a template that
-    takes too long.
+    takes too long, `DataError` for one that needs too much memory.
     """
     import jinja2
 
@@ -360,16 +360,10 @@ def write_chat(
     try:
         with on_day(day or getattr(tokenizer, DAY, None)), limit:
             return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        KeyError,
-        IndexError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except (RecursionError, MemoryError) as error:
+        what = "nests without end" if isinstance(error, RecursionError) else "needs more memory than there is"
+        raise DataError(f"the chat template {what}", place=place, hint=HINT) from None
+    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         roles = ", ".join(str(turn["role"]) for turn in messages)
         raise NotAcceptedError(f"the chat template does not accept this conversation ({roles}): {error}") from error
 

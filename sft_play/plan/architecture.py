@@ -139,12 +139,6 @@ def shape_of(model: ModelConfig) -> ModelShape:
     place = str(path or model.name)
     try:
         return shape_of_config(architecture_of(model), place, trusts_code=model.trust_remote_code)
-    except FileNotFoundError:
-        raise DataError(
-            "the folder has no `config.json`",
-            place=str(Path(place).parent),
-            hint="a model folder contains config.json, weights and a tokenizer",
-        ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"cannot be read: {error}", place=place) from None
 
@@ -326,6 +320,8 @@ def hub_refusal(model: ModelConfig, error: Exception | None = None) -> DataError
     if unknown:
         hint = f"check the name at {page}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)"
         return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return DataError(f"the model has no revision `{model.revision}`", place=model.name)
     if isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError)):
         return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint=f"check the name at {page}")
     hint = (

@@ -156,20 +156,12 @@ def memory_check(call: Call) -> int:
 
 
 def _devices_now() -> list[dict[str, Any]]:
-    """Return each device with its memory and the processes that hold most of it."""
+    """Return each GPU with its memory and the processes that hold most of it, or the CPU with its memory."""
     if not all_hidden():
         with nvml_session() as nvml:
             if nvml is not None and (gpus := look_at_gpus(nvml)[0]):
                 return [_in_use(f"cuda:{gpu.number}", device, _holders(nvml, gpu.handle)) for gpu, device in gpus]
-    import psutil
-
-    processes = [process.info for process in psutil.process_iter(["pid", "name", "memory_info"])]
-    holders = [
-        {"pid": process["pid"], "name": process["name"], "bytes": int(process["memory_info"].rss)}
-        for process in processes
-        if process["memory_info"]
-    ]
-    return [_in_use("cpu", cpu_only().devices[0], holders)]
+    return [_in_use("cpu", cpu_only().devices[0], [])]
 
 
 def _in_use(label: str, device: Device, holders: list[dict[str, Any]]) -> dict[str, Any]:

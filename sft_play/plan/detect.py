@@ -310,19 +310,17 @@ def problems(
     capabilities = [".".join(map(str, device.compute_capability or ())) for device in devices]
     built = facts["architectures"] or [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
     without = {capability for capability in capabilities if not supports(built, capability)}
-    faults = []
-    for capability in sorted(without):
-        names = ", ".join(
-            sorted({device.name for device, own in zip(devices, capabilities, strict=True) if own == capability})
+    kinds = dict.fromkeys((device.name, own) for device, own in zip(devices, capabilities, strict=True))
+    faults = [
+        Finding(
+            "torch-lacks-architecture",
+            "error",
+            describe_missing_code(version, facts["architectures"], name, capability),
+            LACKING_REMEDY,
         )
-        faults.append(
-            Finding(
-                "torch-lacks-architecture",
-                "error",
-                describe_missing_code(version, facts["architectures"], names, capability),
-                LACKING_REMEDY,
-            )
-        )
+        for name, capability in kinds
+        if capability in without
+    ]
     look = "look at `nvidia-smi`: its processes, compute mode and errors; then restart the machine"
     faults += [
         Finding(

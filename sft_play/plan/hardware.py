@@ -196,8 +196,6 @@ class Card:
     bf16_tflops: float
     bandwidth_gb_s: float
     capability: tuple[int, int]
-    confirmed: bool = True
-    """Whether a published page confirms the figures; otherwise they were recalled or inferred."""
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
@@ -209,34 +207,34 @@ hang. `RTX 4000` is not a consumer card.
 
 CATALOGUE: Mapping[str, Card] = {
     # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock.
-    "RTX3060": Card(11.8, 25.5, 360, AMPERE, confirmed=False),
-    "RTX3070": Card(7.8, 40.6, 448, AMPERE, confirmed=False), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE),
-    "RTX3080": Card(9.8, 59.5, 760, AMPERE, confirmed=False),
-    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE, confirmed=False), "RTX3090": Card(23.6, 71.2, 936, AMPERE),
-    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE, confirmed=False), "RTX4060": Card(7.8, 30.2, 272, ADA),
+    "RTX3060": Card(11.8, 25.5, 360, AMPERE),
+    "RTX3070": Card(7.8, 40.6, 448, AMPERE), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE),
+    "RTX3080": Card(9.8, 59.5, 760, AMPERE),
+    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE), "RTX3090": Card(23.6, 71.2, 936, AMPERE),
+    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE), "RTX4060": Card(7.8, 30.2, 272, ADA),
     "RTX4060Ti": Card(7.8, 44.1, 288, ADA), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA),
-    "RTX4070": Card(11.8, 58.3, 504, ADA), "RTX4070Super": Card(11.8, 71, 504, ADA, confirmed=False),
-    "RTX4070Ti": Card(11.8, 80.2, 504, ADA), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA, confirmed=False),
-    "RTX4080": Card(15.6, 97.5, 717, ADA), "RTX4080Super": Card(15.6, 104.4, 736, ADA, confirmed=False),
+    "RTX4070": Card(11.8, 58.3, 504, ADA), "RTX4070Super": Card(11.8, 71, 504, ADA),
+    "RTX4070Ti": Card(11.8, 80.2, 504, ADA), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA),
+    "RTX4080": Card(15.6, 97.5, 717, ADA), "RTX4080Super": Card(15.6, 104.4, 736, ADA),
     "RTX4090": Card(23.6, 165.2, 1008, ADA), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL),
     "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL),
     "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL),
     # GeForce, laptops: at the highest power that a manufacturer may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
     "RTX4060Laptop": Card(7.8, 29.1, 256, ADA), "RTX4070Laptop": Card(7.8, 40.1, 256, ADA),
-    "RTX4080Laptop": Card(11.8, 67.7, 432, ADA), "RTX4090Laptop": Card(15.6, 79.4, 576, ADA, confirmed=False),
+    "RTX4080Laptop": Card(11.8, 67.7, 432, ADA), "RTX4090Laptop": Card(15.6, 79.4, 576, ADA),
     # NVIDIA's 992 AI TOPS / 16, a rule that holds for desktop cards; a boost clock near 2.2 GHz gives 52.
-    "RTX5070TiLaptop": Card(11.8, 62, 672, BLACKWELL, confirmed=False),
+    "RTX5070TiLaptop": Card(11.8, 62, 672, BLACKWELL),
     # Workstations and servers, dense, from NVIDIA's data sheets (V100 16 GB and T4: fp16, since they lack bf16; A100,
     # H100 and H200: SXM; GH200 96 GB; B200 180 GB).
-    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA, confirmed=False),
+    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA),
     "V100": Card(15.8, 125, 900, (7, 0)), "T4": Card(14.7, 65, 320, (7, 5)),
-    "L4": Card(22.2, 121, 300, ADA), "L40": Card(44.4, 181, 864, ADA, confirmed=False),
+    "L4": Card(22.2, 121, 300, ADA), "L40": Card(44.4, 181, 864, ADA),
     "L40S": Card(44.4, 362, 864, ADA), "A10": Card(22.2, 125, 600, AMPERE),
-    "A10G": Card(22.2, 70, 600, AMPERE, confirmed=False), "A40": Card(44.4, 149.7, 696, AMPERE),
+    "A10G": Card(22.2, 70, 600, AMPERE), "A40": Card(44.4, 149.7, 696, AMPERE),
     "A100-40GB": Card(39.4, 312, 1555, (8, 0)), "A100": Card(79.2, 312, 2039, (8, 0)),
     "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0)),
     "H100PCIe": Card(79.1, 756, 2000, (9, 0)), "H100NVL": Card(93.1, 835, 3900, (9, 0)),
-    "GH200": Card(94.5, 989, 4000, (9, 0), confirmed=False), "H200": Card(139.8, 989, 4800, (9, 0)),
+    "GH200": Card(94.5, 989, 4000, (9, 0)), "H200": Card(139.8, 989, 4800, (9, 0)),
     "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0)),
 }  # fmt: skip
 

@@ -323,12 +323,8 @@ def assemble(
         parts["workspace"] += WORKSPACE_BYTES[setup.device]
         parts |= {name: formula[name] for name in ("buffers", "context")}
         best = max(best, parts, key=lambda parts: sum(parts.values()))
-    lost = formula["fragmentation"]
-    if setup.device == "cuda":
-        share = lost / max(1, sum(formula.get(name, 0) for name in MOVING))
-        by_formula = int(share * sum(best.get(name, 0) for name in MOVING))
-        lost = SEGMENTS_BYTES if setup.expandable_segments else by_formula
-    return best | {"fragmentation": lost}
+    traced = setup.device == "cuda" and setup.expandable_segments
+    return best | {"fragmentation": SEGMENTS_BYTES if traced else formula["fragmentation"]}
 
 
 NOT_ALLOCATED = ("context", "fragmentation")
@@ -338,15 +334,12 @@ NOT_ALLOCATED = ("context", "fragmentation")
 class Probed:
     """The measurements of one rank in a probe."""
 
-    rank: int
-    micro_batch: int
     allocated_bytes: int
     """Peak of torch's allocations on a GPU; 0 on a CPU, where it is not measured."""
     reserved_bytes: int
     """Peak of what torch's allocator reserved on a GPU; 0 on a CPU."""
     device_bytes: int
     """Peak of the process: on a GPU its device memory, including context and libraries; on a CPU its resident size."""
-    seconds_per_step: float
     failed: bool = False
     """Whether memory ran out."""
 

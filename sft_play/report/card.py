@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import read_config
@@ -22,9 +22,6 @@ from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, common_system
 from sft_play.runs.stamp import MADE, Stamp
 from sft_play.text import gib, plural, tell
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 CARD, ADAPTER = "README.md", "adapter_config.json"
 PUSHED = re.compile(
@@ -54,7 +51,7 @@ def main(call: Call) -> int:
 
 
 def push(call: Call) -> int:
-    """Show what would be uploaded and where, even if the hub is unreachable; upload it with `YES=1`."""
+    """Show what would be uploaded and where; upload it with `YES=1`, and only then ask the hub."""
     repo = call.options.get("REPO")
     if not repo:
         raise UserError("`make push` needs `REPO=owner/name`", hint="where on the hub the model goes; YES=1 uploads it")
@@ -86,24 +83,16 @@ def push(call: Call) -> int:
         },
         "note": _base_note(run, weights),
     }
-    dry = not call.flag("YES")
-    try:
-        api, there = _repository(repo)
-        facts |= {"exists": bool(there), "replaced": sorted(there & {*files, CARD})}
-    except (HardwareError, DataError) as error:
-        if not dry:
-            raise
-        facts |= {"exists": None, "replaced": None, "not_compared": error.message}
     if not call.json:
         print(typed_here("\n".join(_described(facts, run, weights))), flush=True)
-    if dry:
+    if not call.flag("YES"):
         print(
             json.dumps({**facts, "card": card, "uploaded": None})
             if call.json
             else f"\n{card}\nnothing was uploaded; YES=1 does it"
         )
         return 0
-    commit = _upload(api, repo, private, f"{run.name}, {label_of(run, weights)}", {CARD: card.encode(), **files})
+    commit = _upload(repo, private, f"{run.name}, {label_of(run, weights)}", {CARD: card.encode(), **files})
     print(json.dumps({**facts, "uploaded": commit}) if call.json else f"uploaded: {commit}")
     return 0
 
@@ -157,18 +146,14 @@ def _weights(call: Call) -> tuple[RunFolder, Path]:
 
 
 def _described(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]:
-    where = f"https://huggingface.co/{facts['repo']}"
     visible = "private" if facts["private"] else "public"
-    new = f"a new {visible} repository"
-    state = {True: "which exists", False: new, None: f"where it is {new}, or one that exists"}[facts["exists"]]
-    yield f"{run.name} ({label_of(run, weights)}) to {where}, {state}:"
+    where = f"https://huggingface.co/{facts['repo']}, a new {visible} repository or one that exists"
+    yield f"{run.name} ({label_of(run, weights)}) to {where}:"
     for name, length in facts["files"].items():
-        yield f"  {length:>14,}  {name}{'  (replaces the one there)' if name in (facts['replaced'] or ()) else ''}"
+        yield f"  {length:>14,}  {name}"
     yield f"  {sum(facts['files'].values()):>14,}  bytes in all; no optimizer states, logs, data or stamp"
     if facts["note"]:
         yield facts["note"]
-    if facts["exists"] is None:
-        yield f"not compared with the hub: {facts['not_compared']}"
 
 
 def card_of(run: RunFolder, weights: Path) -> str:
@@ -176,14 +161,13 @@ def card_of(run: RunFolder, weights: Path) -> str:
 
     The header follows the hub's specification (`huggingface_hub.ModelCardData`). It contains no path of this machine.
     """
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
     stamp, plan, prepared = Stamp.load(weights), Plan.load(run.plan), Prepared.load(run.prepared)
     config = read_config(run.config).config
     adapter = kind_of(weights) == "adapter"
     base, on_hub = _plain(stamp.public_base[0]), stamp.public_base[1]
     before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(stamp.step or 0)) or {}
-    held_out = prepared.validation.sources[:MOST_SOURCES] if prepared.validation else ()
     header = ModelCardData(
         base_model=base if on_hub else None,
         library_name="peft" if adapter else "transformers",
@@ -196,18 +180,6 @@ def card_of(run: RunFolder, weights: Path) -> str:
         ]
         or None,
         model_name=run.name,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="held-out",
-                dataset_name=", ".join(_name(source.name) for source in held_out) or "held out",
-                metric_type=metric,
-                metric_name=label_of_metric(metric),
-                metric_value=round(value["mean"], 4),
-            )
-            for metric, value in metrics_of(after).items()
-        ]
-        or None,
     )
     lines = [
         f"---\n{header.to_yaml()}\n---\n",
@@ -336,34 +308,18 @@ def _check_name(repo: str) -> None:
         raise UserError(f"`REPO` is `{repo}`; expected `owner/name`")
 
 
-def _repository(repo: str) -> tuple[HfApi, set[str]]:
-    """Return the hub's client and the repository's files. Raise `DataError` or `HardwareError`."""
+def _upload(repo: str, private: bool, message: str, files: dict[str, Path | bytes]) -> str:
+    """Create the repository if needed, upload all files in one commit, and return the commit's address.
+
+    Raise `DataError` or `HardwareError`.
+    """
     import httpx2
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
 
     if not get_token():
         raise HardwareError("no token for the hub is set", hint=TOKEN_HINT)
     api = HfApi()
-    try:
-        api.whoami()
-        return api, {item.rfilename for item in api.model_info(repo, timeout=20).siblings or []}
-    except RepositoryNotFoundError:
-        return api, set()
-    except HfHubHTTPError as error:
-        raise _refused(repo, error) from error
-    except (OSError, httpx2.HTTPError) as error:
-        raise HardwareError(
-            "the hub cannot be reached", hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
-        ) from error
-
-
-def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str, Path | bytes]) -> str:
-    """Create the repository if needed, upload all files in one commit, and return the commit's address."""
-    import httpx2
-    from huggingface_hub import CommitOperationAdd
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()]
@@ -373,7 +329,8 @@ def _upload(api: HfApi, repo: str, private: bool, message: str, files: dict[str,
         raise _refused(repo, error) from error
     except (OSError, httpx2.HTTPError) as error:
         raise HardwareError(
-            "the hub cannot be reached; nothing was changed there", hint="type the command again"
+            "the hub cannot be reached; nothing was changed there",
+            hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE",
         ) from error
 
 

@@ -50,8 +50,6 @@ def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     text = (tmp_path / "card.md").read_text()
     header = yaml.safe_load(text.split("---\n")[1])
     assert (header["library_name"], header["pipeline_tag"]) == ("peft", "text-generation")
-    [result] = header["model-index"][0]["results"]
-    assert result["metrics"][0]["value"] == 0.4 and result["dataset"]["name"] == "faq.csv, chat.jsonl"
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500] | 0.4000 [0.3500, 0.4500] |" in text and "over 40 answers" in text
     assert "AutoPeftModelForCausalLM" in text and "1.5 min" in text
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
@@ -161,10 +159,6 @@ def test_nothing_is_uploaded_without_yes(runs: Path) -> None:
             hub.files["adapter_model.safetensors"]
             == (runs / "tuned" / "model" / "adapter_model.safetensors").read_bytes()
         )
-        assert b"model-index" in hub.files["README.md"]
-
-        again = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", hub=hub)
-        assert again.json["exists"] and "adapter_model.safetensors" in again.json["replaced"]
 
 
 def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
@@ -180,15 +174,12 @@ def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
     typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1").refused(3, "cannot be reached")
 
 
-@pytest.mark.parametrize(("token", "why"), [(TOKEN, "the hub cannot be reached"), ("", "no token for the hub is set")])
-def test_an_upload_is_listed_without_a_hub(runs: Path, token: str, why: str) -> None:
-    done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token=token)
+def test_an_upload_is_listed_without_a_hub(runs: Path) -> None:
+    done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token="")
     assert done.code == 0, done.err
     size = (runs / "tuned" / "model" / "adapter_model.safetensors").stat().st_size
-    assert f"{size:,}  adapter_model.safetensors" in done.out and f"not compared with the hub: {why}" in done.out
+    assert f"{size:,}  adapter_model.safetensors" in done.out
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500]" in done.out, "the card"
     assert done.out.endswith("nothing was uploaded; YES=1 does it\n")
-    answer = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token=token).json
-    assert (answer["exists"], answer["replaced"], answer["uploaded"]) == (None, None, None) and answer[
-        "card"
-    ].startswith("---")
+    answer = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token="").json
+    assert answer["uploaded"] is None and answer["card"].startswith("---")

@@ -72,7 +72,7 @@ def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Prog
     small = [*SMALL, *FEW, f"DATA_SOURCES=[{{path: {TEXT}}}]", "DATA_VALIDATION=null"]
     done = program("train", "CONFIG=configs/from_scratch.yaml", *small, "RUN_NAME=scratch")
     assert done.code == 0, done.err
-    assert "random weights from train.seed 42, a tokenizer trained on the training data" in done.err
+    assert "random weights from train.seed 42" in done.err
     run = tmp_path / "runs" / "scratch"
     losses = [row["loss"] for row in metrics(run)]
     assert losses[0] == pytest.approx(6.0, abs=0.15) and losses[-1] < losses[0]  # ln 400: it knows nothing

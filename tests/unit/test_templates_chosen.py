@@ -43,7 +43,7 @@ def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
 @pytest.mark.parametrize(
     ("data", "message", "hint"),
     [
-        ({"chat_template": "chatlm"}, "is neither a template's name nor a file", "did you mean `chatml`?"),
+        ({"chat_template": "chatlm"}, "is neither a template's name nor a file", "names are alpaca, chatml, "),
         (
             {"chat_template": "nothing-like-it"},
             "is neither a template's name nor a file",
