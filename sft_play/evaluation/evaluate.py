@@ -156,11 +156,6 @@ def table(scores: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)"
         )
-    if speed := scores.get("speed"):
-        text = f"speed        loss {speed['loss_rows_per_second']:.1f} rows/s"
-        if speed.get("answers_per_second"):
-            text += f", answers {speed['answers_per_second']:.2f}/s ({speed['answer_tokens_per_second']:.0f} tokens/s)"
-        lines.append(text)
     return lines
 
 

@@ -452,11 +452,6 @@ def perplexity(loss: float) -> float:
 class PairedDifference(Interval):
     """The mean of the second model's scores minus the first's, over `n` rows that both answered."""
 
-    better: int
-    """Rows on which the second model scores higher."""
-    worse: int
-    """Rows on which the first model scores higher."""
-
     verdict: str
     """`better` or `worse` if the interval excludes 0 (`higher` or `lower` if only the user knows which direction is
     better), else `undecided`; `too few to compare` below `LEAST_ROWS` rows.
@@ -480,7 +475,5 @@ def paired_difference(
     verdict = up if mean.low > 0 else down if mean.high < 0 else "undecided"
     return PairedDifference(
         **asdict(mean),
-        better=sum(gap > 0 for gap in gaps),
-        worse=sum(gap < 0 for gap in gaps),
         verdict=verdict if mean.n >= LEAST_ROWS else "too few to compare",
     )
