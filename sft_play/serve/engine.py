@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,18 @@ class Sampling:
     """Added to a token's logit."""
     stops: tuple[str, ...] = ()
     """Texts that end the answer and are no part of it."""
+    logprobs: int | None = None
+    """Number of likeliest tokens that are reported with each token; `None` for no log-probabilities."""
     grammar: str | None = None
     """What the answer keeps to."""
+
+
+class Chosen(NamedTuple):
+    """A token's log-probability before temperature and penalties, and the likeliest in its place."""
+
+    token: int
+    logprob: float
+    likeliest: list[tuple[int, float]]
 
 
 class Answering:
@@ -74,6 +84,7 @@ class Answering:
         self.prompt, self.sampling, self.notify = prompt, sampling, notify
         self.tokens: list[int] = []
         """Without the one that ends the turn."""
+        self.chosen: list[Chosen] = []
         self.finish: Literal["stop", "length"] | None = None
         self.error: str | None = None
         self.cancelled = False
@@ -98,11 +109,14 @@ class Answering:
 
     def choose(self, scores_V: Tensor, stops: set[int]) -> int:
         """Return the next token by this answer's settings, and keep it."""
-        scores_V = self._allowed(self._weighed(scores_V))
-        token = int(scores_V.argmax()) if self.sampling.temperature == 0 else self._sampled(scores_V)
+        how, raw_V = self.sampling, scores_V
+        scores_V = self._allowed(self._weighed(raw_V))
+        token = int(scores_V.argmax()) if how.temperature == 0 else self._sampled(scores_V)
         if token in stops:
             self.finish = "stop"
         else:
+            if how.logprobs is not None:
+                self.chosen.append(_chosen(raw_V, token, how.logprobs))
             self._keep(token)
         self.notify()
         return token
@@ -143,6 +157,12 @@ class Answering:
         candidates = int(((share_V.cumsum(-1) - share_V) < how.top_p).sum())
         candidates = min(candidates, how.top_k) if how.top_k else candidates
         return int(order_V[torch.multinomial(share_V[:candidates], 1, generator=self._random)])
+
+
+def _chosen(raw_V: Tensor, token: int, likeliest: int) -> Chosen:
+    logprobs_V = raw_V.float().log_softmax(-1)
+    top = logprobs_V.topk(likeliest)
+    return Chosen(token, float(logprobs_V[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
 
 
 class Engine:

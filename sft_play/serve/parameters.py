@@ -176,7 +176,8 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
         "messages": of_type(list, "a list of messages"),
         "max_tokens": whole(1),
         "max_completion_tokens": whole(1),
-        "logprobs": only(False),
+        "logprobs": BOOLEAN,
+        "top_logprobs": whole(0, 20),
         "response_format": _format,
         "reasoning_effort": of_type(str, "a text"),
         "verbosity": only("medium"),
@@ -188,6 +189,7 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | {
         "prompt": anything,
         "max_tokens": whole(1),
+        "logprobs": whole(0, 5),
         "best_of": only(1),
         "echo": only(False),
         "suffix": only(""),
@@ -205,6 +207,7 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
         "truncation": only("disabled"),
         "background": only(False),
         "include": only([]),
+        "top_logprobs": only(0),
     },
 }
 """Path -> the parameters that its requests may have."""

@@ -96,6 +96,11 @@ def _sampling(engine: Engine, asked: Mapping[str, Any], prompt: int, number: int
     )
     varied = asked.keys() & {"top_p", "top_k", "seed"} or asked.get("n", 1) > 1
     schema = asked.get("response_format") or asked.get("text")
+    logprobs = asked.get("logprobs")
+    if logprobs is True:
+        logprobs = asked.get("top_logprobs", 0)
+    elif asked.get("top_logprobs") and not logprobs:
+        raise Refused("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
     try:
         return Sampling(
             max_tokens=min(most, engine.positions - prompt),
@@ -107,6 +112,7 @@ def _sampling(engine: Engine, asked: Mapping[str, Any], prompt: int, number: int
             frequency_penalty=asked.get("frequency_penalty", 0.0),
             bias=asked.get("logit_bias", {}),
             stops=asked.get("stop", ()),
+            logprobs=None if logprobs is False else logprobs,
             grammar=None if schema is None else engine.grammar_of(schema),
         )
     except ValueError as error:
@@ -241,6 +247,34 @@ def _tool_calls(calls: Sequence[Mapping[str, Any]], *, numbered: bool = False) -
     ]
 
 
+def _logprobs(completion: Completion, answering: Answering, start: int = 0) -> dict[str, Any] | None:
+    """Return the log-probabilities of an answer's tokens from `start` on, in the form of the request's path."""
+    if answering.sampling.logprobs is None:
+        return None
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = completion.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    tokens = answering.chosen[start:]
+    if completion.path == "/v1/completions":
+        texts = [completion.tokenizer.decode([chosen.token]) for chosen in tokens]
+        before = len(completion.tokenizer.decode(answering.tokens[:start]))
+        return {
+            "tokens": texts,
+            "token_logprobs": [chosen.logprob for chosen in tokens],
+            "top_logprobs": [{completion.tokenizer.decode([t]): p for t, p in chosen.likeliest} for chosen in tokens],
+            "text_offset": [before + sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
+    return {
+        "content": [
+            entry(chosen.token, chosen.logprob) | {"top_logprobs": [entry(*likely) for likely in chosen.likeliest]}
+            for chosen in tokens
+        ],
+        "refusal": None,
+    }
+
+
 def reply(completion: Completion) -> dict[str, Any]:
     """Return the reply to a request whose answers are complete."""
     if completion.path == "/v1/responses":
@@ -251,7 +285,7 @@ def reply(completion: Completion) -> dict[str, Any]:
         choice = {
             "index": index,
             "finish_reason": _finish(answering, calls),
-            "logprobs": None,
+            "logprobs": _logprobs(completion, answering),
         }
         if completion.path == "/v1/completions":
             choices.append(choice | {"text": parts.text})
@@ -322,25 +356,27 @@ class Pieces:
         self.completion, self.answering = completion, answering
         self.text = self.thought = ""
         """Sent so far."""
-        self._seen = 0
+        self._seen = self._sent = 0
 
-    def next(self) -> tuple[str, str]:
-        """Return the new text and the new thought."""
-        answering, completion = self.answering, self.completion
+    def next(self) -> tuple[str, str, int]:
+        """Return the new text, the new thought, and the first token whose log-probabilities were not sent yet."""
+        answering, completion, start = self.answering, self.completion, self._sent
         if not answering.done and len(answering.tokens) == self._seen:
-            return "", ""
+            return "", "", start
         tokens = list(answering.tokens)
         self._seen = len(tokens)
         if answering.done:
             parts = _parts_of_answer(completion, answering)[0]
         elif self._holds(tokens):
-            return "", ""
+            return "", "", start
         else:
             parts = completion.parse(tokens)
             parts = parts._replace(text=_certain(parts.text, (*answering.sampling.stops, *self._opening())))
         text, self.text = _rest(parts.text, self.text)
         thought, self.thought = _rest(parts.thought.removesuffix("\ufffd"), self.thought)
-        return text, thought
+        if text or answering.done:
+            self._sent = len(answering.chosen)
+        return text, thought, start
 
     def _holds(self, tokens: Sequence[int]) -> bool:
         """Return whether nothing can be sent: a mark is incomplete, or only its end distinguishes a call from text."""
@@ -375,19 +411,19 @@ def chunks(completion: Completion, pieces: Sequence[Pieces], begun: bool) -> Ite
     """Yield what can be sent now of a stream of completions; `begun` after the first call."""
     chat = completion.path == "/v1/chat/completions"
 
-    def chunk(index: int, content: dict[str, Any]) -> Event:
-        choice = {"index": index, "finish_reason": None, "logprobs": None}
+    def chunk(index: int, content: dict[str, Any], **others: Any) -> Event:
+        choice = {"index": index, "finish_reason": None, "logprobs": None, **others}
         return _head(completion, chunk=True) | {"choices": [choice | ({"delta": content} if chat else content)]}
 
     for index, piece in enumerate(pieces):
         if chat and not begun:
             yield chunk(index, {"role": "assistant", "content": ""})
-        text, thought = piece.next()
+        text, thought, start = piece.next()
         if thought and chat:
             yield chunk(index, {"reasoning_content": thought})
         if text:
             content = {"content": text} if chat else {"text": text}
-            yield chunk(index, content)
+            yield chunk(index, content, logprobs=_logprobs(completion, piece.answering, start))
 
 
 def last_chunks(completion: Completion, index: int) -> Iterator[Event]:

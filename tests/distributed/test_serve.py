@@ -119,6 +119,10 @@ def test_sampling_follows_the_request(chat: Any, answer: str) -> None:
         n=4, temperature=2, seed=9
     )
     assert texts(temperature=2.0, top_p=0.0001, seed=1) == texts(temperature=2.0, extra_body={"top_k": 1}) == texts()
+    first = chat(max_tokens=1, logprobs=True, top_logprobs=3).choices[0].logprobs.content[0]
+    likely = [top.logprob for top in first.top_logprobs]
+    assert likely == sorted(likely, reverse=True) and first.logprob == likely[0] <= 0
+    assert first.token == first.top_logprobs[0].token and bytes(first.bytes).decode() == first.token
     assert texts(logit_bias={"300": 100}, frequency_penalty=0) != [answer]
     repeated = chat(max_tokens=12, logit_bias={"300": 60}).choices[0].message.content
     assert chat(max_tokens=12, logit_bias={"300": 60}, frequency_penalty=2).choices[0].message.content == repeated
@@ -152,8 +156,9 @@ def test_an_answer_keeps_to_a_json_schema(client: openai.OpenAI, chat: Any) -> N
 
 
 def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
-    completions = client.completions.create(model="demo", prompt=["The", "A list", "What"], max_tokens=4)
+    completions = client.completions.create(model="demo", prompt=["The", "A list", "What"], max_tokens=4, logprobs=1)
     assert [choice.index for choice in completions.choices] == [0, 1, 2] and completions.usage.completion_tokens == 12
+    assert "".join(completions.choices[1].logprobs.tokens) == completions.choices[1].text
     alone = client.completions.create(model="demo", prompt="A list", max_tokens=4, stream=True)
     assert "".join(piece.choices[0].text for piece in alone) == completions.choices[1].text
 
@@ -171,7 +176,6 @@ def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
         ({"temperature": 2.1}, "expected a number from 0 to 2", "temperature"),
         ({"n": 17}, "expected an integer from 1 to 16", "n"),
         ({"store": True}, "expected `false`", "store"),
-        ({"logprobs": True}, "expected `false`", "logprobs"),
         ({"tool_choice": "required"}, "expected `auto` or `none`", "tool_choice"),
         ({"response_format": {"type": "xml"}}, "`json_schema` with a `schema`", "response_format"),
         (
