@@ -198,7 +198,6 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | CHATTING
     | {
         **{name: SAMPLING[name] for name in ("temperature", "top_p")},
-        "stream": only(False),
         "input": anything,
         "instructions": of_type(str, "a text"),
         "max_output_tokens": whole(1),

@@ -278,7 +278,9 @@ def _logprobs(completion: Completion, answering: Answering, start: int = 0) -> d
 def reply(completion: Completion) -> dict[str, Any]:
     """Return the reply to a request whose answers are complete."""
     if completion.path == "/v1/responses":
-        return _response(completion)
+        return _response(
+            completion, "completed", _items(completion, *_parts_of_answer(completion, completion.answerings[0]))
+        )
     choices = []
     for index, answering in enumerate(completion.answerings):
         parts, calls = _parts_of_answer(completion, answering)
@@ -308,29 +310,17 @@ def _head(completion: Completion, *, chunk: bool) -> dict[str, Any]:
     }
 
 
-def _response(completion: Completion) -> dict[str, Any]:
-    """Return the reply of the Responses API: a thought, the message, calls."""
+def _response(completion: Completion, status: str, output: Sequence[Event]) -> dict[str, Any]:
     answering = completion.answerings[0]
-    parts, calls = _parts_of_answer(completion, answering)
-    output: list[dict[str, Any]] = []
-    if parts.thought:
-        thought = [{"type": "reasoning_text", "text": parts.thought}]
-        output.append({"id": f"rs_{completion.id}", "type": "reasoning", "summary": [], "content": thought})
-    if parts.text or not calls:
-        text = [{"type": "output_text", "text": parts.text, "annotations": [], "logprobs": []}]
-        message = {"type": "message", "role": "assistant", "status": "completed", "content": text}
-        output.append({"id": f"msg_{completion.id}", **message})
-    for call in calls:
-        function = {"type": "function_call", "name": call["name"], "arguments": call["arguments"]}
-        output.append({"id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed", **function})
-    cut, usage = answering.finish == "length", _usage(completion)
+    cut = status == "completed" and answering.finish == "length"
+    usage = _usage(completion)
     return {
         "id": f"resp_{completion.id}",
         "object": "response",
         "created_at": completion.created,
-        "status": "incomplete" if cut else "completed",
+        "status": "incomplete" if cut else status,
         "model": completion.model,
-        "output": output,
+        "output": list(output),
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "parallel_tool_calls": True,
@@ -339,7 +329,9 @@ def _response(completion: Completion) -> dict[str, Any]:
         "temperature": answering.sampling.temperature,
         "top_p": answering.sampling.top_p,
         "store": False,
-        "usage": {
+        "usage": None
+        if status != "completed"
+        else {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": usage["completion_tokens"],
@@ -347,6 +339,36 @@ def _response(completion: Completion) -> dict[str, Any]:
             "total_tokens": usage["total_tokens"],
         },
     }
+
+
+def _items(completion: Completion, parts: AnswerParts, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of `output`: a thought, the message, calls."""
+    items: list[dict[str, Any]] = []
+    if parts.thought:
+        content = [{"type": "reasoning_text", "text": parts.thought}]
+        items.append({"id": f"rs_{completion.id}", "type": "reasoning", "summary": [], "content": content})
+    if parts.text or not calls:
+        items.append(_message(completion, "completed", [_part(parts.text)]))
+    for call in calls:
+        items.append(
+            {
+                "id": f"fc_{call['id']}",
+                "type": "function_call",
+                "call_id": call["id"],
+                "name": call["name"],
+                "arguments": call["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _message(completion: Completion, status: str, content: list[Any]) -> dict[str, Any]:
+    return {"id": f"msg_{completion.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 class Pieces:
@@ -441,3 +463,58 @@ def last_chunks(completion: Completion, index: int) -> Iterator[Event]:
 
 def usage_chunk(completion: Completion) -> Event:
     return _head(completion, chunk=True) | {"choices": [], "usage": _usage(completion)}
+
+
+class ResponseEvents:
+    """The numbered events of a streamed response."""
+
+    def __init__(self, completion: Completion) -> None:
+        self.completion, self.piece = completion, Pieces(completion, completion.answerings[0])
+        self._number, self._opened = -1, False
+
+    def _event(self, kind: str, **parts: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **parts}
+
+    def begin(self) -> Iterator[Event]:
+        started = _response(self.completion, "in_progress", [])
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+
+    def grown(self) -> Iterator[Event]:
+        """Yield the text that can be sent now."""
+        text, _, _ = self.piece.next()
+        if not text:
+            return
+        place = {"item_id": f"msg_{self.completion.id}", "output_index": 0, "content_index": 0}
+        if not self._opened:
+            self._opened = True
+            opened = _message(self.completion, "in_progress", [])
+            yield self._event("response.output_item.added", output_index=0, item=opened)
+            yield self._event("response.content_part.added", part=_part(""), **place)
+        yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
+
+    def end(self) -> Iterator[Event]:
+        """Yield the final items, the message first, since it was streamed."""
+        items = _items(self.completion, *_parts_of_answer(self.completion, self.completion.answerings[0]))
+        items.sort(key=lambda item: item["type"] != "message")
+        for index, item in enumerate(items):
+            if item["type"] == "message" and self._opened:
+                place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+                [part] = item["content"]
+                yield self._event("response.output_text.done", text=part["text"], logprobs=[], **place)
+                yield self._event("response.content_part.done", part=part, **place)
+            else:
+                yield self._event("response.output_item.added", output_index=index, item=item)
+            if item["type"] == "function_call":
+                yield self._event(
+                    "response.function_call_arguments.done",
+                    item_id=item["id"],
+                    output_index=index,
+                    name=item["name"],
+                    arguments=item["arguments"],
+                )
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        cut = self.completion.answerings[0].finish == "length"
+        kind = "response.incomplete" if cut else "response.completed"
+        yield self._event(kind, response=_response(self.completion, "completed", items))

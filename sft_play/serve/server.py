@@ -265,11 +265,14 @@ def _cancel(completion: Completion) -> None:
 async def _stream(completion: Completion, grown: asyncio.Event) -> AsyncIterator[str]:
     """Yield server-sent events until all answers of a request are made."""
     from sft_play.serve.parameters import Refused
-    from sft_play.serve.replies import Pieces, chunks, last_chunks, usage_chunk
+    from sft_play.serve.replies import Pieces, ResponseEvents, chunks, last_chunks, usage_chunk
 
+    events = ResponseEvents(completion) if completion.path == "/v1/responses" else None
     pieces = [Pieces(completion, answering) for answering in completion.answerings]
     begun, ended = False, [False] * len(pieces)
     try:
+        for event in events.begin() if events else ():
+            yield _line(event, named=True)
         while not all(ended):
             await grown.wait()
             grown.clear()
@@ -277,20 +280,22 @@ async def _stream(completion: Completion, grown: asyncio.Event) -> AsyncIterator
             if error := next((answering.error for answering in completion.answerings if answering.error), None):
                 yield _line(Refused(error, status=503).body)
                 return
-            for event in chunks(completion, pieces, begun):
-                yield _line(event)
+            for event in events.grown() if events else chunks(completion, pieces, begun):
+                yield _line(event, named=events is not None)
             begun = True
             for index, is_done in enumerate(done):
                 if is_done and not ended[index]:
                     ended[index] = True
-                    for event in last_chunks(completion, index):
-                        yield _line(event)
+                    for event in events.end() if events else last_chunks(completion, index):
+                        yield _line(event, named=events is not None)
         if completion.usage:
             yield _line(usage_chunk(completion))
-        yield "data: [DONE]\n\n"
+        if events is None:
+            yield "data: [DONE]\n\n"
     finally:
         _cancel(completion)
 
 
-def _line(event: Any) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+def _line(event: Any, *, named: bool = False) -> str:
+    kind = f"event: {event['type']}\n" if named else ""
+    return f"{kind}data: {json.dumps(event, ensure_ascii=False)}\n\n"

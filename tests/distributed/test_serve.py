@@ -106,8 +106,9 @@ def test_an_answer_is_that_of_infer_under_the_asked_name(client: openai.OpenAI, 
     assert streamed[-1].usage == completion.usage and streamed[-2].choices[0].finish_reason == "stop"
     response = client.responses.create(model="demo", input=QUESTION[0]["content"])
     assert (response.output_text, response.status, response.model) == (answer, "completed", "demo")
-    with pytest.raises(openai.BadRequestError, match="`stream` is `True`; expected `false`"):
-        client.responses.create(model="demo", input=QUESTION, stream=True)
+    with client.responses.stream(model="demo", input=QUESTION) as events:
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer
+        assert events.get_final_response().output_text == answer
 
 
 def test_sampling_follows_the_request(chat: Any, answer: str) -> None:
