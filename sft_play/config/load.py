@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from json import JSONDecodeError
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -136,8 +137,13 @@ def _read_saved(path: Path, problems: list[UserError], *, of_run: bool) -> tuple
         problem, hint = f"there is no run in `{path.parent}`", "RUN= takes the name or the folder of a run"
         raise CheckpointError(problem, hint=hint) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        text = f"{type(error).__name__} {error}"
+        if isinstance(error, JSONDecodeError):
+            text = f"it is cut short, or not JSON ({error})"
+        elif isinstance(error, KeyError):
+            text = f"it has no {error}"
         raise CheckpointError(
-            f"not the configuration of a run: {type(error).__name__} {error}",
+            f"not the configuration of a run: {text}",
             place=str(path),
             hint=(
                 "if it is damaged, restore it from a backup, or copy it from a run that the same command starts under"
