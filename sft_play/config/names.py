@@ -197,7 +197,8 @@ VARIABLES: Mapping[str, str] = {
     "PRICE_PER_HOUR": "price of one machine, for the cost of the run, see docs/forecast.md",
     "SWEEP": "YAML file of a sweep: `metric`, `keys` with their values; see docs/watching.md",
     "SLURM": "`1` makes a sweep one Slurm job array, see docs/slurm.md",
-    "WHY": "`1` shows the plan's reasons and the launch's variables; `plan`, `slurm` and `kubernetes` show reasons unless it is `0`",
+    "WHY": "`1` shows the plan's reasons and the launch's variables; `plan`, `slurm` and `kubernetes` show reasons"
+    " unless it is `0`",
     "TENSORBOARD_PORT": "instead of 6006; the next free port if taken",
     "MIXED_PRECISION": "answer for `setup-accelerate`: `no`, `bf16` or `fp16`",
     "STRATEGY": "answer for `setup-accelerate`",

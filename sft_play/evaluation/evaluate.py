@@ -274,15 +274,15 @@ def _read_as(path: Path, sources: Sequence[DataSource]) -> dict[str, Any]:
         return {}
     row = next((row for _, row in read_file(path) if not isinstance(row, DataError)), {})
     for source in named:
-        kept = source.filter
+        rule = source.filter
         with contextlib.suppress(DataError):
             renamed = rename(row, source.columns)
             try:
-                kept and Condition(kept)({**row, **renamed})
+                rule and Condition(rule)({**row, **renamed})
             except DataError:  # the table lacks what the filter reads
-                kept = None
-            if source.columns or kept:
-                return {"columns": source.columns, "filter": kept}
+                rule = None
+            if source.columns or rule:
+                return {"columns": source.columns, "filter": rule}
     return {}
 
 

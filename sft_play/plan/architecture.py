@@ -325,8 +325,8 @@ def hub_refusal(model: ModelConfig, error: Exception | None = None) -> DataError
     if isinstance(error, (errors.HfHubHTTPError, errors.HFValidationError)):
         return DataError(f"the hub answered: {first_line(error)}", place=model.name, hint=f"check the name at {page}")
     hint = (
-        "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model. A plan needs"
-        f" no more than a folder with its `config.json`, or for these nothing: {', '.join(known_models())}"
+        "check the network; or set `model.name` to a folder, or HF_HOME to a cache that contains the model. A plan"
+        f" needs no more than a folder with its `config.json`, or for these nothing: {', '.join(known_models())}"
     )
     return DataError("no such folder, and the hub cannot be reached", place=model.name, hint=hint)
 

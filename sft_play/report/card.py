@@ -147,8 +147,8 @@ def _weights(call: Call) -> tuple[RunFolder, Path]:
 
 def _described(facts: dict[str, Any], run: RunFolder, weights: Path) -> Iterator[str]:
     visible = "private" if facts["private"] else "public"
-    where = f"https://huggingface.co/{facts['repo']}, a new {visible} repository or one that exists (not compared with the hub)"
-    yield f"{run.name} ({label_of(run, weights)}) to {where}:"
+    where = f"https://huggingface.co/{facts['repo']}, a new {visible} repository or one that exists"
+    yield f"{run.name} ({label_of(run, weights)}) to {where} (not compared with the hub):"
     for name, length in facts["files"].items():
         yield f"  {length:>14,}  {name}"
     yield f"  {sum(facts['files'].values()):>14,}  bytes in all; no optimizer states, logs, data or stamp"

@@ -25,8 +25,9 @@ TRACKER = "wandb"
 
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
-    """Return `run`. Raise `CheckpointError` for files that a run cannot contain. Another folder, such as `RUN=/`, is its
-    reader's to refuse: nobody is to remove anything there.
+    """Return `run`. Raise `CheckpointError` for files that a run cannot contain.
+
+    Another folder, such as `RUN=/`, is its reader's to refuse: nobody is to remove anything there.
     """
     if not writes and not any(os.path.lexists(path) for path in (run.config, run.events)):
         return run

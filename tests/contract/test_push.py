@@ -178,7 +178,7 @@ def test_an_upload_is_listed_without_a_hub(runs: Path) -> None:
     done = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", token="")
     assert done.code == 0, done.err
     size = (runs / "tuned" / "model" / "adapter_model.safetensors").stat().st_size
-    assert f"{size:,}  adapter_model.safetensors" in done.out
+    assert f"{size:,}  adapter_model.safetensors" in done.out and "not compared with the hub" in done.out
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500]" in done.out, "the card"
     assert done.out.endswith("nothing was uploaded; YES=1 does it\n")
     answer = typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "JSON=1", token="").json

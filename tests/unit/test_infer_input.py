@@ -43,7 +43,7 @@ def test_other_rows_are_scored_with_the_columns_and_filter_of_the_run(
     """A table of the same kind as the training's; one with our names, or without what is filtered, is read as it is."""
     monkeypatch.chdir(tmp_path)
     mapped = {"prompt": "text", "completion": "label"}
-    for kept, name, columns, rule in (
+    for condition, name, columns, rule in (
         ("", "same.csv", mapped, None),
         ("", "ours.csv", {}, None),
         (", filter: number(ok) == 1", "same.csv", mapped, None),
@@ -51,7 +51,7 @@ def test_other_rows_are_scored_with_the_columns_and_filter_of_the_run(
     ):
         Path("my.yaml").write_text(
             "model: {name: a/b}\n"
-            f"data: {{sources: [{{path: t.csv, columns: {{prompt: text, completion: label}}{kept}}}]}}\n"
+            f"data: {{sources: [{{path: t.csv, columns: {{prompt: text, completion: label}}{condition}}}]}}\n"
         )
         save_config(load_config(Path("my.yaml")), Path("runs/one/config.json"))
         Path("same.csv").write_text("text,label\nIt broke,bug\n")

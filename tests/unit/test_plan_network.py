@@ -100,10 +100,10 @@ def test_fsdp2_gathers_trained_weights_in_bf16_whatever_their_configured_type(dt
     assert "for weights = 2 x 15.2 GB x 15/16" in message(UserError, "8xH100@1Gbit", **case, num_nodes=2, dtype=dtype)
 
 
-@pytest.mark.parametrize(("hardware", "known"), [("4xH100", False), ("2x24GB", False), ("cpu@1Gbit", True)])
-def test_the_plan_says_how_to_find_out_a_speed(hardware: str, known: bool) -> None:
+@pytest.mark.parametrize(("hardware", "forecast"), [("4xH100", False), ("2x24GB", False), ("cpu@1Gbit", True)])
+def test_the_plan_says_how_to_find_out_a_speed(hardware: str, forecast: bool) -> None:
     shown = show_plan(planned(hardware, SMALL, max_seq_len=512, global_batch_size=8, strategy="ddp", num_nodes=2))
-    assert ("LAUNCH_NETWORK=1Gbit" in shown) is not known
+    assert ("LAUNCH_NETWORK=1Gbit" in shown) is not forecast
     assert ("tokens/s" in shown) is known
 
 
