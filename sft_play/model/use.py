@@ -520,8 +520,8 @@ def main(call: Call) -> int:
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
         model = as_typed(out)
         tell(
-            f"next: make infer MODEL={model} PROMPT=..., make serve MODEL={model}, `vllm serve {shlex.quote(str(out))}`,"
-            f' or in Python `AutoModelForCausalLM.from_pretrained("{out}")` of transformers'
+            f"next: make infer MODEL={model} PROMPT=..., make serve MODEL={model}, `vllm serve {shlex.quote(str(out))}`"
+            f', or in Python `AutoModelForCausalLM.from_pretrained("{out}")` of transformers'
         )
         if (system := common_system(run)) is not None:
             tell(f"note: {needs_system(system)}: prompts need it too")
