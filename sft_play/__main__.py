@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import HardwareError, UserError, configured
-from sft_play.files import NO_ROOM, UNWRITABLE, typed_path
+from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path
 
 PROCESSES = "JSON SOURCE NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT TENSORBOARD_PORT WHY"
 LAUNCH = f"CONFIG {PROCESSES} RUN_NAME ACCELERATE_CONFIG"
@@ -306,6 +306,10 @@ def _path_problem(error: OSError, out: Path | None) -> UserError | None:
     """
     if error.filename is None and error.errno == errno.ENOENT:  # of `os.getcwd`
         return UserError("the working folder has been removed", hint="`cd` to a folder that exists")
+    if error.filename is None and error.errno in NO_ROOM:
+        with Path(os.devnull).open("wb") as nowhere:  # or the rest of the output would fail again at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return HardwareError(f"the output cannot be written: {disk_problem(error)}")
     if error.errno == errno.ENAMETOOLONG:
         return UserError(f"`{str(error.filename)[:80]}...` is longer than a file's name or path may be")
     if out is not None and Path(error.filename or "") in (out, *out.parents):

@@ -5,6 +5,7 @@ sources.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -83,10 +84,10 @@ class Hardware:
         return network_speed(self.network, "HARDWARE") if self.network else None
 
 
-PART = re.compile(r"(?:(\d{1,4})\s*x\s*)?([A-Za-z0-9 .\-]+)")
-"""`2x24GB`, `4090`."""
+PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{1,2}))?")
+"""`2x24GB`, `4090`, `A100 x 2`."""
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
-ANY_MEMORY = re.compile(rf"(\d+\s*x\s*)?{MEMORY.pattern}", re.IGNORECASE)
+ANY_MEMORY = re.compile(rf"(\d+\s*[x*]\s*)?{MEMORY.pattern}(\s*[x*]\s*\d+)?", re.IGNORECASE)
 """GPUs that are described by their memory alone."""
 RAM = re.compile(MEMORY.pattern + r"[ -]*RAM", re.IGNORECASE)
 WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
@@ -142,10 +143,12 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
 
 
 def _devices(part: str, text: str) -> list[Device]:
-    match = PART.fullmatch(part)
-    if match is None or not 1 <= (count := int(match.group(1) or 1)) <= 4096:
+    # `2 RTX 3090` becomes `2xRTX 3090`, but neither `2 x A100` nor `24 GB` changes.
+    match = PART.fullmatch(re.sub(r"^(\d{1,2}) +(?=[A-WYZa-wyz])(?!Gi?B?$)", r"\1x", part))
+    count = int(match.group(1) or match.group(3) or 1) if match and not (match.group(1) and match.group(3)) else 0
+    name = re.sub(r"([- ]\d+)G$", r"\1GB", match.group(2).strip()) if match else ""
+    if not 1 <= count <= 4096:
         raise _nonsense(part, text)
-    name = match.group(2).strip()
     if memory := MEMORY.fullmatch(name):
         size = int(float(memory.group(1)) * GIB * USABLE)
         if size < GIB:
@@ -179,10 +182,13 @@ def device_of(label: str, card: Card) -> Device:
 
 
 def _nonsense(part: str, text: str) -> HardwareError:
+    names = {_plain(key): key for key in CATALOGUE}
+    near = difflib.get_close_matches(re.sub(r"^\d+x", "", _plain(part)), names, n=1)
     return HardwareError(
         f"`{part}` is not known hardware",
         place=f"HARDWARE={text}",
-        hint="write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md,"
+        hint=(f"did you mean `{names[near[0]]}`? " if near else "")
+        + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md,"
         f" such as {', '.join(WELL_KNOWN)}",
     )
 

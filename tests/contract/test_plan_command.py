@@ -128,7 +128,7 @@ def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: P
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [
-        (["HARDWARE=2xH110"], 3, ["HARDWARE=2xH110", "a name of docs/hardware.md, such as "]),
+        (["HARDWARE=2xH110"], 3, ["HARDWARE=2xH110", "did you mean `H100`?", "a name of docs/hardware.md, such as "]),
         (
             ["HARDWARE=8GB", "TUNING_MODE=full", "MODEL_NAME=Qwen/Qwen2.5-7B-Instruct"],
             3,

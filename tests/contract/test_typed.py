@@ -267,6 +267,23 @@ def test_a_network_interface_that_this_machine_lacks_is_named(in_process: Progra
     done.refused(3, "environment: `GLOO_SOCKET_IFNAME` names `eth99`, but this machine has ", "unset it")
 
 
+@pytest.mark.parametrize("words", [["help"], ["config", "CONFIG=smoke", "JSON=1"]])
+def test_output_to_a_full_disk_is_one_error(words: list[str], cache: Path, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sft_play", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=ROOT,
+            env=environment(cache, tmp_path / "runs"),
+        )
+    message = "error: the output cannot be written: no space is left on the disk\n"
+    assert (done.returncode, done.stderr) == (3, message)
+
+
 @pytest.mark.parametrize("words", [["train", "CONFIG=smoke"], ["runs"], ["init"]])
 def test_a_working_folder_that_was_removed_is_named(words: list[str], cache: Path, tmp_path: Path) -> None:
     lines = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'

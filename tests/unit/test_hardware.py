@@ -20,6 +20,8 @@ def test_cards_are_parsed_from_the_names_of_the_catalogue() -> None:
         "4090": ["RTX4090"],
         "2x4090+3090": ["RTX4090", "RTX4090", "RTX3090"],
         "2 x A100 80GB": ["A100"] * 2,
+        "A100x2": ["A100"] * 2,
+        "2xA100-80G": ["A100"] * 2,
         "24 GB": ["24 GB GPU"],
         "A6000": ["RTXA6000"],
         "3080 12GB": ["RTX3080 12GB"],
