@@ -319,8 +319,6 @@ def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, str
     note = f"the base is quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
     if tuning.mode == "qlora":
         note += f"; `tuning.quantization: {tuning.quantization}` has no effect"
-    if strategy == "fsdp2" and quantisation.get("bnb_4bit_quant_storage", "uint8") in ("uint8", "int8"):
-        note += "; its packed bytes are stored as integers, which FSDP2 does not shard: each rank holds all of them"
     return note
 
 

@@ -264,11 +264,7 @@ def asks_for_router_loss(config: Mapping[str, Any]) -> bool:
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
     """Return the bits of a linear weight under a `quantization_config`; 0 without one."""
-    if not settings:
-        return 0
-    if settings.get("load_in_8bit") or settings.get("quant_method") == "fp8":
-        return 8
-    return int(settings.get("bits") or 4)
+    return 0 if not settings else 8 if settings.get("load_in_8bit") else 4
 
 
 @cache
