@@ -241,24 +241,10 @@ MAKEFILE_TARGETS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code (`docs/launching.md`); with `--from-make` also end make, whose exit code
-    would differ.
-    """
+    """Run one command and return its exit code (`docs/launching.md`)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read by libgomp when torch is loaded, here or in a worker
-    if "--from-make" not in arguments:
-        return _run(arguments)
-    from sft_play.launch.process import end_make
-
-    try:
-        code = _run(arguments)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    return end_make(code)
-
-
-def _run(arguments: list[str]) -> int:
     try:
         return _answer(arguments)
     except OtherEnvironment as other:

@@ -220,35 +220,20 @@ def load_user_json(path: Path) -> UserDeepSpeed:
     settings, source = _read(path)
     run = RunFolder(path.parent)
     if path.name == run.deepspeed.name and run.events.exists():
-        return settings_from_run(settings, run, path, source)
+        return settings_from_run(settings, path, source)
     return check_settings(settings, source, path)
 
 
-WRITTEN: Mapping[str, tuple[str, ...]] = {
-    "csv_monitor": ("output_path", "job_name"),
-    "tensorboard": ("output_path", "job_name"),
-    "flops_profiler": ("output_file",),
-}
-"""Section -> its keys with paths that DeepSpeed writes to."""
-OWN_WORD = ("checkpoint", "comet", "compile", "wandb")
-"""Sections that contact a server or name code to import, accepted only from a file of the user."""
+OWN_WORD = ("checkpoint", "comet", "compile", "csv_monitor", "flops_profiler", "tensorboard", "wandb")
+"""Sections that write, contact a server or name code to import, accepted only from a file of the user."""
 
 
-def settings_from_run(
-    settings: dict[str, Any], run: RunFolder, path: Path, source: YamlNode | None = None
-) -> UserDeepSpeed:
-    """Check settings from a run's own files, which a stranger may have written: confine what they write to the run."""
+def settings_from_run(settings: dict[str, Any], path: Path, source: YamlNode | None = None) -> UserDeepSpeed:
+    """Check settings from a run's own files, which a stranger may have written."""
     allowed, notices = dict(settings), list[str]()
     for section in OWN_WORD:
         if allowed.pop(section, None) is not None:
             notices.append(f"{path}: `{section}` is not read from a run: only your DeepSpeed JSON can set it")
-    for section, names in WRITTEN.items():
-        part = allowed.get(section)
-        if isinstance(part, dict):
-            inside = str(run.path.absolute() / "deepspeed")
-            ours = {"output_path": inside, "job_name": section, "output_file": f"{inside}/{section}.txt"}
-            allowed[section] = part | {name: ours[name] for name in names if name != "output_file" or part.get(name)}
-            notices += [] if allowed[section] == part else [f"{path}: what `{section}` writes goes to `{inside}`"]
     user = check_settings(allowed, source or YamlNode({}), path)
     raise_all(user.problems)
     return replace(user, notices=tuple(notices))

@@ -1,4 +1,4 @@
-"""A command as a process: signals that end it, children that end with it, a console that may close, a silent make."""
+"""A command as a process: signals that end it, children that end with it, and a console that may close."""
 
 from __future__ import annotations
 
@@ -114,10 +114,6 @@ def bind_to_parent(number: signal.Signals) -> Callable[[], None] | None:
     return bind
 
 
-STOPPED = 128
-"""Exit codes from here on mean a stop by a signal, which make receives too."""
-
-
 class Console:
     """A text stream that drops what is written after its reader has closed it."""
 
@@ -156,22 +152,3 @@ def console_may_go() -> Iterator[None]:
         out.flush()
         err.flush()
         sys.stdout, sys.stderr = streams
-
-
-def end_make(code: int) -> int:
-    """End make with code 1 if the command failed, and return the exit code for this process.
-
-    make prints `*** [Makefile:56: data] Error 4` below a failed command's output; after SIGQUIT it exits silently when
-    its child exits with 0. Where it does not catch that signal (in the background of a script), make prints its line.
-    """
-    parent, quits = Path(f"/proc/{os.getppid()}"), 1 << (signal.SIGQUIT - 1)
-    try:
-        caught = next(line for line in (parent / "status").read_text().splitlines() if line.startswith("SigCgt:"))
-        is_make = (parent / "comm").read_text().strip() in ("make", "gmake") and int(caught.split()[1], 16) & quits
-    except (OSError, StopIteration):  # not Linux
-        return code
-    if not is_make or not 0 < code < STOPPED:
-        return code
-    sys.stdout.flush()
-    os.kill(os.getppid(), signal.SIGQUIT)
-    return 0

@@ -71,7 +71,7 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         )
     if facts.get("cpu"):
         leave_gpus()
-    deepspeed = settings_from_run(facts["deepspeed"], run, run.events) if facts["deepspeed"] else None
+    deepspeed = settings_from_run(facts["deepspeed"], run.events) if facts["deepspeed"] else None
     less = remedies_so_far(run)
     if any(override.key in ("train.batch_size", "train.grad_accum") for override in call.overrides):
         less["halvings"] = 0  # a batch that is typed now is tried as it is

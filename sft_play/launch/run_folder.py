@@ -275,12 +275,7 @@ def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[st
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
     """Return the events of the user's launches, oldest first. Raise `CheckpointError` if there are none."""
-    defaults: dict[str, Any] = {"num_gpus": None, "deepspeed": None, "fsdp": {}}
-    events = [
-        event | {"launch": defaults | event["launch"]}
-        for event in read_events(run)
-        if event["event"] in ("started", "resumed") and event.get("launch")
-    ]
+    events = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
     facts = [event["launch"] for event in events]
     if not facts or any(launch.keys() < LAUNCH.keys() or misfit(launch, LAUNCH) is not None for launch in facts):
         raise cannot_continue(run, run.events)

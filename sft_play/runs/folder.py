@@ -144,13 +144,6 @@ class RunFolder:
     events = _Inside("events.jsonl")
     """Events of the complete run (started, resumed, finished, failed), one JSON object per line."""
 
-    @property
-    def tries(self) -> Path:
-        """Counter of `schedulers.entry`, next to the folder, since a launch that ends before its workers start removes
-        the folder.
-        """
-        return self.path.with_name(f".{self.name}.tries.json")
-
     metrics = _Inside("metrics.jsonl")
     training_metrics = _Inside("training_metrics.json")
     logs = _Inside("logs")

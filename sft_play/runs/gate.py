@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from sft_play.errors import CheckpointError
 from sft_play.files import read_object
 from sft_play.runs.folder import RunFolder, runs_folder
 
-MOST_FILES, DEEPEST = 200_000, 40
 LINKS = frozenset({"last", "best", ".last.new", ".best.new"})
 """Links in `checkpoints/`, each to a checkpoint next to it."""
 TRACKER = "wandb"
@@ -27,21 +25,15 @@ TRACKER = "wandb"
 
 
 def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
-    """Return `run`. Raise `CheckpointError` for files that a run cannot contain; with `writes` also for another user's
-    files. Another folder, such as `RUN=/`, is its reader's to refuse: nobody is to remove anything there.
+    """Return `run`. Raise `CheckpointError` for files that a run cannot contain.
+
+    Another folder, such as `RUN=/`, is its reader's to refuse: nobody is to remove anything there.
     """
     if not writes and not any(os.path.lexists(path) for path in (run.config, run.events)):
         return run
     shared: dict[tuple[int, int], list[str]] = {}
-    owners = {os.geteuid()}
-    for count, (entry, status, depth) in enumerate(_below(run.path, writes=writes)):
+    for entry, status in _below(run.path, writes=writes):
         kind = stat.S_IFMT(status.st_mode)
-        if count > MOST_FILES or depth > DEEPEST:
-            raise _refused(
-                entry.path,
-                f"is one of more than {MOST_FILES:,} files, or more than {DEEPEST} folders deep",
-                "remove what is too much",
-            )
         if kind == stat.S_IFLNK and not _is_ours(run, Path(entry.path)):
             hint = f"a link may lead to any file of yours: rm {entry.path}"
             raise _refused(entry.path, f"is a link to `{_target(Path(entry.path))}`", hint)
@@ -49,32 +41,27 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
             raise _refused(entry.path, "is a pipe, a device or a socket", f"rm {entry.path}")
         if kind == stat.S_IFREG and status.st_nlink > 1:
             shared.setdefault((status.st_dev, status.st_ino), [entry.path] * status.st_nlink).pop()
-        if writes and status.st_uid not in owners:
-            owners.add(_owner_of_new_files(run.path))
-            if status.st_uid not in owners:
-                hint = f"continue your own copy: cp -r {run.path} COPY"
-                raise _refused(entry.path, f"belongs to another user (number {status.st_uid})", hint)
     if outside := next((names[0] for names in shared.values() if names), None):
         hint = f"remove it, or where you made these links yourself, use a copy without: cp -r {run.path} COPY"
         raise _refused(outside, "is a hard link to a file that is in other folders too", hint)
     return run
 
 
-def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result, int]]:
-    """Yield the entries below a folder with their depth, skipping what vanishes and, unless `writes`, unreadable
+def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Yield the entries below a folder, skipping what vanishes and, unless `writes`, unreadable
     folders.
     """
-    waiting = [(str(folder), 0)]
+    waiting = [str(folder)]
     while waiting:
-        place, depth = waiting.pop()
+        place = waiting.pop()
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISDIR(status.st_mode):
-                            waiting.append((entry.path, depth + 1))
-                        yield entry, status, depth
+                            waiting.append(entry.path)
+                        yield entry, status
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
@@ -96,17 +83,8 @@ def _target(link: Path) -> str:
     return "?"
 
 
-def _owner_of_new_files(folder: Path) -> int:
-    """Return the owner of new files in a folder, which a network disk may map to another number."""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
-        return os.fstat(file.fileno()).st_uid
-    return os.geteuid()
-
-
 def _refused(path: str, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(
-        f"{what}, and a run contains plain files and folders of its user only", place=path, hint=hint
-    )
+    return CheckpointError(f"{what}, and a run contains plain files and folders only", place=path, hint=hint)
 
 
 def all_runs() -> list[RunFolder]:

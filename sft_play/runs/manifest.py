@@ -5,7 +5,6 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
@@ -24,7 +23,7 @@ from sft_play.text import gib, tell
 NAME = "manifest.json"
 PART = re.compile(r"\.manifest-rank(\d+)\.json")
 ALGORITHM = "xxh3_128"
-"""Algorithm of new manifests, and the key of a file's checksum."""
+"""Algorithm, and the key of a file's checksum."""
 BLOCK_BYTES = 2**20
 """Bytes per read, so that they stay in the processor's cache while they are hashed."""
 THREADS = 4
@@ -130,24 +129,16 @@ def damage(folder: Path, files: Mapping[str, Facts]) -> str | None:
         return next((reason for reason in pool.map(check_file, files.items()) if reason), None)
 
 
-def checksum(path: Path, algorithm: str = ALGORITHM) -> str:
-    """Return the hexadecimal checksum of a file. Raise `ValueError` for an unknown algorithm."""
-    digest = _hasher(algorithm)
+def checksum(path: Path) -> str:
+    """Return the hexadecimal checksum of a file."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as stream:
         block = memoryview(bytearray(BLOCK_BYTES))
         while count := stream.readinto(block):
             digest.update(block[:count])
-    return str(digest.hexdigest())
-
-
-def _hasher(algorithm: str) -> Any:
-    if algorithm == "sha256":
-        return hashlib.sha256()
-    if algorithm == ALGORITHM:
-        import xxhash
-
-        return xxhash.xxh3_128()
-    raise ValueError(f"its checksum is of an unknown kind: `{algorithm}`")
+    return digest.hexdigest()
 
 
 def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
@@ -165,8 +156,7 @@ def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
 
 def _damage_of(folder: Path, name: str, facts: Facts) -> str | None:
     try:
-        algorithm = next((key for key in facts if key != "bytes"), "none")
-        if checksum(folder / name, algorithm) != facts[algorithm]:
+        if checksum(folder / name) != facts[ALGORITHM]:
             return f"`{name}` has another checksum than the manifest says"
     except (OSError, KeyError, TypeError, ValueError) as error:
         return f"`{name}` cannot be checked: {error}"

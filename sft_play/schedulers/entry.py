@@ -6,13 +6,12 @@ so that the same container starts and continues a run. Signals are forwarded, an
 with restart policy `ExitCode` only restarts pods for codes from 128.
 
 A PyTorchJob with `ExitCode` has no limit of restarts (kubeflow/trainer#2045: `backoffLimit` counts restarts of
-containers, and these pods are recreated). If `SFT_PLAY_MAX_RESTARTS` sets one, node 0 counts tries in a file next to
-the run's folder (a launch that ends before its workers start removes the folder), and ends the job with 3.
+containers, and these pods are recreated). If `SFT_PLAY_MAX_RESTARTS` sets one, node 0 ends the job with 3 when so many
+launches in a row made no newer checkpoint, by the run's events.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -21,16 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from sft_play.errors import HardwareError, RetryableError, UserError
-from sft_play.files import read_object, write_json
 from sft_play.launch.process import end_by_signals, hear_signals
-from sft_play.launch.run_folder import read_events
+from sft_play.launch.run_folder import FINAL_EVENTS, read_events, record_event
 from sft_play.launch.settings import NO_FILE
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
-from sft_play.runs.checkpoints import list_checkpoints, step_of
+from sft_play.launch.verdict import LOST
+from sft_play.runs.checkpoints import list_checkpoints
 from sft_play.runs.folder import RunFolder, runs_folder
 
 TRAINING = frozenset(
@@ -57,12 +53,11 @@ JOIN_SECONDS = 600
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command at this container's place and return its exit code: 175 for 75, or 3 after too many tries."""
     words = list(sys.argv[1:] if words is None else words)
-    counted: Tries | None = None
     try:
         with end_by_signals():  # process 1 of a container only receives signals that it handles
             command = complete_command(words, os.environ)
             if words and words[0] in LAUNCHED:
-                counted = begin_try(command, os.environ)
+                require_progress(command, os.environ)
                 _wait_for_master(_typed(command))
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
             code = supervise([sys.executable, "-m", "sft_play", *command])
@@ -73,8 +68,6 @@ def main(words: Sequence[str] | None = None) -> int:
         code = 130
     except SystemExit as stop:  # a signal before the command started
         code = stop.code if isinstance(stop.code, int) else 1
-    if counted:
-        code = counted.end(code)
     return FOR_KUBERNETES if code == LOST else code
 
 
@@ -186,95 +179,30 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
         time.sleep(1)
 
 
-# ---- Tries without a newer checkpoint
+def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise `HardwareError` on node 0 if more launches than the limit, in a row, made no newer checkpoint.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tries:
-    """Tries in a row without a newer checkpoint, including the current one; a file keeps `used` and `step` between
-    tries.
-    """
-
-    run: RunFolder
-    limit: int
-    """Most restarts in a row, one less than the tries."""
-    used: int
-    step: int
-    """Step of the newest checkpoint when this try began; 0 without one."""
-    events: int
-    """Number of the run's events when this try began."""
-
-    def end(self, code: int) -> int:
-        """Return the container's exit code: `code`, or 3 with the reason on stderr if another try would exceed the
-        limit.
-        """
-        step, events = _look(self.run)
-        since = events[self.events :]
-        began = any(event["event"] in ("started", "resumed") for event in since)
-        out_of_memory = any(event.get("cause") == OUT_OF_MEMORY for event in since if event["event"] == "failed")
-        if code in (130, 143) or (code == LOST and not began):
-            self.save(self.used - 1)  # a requested stop, or missing peers, is not a failure
-        elif step > self.step or (code < 128 and code != LOST):
-            self.run.tries.unlink(missing_ok=True)
-        elif out_of_memory or self.used > self.limit:
-            self.run.tries.unlink(missing_ok=True)
-            problem = self.without_memory() if out_of_memory else self.used_up()
-            print(f"\n{problem.render()}", file=sys.stderr, flush=True)
-            return problem.exit_code
-        return code
-
-    def without_memory(self) -> HardwareError:
-        """Return the error for memory that ran out before a newer checkpoint."""
-        return HardwareError(
-            "memory ran out, and there is no newer checkpoint: another try would end in the same way",
-            place=f"run {self.run.name}",
-            hint="docs/troubleshooting.md#cuda-out-of-memory says what saves memory; submit the job again with that",
-        )
-
-    def used_up(self) -> HardwareError:
-        """Return the error for too many tries."""
-        missing = f"no newer checkpoint than that of step {self.step}" if self.step else "no checkpoint"
-        return HardwareError(
-            f"{min(self.used, self.limit + 1)} tries in a row made {missing}, and `kubernetes.max_restarts` is"
-            f" {self.limit}",
-            place=f"run {self.run.name}",
-            hint=(
-                f"the reasons are above and in `{self.run.events}`; the count starts over for a job that is submitted"
-                " again"
-            ),
-        )
-
-    def save(self, used: int) -> None:
-        """Save the count for the next try."""
-        with contextlib.suppress(OSError):  # a full disk ends the run with its own error
-            write_json(self.run.tries, {"used": used, "step": self.step})
-
-
-def begin_try(words: Sequence[str], environ: Mapping[str, str]) -> Tries | None:
-    """Count this try of a command on node 0; return `None` on other nodes and without a limit.
-
-    Raise `HardwareError` if earlier tries have reached the limit, which a pod killed by the kernel could not report.
+    Launches of pods that the kernel killed count too; one that was stopped, or ended for good, begins a new row.
     """
     typed = _typed(words)
     limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
     if not limit or not name or typed.get("NODE_RANK", "0") != "0":
-        return None
-    run = RunFolder(runs_folder() / name)
-    (step, events), before = _look(run), read_object(run.tries)
-    used = 1 + (before["used"] if before.get("step") == step else 0)
-    tries = Tries(run=run, limit=limit, used=used, step=step, events=len(events))
-    if used > limit + 1:
-        run.tries.unlink(missing_ok=True)
-        raise tries.used_up()
-    tries.save(used)
-    return tries
-
-
-def _look(run: RunFolder) -> tuple[int, list[dict[str, Any]]]:
-    """Return the step of the newest checkpoint (unchecked; 0 without one) and the run's events."""
-    with contextlib.suppress(OSError):
-        return max(map(step_of, list_checkpoints(run)), default=0), read_events(run)
-    return 0, []
+        return
+    run, tries = RunFolder(runs_folder() / name), 0
+    saved = max((path.stat().st_mtime for path in list_checkpoints(run)), default=0.0)
+    for event in (event for event in read_events(run) if event.get("node", 0) == 0):
+        if event["time"] < saved or (event["event"] in FINAL_EVENTS and event.get("code") != LOST):
+            tries = 0
+        elif event["event"] in ("started", "resumed"):
+            tries += 1
+    if tries > limit:
+        error = HardwareError(
+            f"{tries} tries in a row made no newer checkpoint, and `kubernetes.max_restarts` is {limit}",
+            place=f"run {run.name}",
+            hint=f"the reasons are in `{run.events}`; the count starts over for a job that is submitted again",
+        )
+        record_event(run, "failed", code=error.exit_code, error=error.message)
+        raise error
 
 
 if __name__ == "__main__":

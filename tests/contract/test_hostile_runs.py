@@ -198,19 +198,6 @@ def test_links_and_pipes_are_refused_when_a_file_is_opened(tmp_path: Path) -> No
     assert secret.read_text() == SECRET
 
 
-@pytest.mark.slow
-def test_files_of_another_user_are_read_but_not_continued(tmp_path: Path, complete: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
-    run = RunFolder(tmp_path / "theirs")
-    shutil.copytree(complete, run.path, symlinks=True)
-    os.chown(run.metrics, 4321, 4321)
-    assert check_run(run) is run
-    with pytest.raises(CheckpointError, match="belongs to another user") as refused:
-        check_run(run, writes=True)
-    assert "cp -r" in str(refused.value.hint)
-
-
 def test_a_trackers_own_links_are_accepted(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     (run.path / "wandb" / "run-1").mkdir(parents=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,13 +59,8 @@ def test_documents_name_only_targets_that_exist(document) -> None:
     assert named <= makefile_targets()
 
 
-def make(
-    *words: str, before: Callable[[], object] = lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-) -> subprocess.CompletedProcess[str]:
-    """Run make in the repository, with all installed; `before` is called in its process.
-
-    What a shell starts in the background would ignore SIGQUIT.
-    """
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run make in the repository, with all installed."""
     installed = ["-o", ".venv/.runtime", "-o", ".venv/.dev", "-o", ".venv/.bench"]
     return subprocess.run(
         ["make", *installed, *words],
@@ -77,7 +70,6 @@ def make(
         text=True,
         timeout=240,
         check=False,
-        preexec_fn=before,
     )
 
 
@@ -199,13 +191,6 @@ def test_a_folder_in_the_environment_is_not_ignored(monkeypatch: pytest.MonkeyPa
     assert make("-n", "config", "VENV=v", "-o", "v/.runtime").returncode == 0
 
 
-def test_make_passes_on_a_failing_exit_code() -> None:
-    """The code of docs/launching.md is 2, which make does not pass on."""
-    assert make(*HERE, "plan", "CONFIG=no.yaml").returncode == 1
-    deaf = make(*HERE, "plan", "CONFIG=no.yaml", before=lambda: signal.signal(signal.SIGQUIT, signal.SIG_IGN))
-    assert deaf.returncode == 2 and deaf.stderr.splitlines()[-1].endswith("plan] Error 2"), deaf.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -220,8 +205,6 @@ def test_make_passes_on_a_failing_exit_code() -> None:
         ),
     ],
 )
-def test_mistyped_words_are_refused_with_the_right_one_and_without_makes_messages(
-    words: list[str], message: str
-) -> None:
+def test_mistyped_words_are_refused_with_the_right_one(words: list[str], message: str) -> None:
     done = make(*HERE, *words)
-    assert done.returncode and message in done.stderr and "make:" not in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr

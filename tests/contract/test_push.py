@@ -95,9 +95,6 @@ def test_a_card_does_not_contain_markup_of_a_runs_files(runs: Path, tmp_path: Pa
         ({"peft_type": "IA3"}, "`peft_type` is `IA3`"),
         ({"layer_replication": [[0, 100_000]]}, "`layer_replication`"),
         ({"r": "x"}, "`r` is `x`"),
-        ({"r": 10**9}, "`r` is `1000000000`"),
-        ({"target_modules": "(.*a)*b"}, "may take exponential time to match"),
-        ({"rank_pattern": {".*.*.*x": 4}}, "may take exponential time to match"),
         ([], "`peft_type` is `None`"),
     ],
 )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pytest
 
 from sft_play.errors import UserError
-from sft_play.schedulers.entry import begin_try, complete_command, supervise
+from sft_play.schedulers.entry import complete_command, require_progress, supervise
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -144,4 +144,4 @@ def test_contradictory_variables_of_a_pod_are_refused(environ: dict[str, str], m
 
 def test_a_limit_of_restarts_must_be_a_number() -> None:
     with pytest.raises(UserError, match="`SFT_PLAY_MAX_RESTARTS` is `ten`; expected an integer"):
-        begin_try(WORDS, {"SFT_PLAY_MAX_RESTARTS": "ten"})
+        require_progress(WORDS, {"SFT_PLAY_MAX_RESTARTS": "ten"})

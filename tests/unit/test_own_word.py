@@ -152,7 +152,7 @@ def test_a_notification_has_a_separate_variable_and_no_secret_is_kept(target: st
     assert "abcdefghij" not in refused.value.render() and "abcDEF" not in refused.value.render()
 
 
-def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: Path) -> None:
+def test_deepspeed_settings_of_a_run_write_and_contact_nothing(run: RunFolder, tmp_path: Path) -> None:
     theirs: dict[str, Any] = {
         "zero_optimization": {"stage": 2},
         "csv_monitor": {"enabled": True, "output_path": "/home/me", "job_name": "../../x"},
@@ -164,17 +164,10 @@ def test_deepspeed_settings_of_a_run_write_inside_it(run: RunFolder, tmp_path: P
         "checkpoint": {"x": 1},
     }
     run.deepspeed.write_text(json.dumps(theirs))
-    for user in (settings_from_run(theirs, run, run.events), load_user_json(run.deepspeed)):
-        for section, name in (
-            ("csv_monitor", "output_path"),
-            ("tensorboard", "output_path"),
-            ("flops_profiler", "output_file"),
-        ):
-            assert Path(user.settings[section][name]).is_relative_to(run.path.absolute()), section
-        assert all(user.settings[section]["job_name"] == section for section in ("csv_monitor", "tensorboard"))
-        assert not user.settings.keys() & {"wandb", "comet", "compile", "checkpoint"} and len(user.notices) == 7
+    for user in (settings_from_run(theirs, run.events), load_user_json(run.deepspeed)):
+        assert user.settings == {"zero_optimization": {"stage": 2}} and len(user.notices) == 7
     own = tmp_path / "own.json"
     own.write_text(json.dumps(theirs))
     assert load_user_json(own).settings["csv_monitor"]["output_path"] == "/home/me", "a file of one's own is obeyed"
     with pytest.raises(UserError, match="unknown DeepSpeed key"):
-        settings_from_run({"zero_optimization": {"stage": 2}, "nonsense": 1}, run, run.events)
+        settings_from_run({"zero_optimization": {"stage": 2}, "nonsense": 1}, run.events)
