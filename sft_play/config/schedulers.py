@@ -109,8 +109,6 @@ class KubernetesConfig:
     """Port where ranks meet."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels the nodes must have."""
-    replica_selectors: list[Mapping[str, str]] = field(default_factory=list)
-    """The same for each pod, by rank."""
     tolerations: list[Mapping[str, str]] = field(default_factory=list)
     """`[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
     infiniband: bool = False
@@ -276,14 +274,12 @@ def quantity(text: str) -> int | None:
 
 def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     """Check the labels and tolerations that choose nodes."""
-    for key, selectors in (
-        ("node_selector", [kubernetes.node_selector]),
-        ("replica_selectors", kubernetes.replica_selectors),
-    ):
-        for name, value in (pair for selector in selectors for pair in selector.items()):
-            if not QUALIFIED.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
-                text = f"`kubernetes.{key}` is `{quoted(f'{name}={value}')}`; expected a label and its value, such as"
-                yield Conflict(f"kubernetes.{key}", f"{text} `nvidia.com/gpu.product: NVIDIA-L40S`")
+    for name, value in kubernetes.node_selector.items():
+        if not QUALIFIED.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
+            text = (
+                f"`kubernetes.node_selector` is `{quoted(f'{name}={value}')}`; expected a label and its value, such as"
+            )
+            yield Conflict("kubernetes.node_selector", f"{text} `nvidia.com/gpu.product: NVIDIA-L40S`")
     for toleration in kubernetes.tolerations:
         wrong = (
             toleration.get("operator", "Equal") not in ("Equal", "Exists")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, own_words, saved_form
-from sft_play.config.schedulers import KubernetesConfig, quantity
+from sft_play.config.schedulers import quantity
 from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.config.yaml_files import dump_documents
 from sft_play.errors import TOKEN, HardwareError, UserError
@@ -21,7 +20,7 @@ from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.hardware import GIB, find_card, network_speed
+from sft_play.plan.hardware import GIB, find_card
 from sft_play.plan.memory import host_bytes, loading_host_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
@@ -63,9 +62,9 @@ def main(call: Call) -> int:
             "name": spec.name,
             "run_name": spec.name,
             "pods": spec.pods,
-            "processes": list(spec.processes),
-            "cards": list(spec.cards),
-            "words": spec.words(spec.processes[0]),
+            "processes": spec.processes,
+            "card": spec.card,
+            "words": spec.words,
             "files": [str(path) for path in paths],
             "notes": list(rendered.notes),
             "commands": commands,
@@ -123,7 +122,6 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
     token.
     """
     loaded, plan, settings = rehearsal.loaded, rehearsal.plan, rehearsal.loaded.config.kubernetes
-    launch, processes = loaded.config.launch, plan.ranks_by_node
     files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
         # It was read and checked by `read_options`.
@@ -136,79 +134,26 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
                 hint="put the hub's token into a Secret and name that: `kubernetes.token_secret`",
             )
     replicas = "train" if plan.strategy == "single" else "train-distributed"
-    spec = Spec(
+    names = sorted({rank.device_name for rank in plan.ranks})
+    if len(names) > 1 or len(set(plan.ranks_by_node)) > 1:
+        raise HardwareError(
+            f"the pods need different GPUs ({', '.join(names)}), but a job has one template for all of them",
+            place="HARDWARE",
+            hint="HARDWARE describes equal nodes; or run each node's command (docs/launching.md) in its own Job",
+        )
+    card = find_card(names[0]) if plan.device == "cuda" else None
+    return Spec(
         name=name_of(call.options.get("RUN_NAME"), loaded.path),
         settings=settings,
         command="train-deepspeed" if rehearsal.options.deepspeed else replicas,
         device=plan.device,
-        processes=processes,
-        selectors=_selectors(settings, len(processes)),
-        cards=_cards(plan, processes),
+        pods=plan.num_nodes,
+        processes=rehearsal.processes,
+        card=card[0] if card else names[0],
         files=files,
-        join_seconds=launch.join_seconds,
+        join_seconds=loaded.config.launch.join_seconds,
         own_words=tuple(own_words(loaded)),
     )
-    _refuse_unlike(spec)
-    return spec
-
-
-def _cards(plan: Plan, processes: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the catalogue's name of each pod's GPUs. Raise `HardwareError` for a pod with two kinds, which cannot be
-    requested.
-    """
-    cards, ranks = [], iter(plan.ranks)
-    for pod, count in enumerate(processes):
-        names = sorted({rank.device_name for rank in islice(ranks, count)})
-        if len(names) > 1:
-            raise HardwareError(
-                f"pod {pod} needs {' and '.join(names)}, but a pod asks for GPUs of one kind",
-                place="HARDWARE",
-                hint="HARDWARE describes one node; NUM_GPUS=1 NUM_NODES=2 makes two pods of one GPU",
-            )
-        card = find_card(names[0]) if plan.device == "cuda" else None
-        cards.append(card[0] if card else names[0])
-    return tuple(cards)
-
-
-def _selectors(settings: KubernetesConfig, pods: int) -> tuple[Mapping[str, str], ...]:
-    """Return each pod's node selector in order of ranks: `node_selector` and the pod's own labels. Raise
-    `UserError`.
-    """
-    own = settings.replica_selectors
-    if own and len(own) != pods:
-        text = (
-            f"`kubernetes.replica_selectors` has {plural(len(own), 'label set')}, and the run has {plural(pods, 'pod')}"
-        )
-        raise UserError(
-            text, hint="one entry for each pod in order of ranks, `{}` where nothing is asked, or none at all"
-        )
-    return tuple({**settings.node_selector, **labels} for labels in own or [{}] * pods)
-
-
-def _refuse_unlike(spec: Spec) -> None:
-    """Raise `UserError` if pods must differ in a way that the kind of job cannot express."""
-    master = spec.settings.kind == "pytorchjob"  # the only kind with a separate template for rank 0
-    labels = [tuple(sorted(selector.items())) for selector in spec.selectors]
-    if len(set(list(zip(spec.processes, labels, spec.cards, strict=True))[master:])) > 1:
-        first = "put the pod that differs first; or run each node's command (docs/launching.md) in its own Job"
-        other = (
-            "kubernetes.kind: pytorchjob, whose Master (rank 0's pod) may differ from its Workers; or GPUs of one kind"
-        )
-        which = "all its workers (its Master may differ)" if master else "all its pods"
-        raise UserError(
-            f"the pods need different GPUs, but `{spec.settings.kind}` has one template for {which}",
-            place="kubernetes.kind",
-            hint=first if master else other,
-        )
-    if spec.device == "cuda" and len(set(zip(labels, spec.cards, strict=True))) > len(set(labels)):
-        raise UserError(
-            f"the pods need {' and '.join(sorted(set(spec.cards)))}, and nothing says which pod gets which",
-            place="kubernetes.replica_selectors",
-            hint=(
-                "one label for each pod in order of ranks: [{nvidia.com/gpu.product: ...}, {nvidia.com/gpu.product:"
-                " ...}]"
-            ),
-        )
 
 
 def _write(call: Call, rendered: Rendered) -> list[Path]:
@@ -231,12 +176,9 @@ def _write(call: Call, rendered: Rendered) -> list[Path]:
 
 
 def _pods(spec: Spec) -> str:
-    what = "process" if spec.device == "cpu" else "GPU"
-    each = sorted(set(zip(spec.cards, spec.processes, strict=True)))
-    shares = " and ".join(f"{plural(count, what)} ({card})" for card, count in each)
-    sizes = [spec.size(count) for count in sorted(set(spec.processes))]
-    rest = " or ".join(f"{size['cpus']} cores and {size['memory']}" for size in sizes)
-    return f"{plural(spec.pods, 'pod')} with {shares}{' each' if len(each) == 1 else ''}, {rest}"
+    what = plural(spec.processes, "process" if spec.device == "cpu" else "GPU")
+    size = spec.size
+    return f"{plural(spec.pods, 'pod')} with {what} ({spec.card}) each, {size['cpus']} cores and {size['memory']}"
 
 
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
@@ -261,17 +203,11 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
             f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name"
             " continues the run, once the old job is deleted; another run needs its own RUN_NAME"
         )
-    memory = spec.size(max(spec.processes))["memory"]
+    memory = spec.size["memory"]
     if (need := _host_bytes(spec, plan, loaded)) > (quantity(memory) or 0):
         yield (
             f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {memory},"
             " /dev/shm included: raise it, or the kernel ends the pod"
-        )
-    network = config.launch.network if spec.pods > 1 and not settings.infiniband else None
-    if network and network_speed(network, "launch.network", "`launch.network` is") >= network_speed("100Gbit", ""):
-        yield (
-            f"the plan counts on {network} between pods, which take RDMA devices for it: kubernetes.infiniband: true"
-            " and kubernetes.rdma_resource"
         )
     for name in trackers(config):
         if name in PACKAGES and name != OWN:
@@ -305,9 +241,8 @@ def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
     offloaded, or what loading takes.
     """
     if plan.device == "cpu":
-        ranks = iter(plan.ranks)
-        return max(sum(rank.peak_bytes for rank in islice(ranks, count)) for count in spec.processes)
-    config, shape, processes = loaded.config, shape_of(loaded.config.model), max(spec.processes)
+        return sum(rank.peak_bytes for rank in plan.ranks[: spec.processes])
+    config, shape, processes = loaded.config, shape_of(loaded.config.model), spec.processes
     offloaded = processes * host_bytes(config, shape, plan, max(rank.micro_batch for rank in plan.ranks))
     return max(offloaded, loading_host_bytes(config, shape, plan, processes))
 

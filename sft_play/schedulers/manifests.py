@@ -33,12 +33,11 @@ class Spec:
     command: str
     """`train-distributed`, `train-deepspeed` or `train`."""
     device: Literal["cpu", "cuda"]
-    processes: tuple[int, ...]
-    """Number of ranks of each pod, in order; on GPUs each has one GPU."""
-    selectors: tuple[Mapping[str, str], ...]
-    """Node selector of each pod, in order."""
-    cards: tuple[str, ...]
-    """The catalogue's name of each pod's GPU, or `cpu`."""
+    pods: int
+    processes: int
+    """Number of ranks of each pod; on GPUs each has one GPU."""
+    card: str
+    """The catalogue's name of the pods' GPU, or `cpu`."""
     files: Mapping[str, str]
     """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON
     verbatim.
@@ -48,24 +47,22 @@ class Spec:
     """Words typed again in the pod, since a copied configuration cannot give them (`config.load.own_words`)."""
 
     @property
-    def pods(self) -> int:
-        return len(self.processes)
-
-    def size(self, processes: int) -> dict[str, str]:
-        """Return the cores and the memory of a pod with `processes` ranks."""
+    def size(self) -> dict[str, str]:
+        """The cores and the memory of a pod."""
         cpus = self.settings.cpus
         return {
-            "cpus": str(8 * processes if cpus == "auto" else cpus),
-            "memory": pod_memory(self.settings, processes),
+            "cpus": str(8 * self.processes if cpus == "auto" else cpus),
+            "memory": pod_memory(self.settings, self.processes),
         }
 
-    def words(self, processes: int, *, folder: str = SETTINGS) -> list[str]:
-        """Return the words for the entry point of a pod with `processes` ranks and the files in `folder`."""
-        words = [self.command, f"CONFIG={folder}/{CONFIG_FILE}", f"RUN_NAME={self.name}", *self.own_words]
+    @property
+    def words(self) -> list[str]:
+        """The words for the entry point of a pod."""
+        words = [self.command, f"CONFIG={SETTINGS}/{CONFIG_FILE}", f"RUN_NAME={self.name}", *self.own_words]
         if DEEPSPEED_FILE in self.files:
-            words.append(f"DEEPSPEED_CONFIG={folder}/{DEEPSPEED_FILE}")
+            words.append(f"DEEPSPEED_CONFIG={SETTINGS}/{DEEPSPEED_FILE}")
         if self.command != "train":
-            words.append(f"NUM_GPUS={processes}")
+            words.append(f"NUM_GPUS={self.processes}")
         if self.pods > 1:
             words += [
                 f"NUM_NODES={self.pods}",
@@ -77,9 +74,8 @@ class Spec:
 
 def documents(spec: Spec) -> list[Document]:
     """Return the ConfigMap and the objects of the job."""
-    facts, several = _facts(spec), spec.pods > 1
-    # Only a PyTorchJob has another template for other pods than the first.
-    facts |= {"first_pod": _pod(spec, facts, 0), "other_pod": _pod(spec, facts, 1) if several else None}
+    facts = _facts(spec)
+    facts["pod"] = _pod(spec, facts)
     return [
         document
         for template in ("config", *OBJECTS[spec.settings.kind])
@@ -116,11 +112,10 @@ def _read(template: str) -> Any:
     return read_plain_yaml(TEMPLATES / f"{template}.yaml")
 
 
-def _pod(spec: Spec, facts: dict[str, Any], number: int) -> Document:
-    """Return the template of pod number `number`."""
-    count = spec.processes[number]
-    own = {"selector": dict(spec.selectors[number]), "words": spec.words(count), **spec.size(count)}
-    pod: Document = fill(_read("pod"), facts | own | {"gpus": str(count) if spec.device == "cuda" else None})
+def _pod(spec: Spec, facts: dict[str, Any]) -> Document:
+    """Return the template of the pods."""
+    own = {"words": spec.words, **spec.size, "gpus": str(spec.processes) if spec.device == "cuda" else None}
+    pod: Document = fill(_read("pod"), facts | own)
     own_names, [container] = spec.settings.env, pod["spec"]["containers"]
     ours = [variable for variable in container["env"] if variable["name"] not in own_names]
     container["env"] = [*ours, *({"name": name, "value": text} for name, text in own_names.items())]
@@ -130,14 +125,14 @@ def _pod(spec: Spec, facts: dict[str, Any], number: int) -> Document:
 def _facts(spec: Spec) -> dict[str, Any]:
     """Return the facts that templates name: the keys of `kubernetes:`, and others of the run; `None` omits an entry."""
     settings, several, mounted = spec.settings, spec.pods > 1, claims(spec)
-    nccl = spec.device == "cuda" and sum(spec.processes) > 1
+    nccl = spec.device == "cuda" and spec.pods * spec.processes > 1
     facts: dict[str, Any] = {
         "name": spec.name,
         "pods": spec.pods,
         "others": spec.pods - 1,
         "several": several,
-        "processes": spec.processes[0],
-        "processes_if_equal": str(spec.processes[0]) if len(set(spec.processes)) == 1 else None,
+        "processes": spec.processes,
+        "processes_as_text": str(spec.processes),
         "files": dict(spec.files),
         "container": CONTAINERS[settings.kind],
         "port_name": "pytorchjob-port" if settings.kind == "pytorchjob" else "master",
