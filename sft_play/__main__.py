@@ -20,10 +20,8 @@ from sft_play.config.call import Call, Command, OtherEnvironment
 from sft_play.errors import HardwareError, UserError, configured
 from sft_play.files import NO_ROOM, UNWRITABLE, disk_problem, typed_path
 
-PROCESSES = (
-    "JSON SOURCE RUN_NAME NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_CONFIG TENSORBOARD_PORT WHY"
-)
-LAUNCH = f"CONFIG {PROCESSES}"
+PROCESSES = "JSON SOURCE NUM_GPUS NUM_NODES NODE_RANK MASTER_ADDR MASTER_PORT TENSORBOARD_PORT WHY"
+LAUNCH = f"CONFIG {PROCESSES} RUN_NAME ACCELERATE_CONFIG"
 SPINS = "1000"
 """Rounds for which a thread of torch's OpenMP (libgomp) spins. Its default is 300,000 if there is a core for each
 thread: when another program uses one of them, every parallel region waits for a complete time slice (more than ten
@@ -276,7 +274,7 @@ def _answer(arguments: list[str]) -> int:
             give_consent("model")
         out = typed_path(call.options["OUT"]) if "OUT" in call.options else None
         with contextlib.ExitStack() as stack:
-            if "RUN_NAME" in COMMANDS[call.command].options:  # a training
+            if {"RUN_NAME", "NODE_RANK"} & COMMANDS[call.command].options:  # a training
                 stack.enter_context(console_may_go())
                 stack.enter_context(end_by_signals())
             return _dispatch(call)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
 
 def _follow(job: Job, decide: Callable[[], Following]) -> tuple[Following, bool]:
     """Return what follows, the same on all machines, and whether this one decided alone because node 0 is gone."""
-    decided = job.machines.follow(lambda: decide().to_json()) if job.machines else None
+    decided = job.machines.follow(lambda: asdict(decide())) if job.machines else None
     return (Following.from_json(decided), False) if decided else (decide(), job.machines is not None)
 
 

@@ -44,7 +44,7 @@ from sft_play.launch.run_folder import (
 from sft_play.launch.verdict import LOST, Outcome, describe_stop, write_cause
 from sft_play.plan.plan import CommandStrategy
 from sft_play.plan.show import beside_forecast
-from sft_play.runs.checkpoints import list_checkpoints, newest_valid
+from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared
@@ -184,12 +184,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     if outcome.stop:
         tell(f"\n{describe_stop(outcome.stop)}")
     if outcome.code in (LOST, 130, 143) and not os.environ.get(recovery.CONTROLLED):
-        elsewhere = bool(call.integer("NODE_RANK", minimum=0)) and not run.checkpoints.is_dir()
-        where = f"; its checkpoints are on node 0 ({call.options.get('MASTER_ADDR')})" if elsewhere else ""
-        how = (
-            "continue with:" if elsewhere or list_checkpoints(run) else "it has no checkpoint; train it from its start:"
-        )
-        tell(f"hint: {how} make resume RUN={run.typed}{where}")
+        tell(f"hint: continue with: make resume RUN={run.typed}")
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

@@ -17,18 +17,17 @@ import uuid
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from sft_play.files import is_gone, open_own, remove_half_written, tail
+from sft_play.files import open_own, remove_half_written, tail
 from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
 from sft_play.launch.machines import Machines
 from sft_play.launch.process import STOPS, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
 from sft_play.launch.verdict import Loss, Outcome, Standings, hang, launcher_log, outcome_of, standing
-from sft_play.runs.folder import RunFolder, folder_gone
+from sft_play.runs.folder import RunFolder
 from sft_play.text import tell
 
 LONGEST_LOOK = 1.0
@@ -73,12 +72,6 @@ class Watch:
     machines: Machines | None = None
     """Set for a run on several machines, where a hang concerns all."""
     standing: Standings | None = None
-    required_files: Sequence[Path] = ()
-    """Files of the launcher without which a run can be neither resumed nor shown."""
-    missing_files: Sequence[Path] = ()
-    """Required files that were gone at the last look."""
-    is_removed: bool = False
-    """Whether files were gone at two looks: what the ranks still write would resemble a run, but not be valid."""
     watched_seconds: float = 0.0
     """Seconds since the start of this attempt, without time in which the launcher itself was suspended."""
 
@@ -87,8 +80,6 @@ class Watch:
         heard, now = self.beats.receive(), time.monotonic()
         passed, self.looked_at = min(now - self.looked_at, LONGEST_LOOK), now
         self.watched_seconds += passed
-        before, self.missing_files = self.missing_files, [path for path in self.required_files if is_gone(path)]
-        self.is_removed = bool(before and self.missing_files)
         self._find_workers()
         for worker in self.workers:
             self.kills.follow(worker.pid)
@@ -241,7 +232,6 @@ def supervise(
             kills=kills,
             beats=beats,
             machines=machines,
-            required_files=[path for path in (run.config, run.plan, run.events) if path.exists()],
         )
         ended = None
         try:
@@ -250,8 +240,6 @@ def supervise(
             kill_descendants(process, others)
             beats.close()
             remove_empty(run, ranks)
-    if missing := [path for path in watch.required_files if is_gone(path)]:
-        return Outcome(code=3, message=folder_gone(run, missing).render())
     outcome = outcome_of(
         run,
         ranks,
@@ -308,8 +296,6 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
     """Return why to kill the workers now, empty if there is nothing to report; `None` if they may continue."""
     if ended:
         return f"stopping all ranks: {ended.first_line}"
-    if watch.is_removed:
-        return f"stopping all ranks: {folder_gone(watch.run, watch.missing_files).message}"
     if stop.at_once:
         return "killing the workers"
     if late := stop.late(watch):

@@ -9,7 +9,7 @@ losses, stay the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,6 @@ class Following:
     """Seconds before the next attempt."""
     less: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the launch's request that change because memory ran out; the plan then keeps `facts`."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Following:
@@ -143,9 +139,7 @@ def announcement(
     where = f"rank {outcome.rank}{host}: " if outcome.rank is not None and f"rank {outcome.rank} " not in what else ""
     changes = []
     if before.slots != after.slots:
-        typed = [f"`train.{key}`" for key in ("batch_size", "grad_accum") if getattr(config.train, key) != "auto"]
-        although = f" (although {' and '.join(typed)} {'was' if len(typed) == 1 else 'were'} given)" if typed else ""
-        changes.append(f"micro-batch x accumulation {_divided(before)} -> {_divided(after)} on every rank{although}")
+        changes.append(f"micro-batch x accumulation {_divided(before)} -> {_divided(after)} on every rank")
     elif has_grown(before, outcome):
         failed = _failed(before, outcome)
         planned = failed.micro_batch if failed else 0

@@ -63,12 +63,6 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     facts, own = last_launch(run, node_rank or 0), before.ranks_by_node
     here = own[node_rank or 0] if (node_rank or 0) < len(own) else before.world_size // before.num_nodes
     num_nodes = call.integer("NUM_NODES", minimum=1) or int(facts["num_nodes"])
-    if call.options.get("RUN_NAME") not in (None, run.name):
-        raise UserError("`RUN_NAME` starts a new run; `make resume` continues `RUN`", hint="omit RUN_NAME")
-    if call.options.get("ACCELERATE_CONFIG"):
-        raise UserError(
-            "a resumed run keeps its own launch settings; `ACCELERATE_CONFIG` cannot be combined with `make resume`"
-        )
     if facts.get("cpu"):
         leave_gpus()
     deepspeed = settings_from_run(facts["deepspeed"], run.events) if facts["deepspeed"] else None

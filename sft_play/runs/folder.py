@@ -8,7 +8,7 @@ import contextlib
 import os
 import pwd
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -289,21 +289,12 @@ def is_strangers(path: Path) -> bool:
     return any(map(os.path.lexists, marks)) or any(path.is_relative_to(cache.resolve()) for cache in caches)
 
 
-def folder_gone(run: RunFolder, missing: Sequence[Path] = ()) -> HardwareError:
-    """Return the error for a new run whose folder, or launcher's files, exist already."""
-    names = ", ".join(f"`{path.name}`" for path in missing)
-    gone = (
-        f"of the run's folder {names} {'is' if len(missing) == 1 else 'are'} gone"
-        if missing and run.path.is_dir()
-        else "the run's folder is gone"
-    )
+def folder_gone(run: RunFolder) -> HardwareError:
+    """Return the error for a run whose folder is missing while it trains."""
     return HardwareError(
-        f"{gone}: was it moved or deleted while it trained?",
+        "the run's folder is gone: was it moved or deleted while it trained?",
         place=str(run.path),
-        hint=(
-            f"if it was moved, move it back, then: make resume RUN={run.typed} (or, as it is now: make resume"
-            " RUN=FOLDER)"
-        ),
+        hint=f"if it was moved, move it back, then: make resume RUN={run.typed}",
     )
 
 

@@ -83,7 +83,7 @@ def test_a_failed_allocation_halves_the_micro_batch(
         resource.prlimit(launch.process.pid, resource.RLIMIT_AS, (limit, limit))  # of its children too
         line = end(launch)
     assert "rank 0: memory ran out in step 2, micro-batch 1 (rows " in line
-    assert "micro-batch x accumulation 8 x 1 -> 4 x 2 on every rank (although `train.batch_size` was given)" in line
+    assert "micro-batch x accumulation 8 x 1 -> 4 x 2 on every rank" in line
     assert "global batch 8 as before; continuing from step-000001 (retry 1 of 3)" in line
     run = launch.run
     require_same(run, reference)
@@ -195,7 +195,7 @@ def test_a_rank_that_the_kernel_kills_halves_the_micro_batch(
         line = end(launch)
     assert "was killed by SIGKILL because memory ran out (`" in line
     assert str(cgroup) in line
-    assert "micro-batch x accumulation 4 x 1 -> 2 x 2 on every rank (although `train.batch_size` was given)" in line
+    assert "micro-batch x accumulation 4 x 1 -> 2 x 2 on every rank" in line
     assert "global batch 8 as before; continuing from step-000001" in line
     require_same(launch.run, undisturbed[0])
     (recovery,) = json.loads((launch.run / "training_metrics.json").read_text())["recoveries"]
