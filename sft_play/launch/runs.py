@@ -188,10 +188,6 @@ def logs(call: Call) -> int:
             time.sleep(0.5)
 
 
-BEGINS = ("started", "resumed")
-"""Events with which a launch begins."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """Facts of a run from its files; `None` for what is damaged or missing."""
@@ -223,9 +219,9 @@ class Summary:
     """Mean speed of the optimizer steps."""
     peak_memory_bytes: int | None
     seconds: float | None
-    """Time spent on optimizer steps; before the first, time of its launches, without what lay between them."""
+    """Time spent on optimizer steps."""
     energy_kwh: float | None
-    """Energy of the GPUs as measured by the driver, or else an upper bound from their power limits."""
+    """Energy of the GPUs as measured by the driver."""
     cost: float | None
     """Cost of all machines at `PRICE_PER_HOUR`."""
     age_seconds: float | None
@@ -282,12 +278,10 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
-    seconds = final.get("training_seconds") or trained or _seconds_of_launches(events, time.time() - age)
+    seconds = final.get("training_seconds") or trained or None
     hours = seconds / 3600 if seconds is not None else None
     # The peak so far, for a run that has not ended.
     peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
-    planned, forecast = plan.get("energy_kwh"), plan.get("total_seconds")
-    expected = planned * seconds / forecast if planned and seconds and forecast else None
     return Summary(
         name=run.name,
         state=state,
@@ -310,7 +304,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         tokens_per_second=final.get("tokens_per_second") or (tokens / trained if trained else None),
         peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None,
         seconds=seconds,
-        energy_kwh=energy_kwh(train, seconds) or expected,
+        energy_kwh=energy_kwh(train, seconds),
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
         age_seconds=age,
     )
@@ -382,14 +376,6 @@ def _trained_so_far(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         seconds += (spent := steps * (row.get("step_seconds") or 0.0))
         tokens += spent * (row.get("tokens_per_second") or 0.0)
     return seconds, tokens
-
-
-def _seconds_of_launches(events: Sequence[Mapping[str, Any]], changed: float) -> float | None:
-    """Return the time from the beginning of each launch to its last event, or to the run's last change."""
-    marks = [(event["time"], event["event"]) for event in events if isinstance(event.get("time"), (int, float))]
-    later = [*marks[1:], (changed, "")]
-    spans = [after - before for (before, _), (after, event) in zip(marks, later, strict=False) if event not in BEGINS]
-    return sum(max(0.0, span) for span in spans) if marks else None
 
 
 def _data(section: Mapping[str, Any]) -> str | None:

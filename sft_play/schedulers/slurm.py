@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.layers import DEFAULT
 from sft_play.config.load import own_words, save_config
 from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
@@ -77,27 +76,10 @@ OF_STEPS = {
 """Options of sbatch -> the variables, without `SLURM_`, by which a job passes them to srun."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, including the hyphen."""
-HINTS: tuple[tuple[str, str | None, str], ...] = (
-    (r"qos(max|min|grp)\w|assoc(max|min|grp)\w|accounting/qos policy", None,
-     "`sacctmgr show qos` and `sacctmgr show associations user=$USER` list your limits, `squeue --me` what counts"
-     " against them now"),
-    (r"partition name|invalid partition", "slurm.partition",
-     "`sinfo -s` lists the partitions; then SLURM_PARTITION=NAME"),
-    (r"time limit|timelimit", "slurm.time", "`sinfo -s` shows the longest time of each partition; then SLURM_TIME="),
-    (r"account", "slurm.account",
-     "`sacctmgr show associations user=$USER` lists your accounts; then SLURM_ACCOUNT=NAME"),
-    (r"qos", "slurm.qos", "`sacctmgr show qos` lists what there is; then SLURM_QOS=NAME"),
-    (r"unable to contact|refused|timed out|socket", None, "`scontrol ping` asks the controller"),
-    (r"node|processors|cpu|gres|gpu|memory|feature|constraint", None,
-     "`sinfo -N -o '%N %c %m %G %f'` shows cores, memory, GPUs and features of the nodes; NUM_NODES, NUM_GPUS,"
-     " SLURM_CPUS_PER_GPU, SLURM_MEMORY and SLURM_CONSTRAINT ask for less"),
-    ("", None, "the lines above are sbatch's own"),
-)  # fmt: skip
-"""Pattern of sbatch's error, the key that it is about, and a hint; the first match counts.
-
-An error about one key may name others: "account/partition combination".
-"""
-
+REFUSED_HINT = (
+    "`sinfo` lists partitions, times and nodes, `sacctmgr show qos` and `sacctmgr show associations user=$USER` your"
+    " limits; SLURM_..., NUM_NODES= and NUM_GPUS= ask for others"
+)
 Tasks = Mapping[int, tuple[str, Sequence[str]]]
 """Index in a sweep's array -> the run's name and the words of this task's command only. Empty without a sweep, where
 the index ends the run's name.
@@ -156,7 +138,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
         tell(f"note: {notice}")
     if not call.json:
         print(f"{show_plan(rehearsal.plan)}\n\n{_show(job, script)}", flush=True)
-    number = submit(script, rehearsal.loaded.origins) if submitting else None
+    number = submit(script) if submitting else None
     if call.json:
         facts = {
             "run": name,
@@ -255,8 +237,8 @@ def _for_sbatch(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def submit(script: Path, origins: Mapping[str, str]) -> str:
-    """Submit a script and return the job's id; `origins` are the places of its configuration's keys.
+def submit(script: Path) -> str:
+    """Submit a script and return the job's id.
 
     Raise `HardwareError` without sbatch, and `UserError` with sbatch's message if the job is refused; nothing is queued
     then.
@@ -265,18 +247,9 @@ def submit(script: Path, origins: Mapping[str, str]) -> str:
     if program is None:
         text = "there is no `sbatch` here, so nothing was submitted"
         raise HardwareError(text, hint=f"on the cluster's login node: sbatch {script.absolute()}")
-    _sbatch(program, "--test-only", script, origins)  # a job that can never run would wait forever
-    answer = _sbatch(program, "--parsable", script, origins).strip()
+    _sbatch(program, "--test-only", script)  # a job that can never run would wait forever
+    answer = _sbatch(program, "--parsable", script).strip()
     return answer.rpartition("\n")[2].partition(";")[0]
-
-
-def overriding(environ: Mapping[str, str]) -> list[str]:
-    """Return the shell's variables that Slurm's programs read as options, which override those of a script.
-
-    Inside a job `SLURM_` variables are ignored, since most of them describe that job.
-    """
-    inside = "SLURM_JOB_ID" in environ
-    return sorted(name for name in environ if name.startswith(OPTIONS) or (not inside and OF_JOBS.fullmatch(name)))
 
 
 def _shell() -> dict[str, str]:
@@ -286,7 +259,7 @@ def _shell() -> dict[str, str]:
     }
 
 
-def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str]) -> str:
+def _sbatch(program: str, option: str, script: Path) -> str:
     """Run sbatch and return its output."""
     done = subprocess.run(
         [program, option, str(script.absolute())],
@@ -300,12 +273,8 @@ def _sbatch(program: str, option: str, script: Path, origins: Mapping[str, str])
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
-    key, hint = next((key, hint) for pattern, key, hint in HINTS if re.search(pattern, words, re.IGNORECASE))
-    origin = origins.get(key or "", DEFAULT)
-    place = str(script) if origin == DEFAULT else origin
-    raise UserError(
-        f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}", place=place, hint=hint
-    )
+    text = f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}"
+    raise UserError(text, place=str(script), hint=REFUSED_HINT)
 
 
 def is_queued(name: str) -> bool:
@@ -433,10 +402,6 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str]) -> list[str]:
             else "HARDWARE= describes others"
         )
         notes.append(f"planned for nodes like this machine; {what}")
-    if theirs := overriding(os.environ):
-        notes.append(
-            f"{', '.join(theirs)} of this shell would win over the script's options: the job is to be submitted without"
-        )
     if withheld:
         notes.append(
             f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that"
@@ -462,8 +427,7 @@ def _show(job: BatchJob, script: Path) -> str:
 
 def _next(job: BatchJob, script: Path, number: str | None) -> str:
     if number is None:
-        without = "".join(f"-u {name} " for name in overriding(os.environ))
-        return f"  submit   {f'env {without}' if without else ''}sbatch {shlex.quote(str(script))}"
+        return f"  submit   sbatch {shlex.quote(str(script))}"
     task = f"{number}_{first_index(job.slurm.array)}" if job.slurm.array else number
     return (
         f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F"

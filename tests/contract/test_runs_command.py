@@ -101,10 +101,11 @@ def test_the_list_has_what_runs_reached_and_cost(in_process: Program, tmp_path: 
     run = make_run(tmp_path / "runs", "a", "started", "finished")
     config = {"model": {"name": "base"}, "tuning": {"mode": "lora"}, "data": {"train_path": "rows/sums.jsonl"}}
     write_json(run.config, {"config": config, "origins": {}})
-    write_json(run.plan, {"steps": 8, "num_nodes": 2, "energy_kwh": 4.0, "total_seconds": 3600.0})
+    write_json(run.plan, {"steps": 8, "num_nodes": 2})
     ended = {"tokens_per_second": 50.0, "training_seconds": 1800.0, "peak_memory_bytes": 3 * 2**30}
     write_json(run.training_metrics, ended)
     append_json_line(run.metrics, {"kind": "eval", "step": 3, "eval_loss": 1.0, "eval_rougeL": 0.9})
+    append_json_line(run.metrics, {"kind": "train", "step": 3, "loss": 1.0, "rank_power_watts": [2000.0, 2000.0]})
     [row] = in_process("runs", "JSON=1", "PRICE_PER_HOUR=3").json
     assert (row["cost"], row["energy_kwh"], row["seconds"], row["eval_rougeL"]) == (3.0, 2.0, 1800.0, 0.9)
     text = in_process("runs", "PRICE_PER_HOUR=3").out
@@ -113,7 +114,7 @@ def test_the_list_has_what_runs_reached_and_cost(in_process: Program, tmp_path: 
     assert "< 0.1 s" in in_process("runs").out
 
 
-def test_the_list_names_origins_and_counts_the_time_of_launches(in_process: Program, tmp_path: Path) -> None:
+def test_the_list_names_origins_and_the_speed_of_a_stopped_run(in_process: Program, tmp_path: Path) -> None:
     runs, cache = tmp_path / "runs", tmp_path / "cache" / "models" / "made-0123"
     for name, typed, prepared in (
         ("on-merged", "runs/tickets/merged", {"name": "runs/tickets/merged", "source": "folder"}),
@@ -122,12 +123,7 @@ def test_the_list_names_origins_and_counts_the_time_of_launches(in_process: Prog
         run = make_run(runs, name)
         write_json(run.config, {"config": {"model": {"name": typed}}, "origins": {}})
         write_json(run.prepared, {"model": prepared})
-        write_json(run.plan, {"steps": 8, "energy_kwh": 7.78e-8, "total_seconds": 50.0})
-        day = 86400.0
-        for event, at in (("started", 0.0), ("failed", 20.0), ("started", day), ("failed", day + 30)):
-            append_json_line(run.events, {"event": event, "node": 0, "time": at, "code": 3})
-        os.utime(run.config, (day + 30, day + 30))
-        os.utime(run.events, (day + 30, day + 30))
+        write_json(run.plan, {"steps": 8})
     write_json(make_run(runs, "stopped", "started", "stopped").plan, {"strategy": "ddp", "tensor_parallel": 2})
     for step in (1, 2, 3):
         row = {"kind": "train", "step": step, "loss": 2.0 * step, "tokens_per_second": 90.0 / step, "step_seconds": 2.0}
@@ -139,8 +135,6 @@ def test_the_list_names_origins_and_counts_the_time_of_launches(in_process: Prog
     text = in_process("runs").out
     assert "(worse)" in text
     assert "tickets/merged" in text and "Qwen3-8B" in text and "made-0123" not in text
-    assert [row["seconds"] for row in listed.values()] == pytest.approx([50.0, 50.0], abs=1e-3)
-    assert "50 s" in text and "0.28 J" in text
 
 
 @pytest.mark.parametrize("by_script", [True, False])

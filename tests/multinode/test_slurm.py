@@ -83,22 +83,10 @@ def site(slurm: SlurmLab, tmp_path: Path, tiny: Path, cache: Path) -> Site:
     return Site(slurm, tmp_path, tiny, cache)
 
 
-@pytest.mark.parametrize(
-    ("word", "message", "hint"),
-    [
-        (
-            "SLURM_PARTITION=nowhere",
-            "error: SLURM_PARTITION=nowhere: the cluster refuses the job:",
-            "`sinfo -s` lists the partitions",
-        ),
-        ("NUM_NODES=3", "the cluster refuses the job", "hint: `sinfo -N -o"),
-    ],
-)
-def test_a_job_that_cannot_start_is_refused_with_sbatchs_message(
-    site: Site, word: str, message: str, hint: str
-) -> None:
+@pytest.mark.parametrize("word", ["SLURM_PARTITION=nowhere", "NUM_NODES=3"])
+def test_a_job_that_cannot_start_is_refused_with_sbatchs_message(site: Site, word: str) -> None:
     done = site.make("RUN_NAME=demo", word)
-    assert done.code == 2 and message in done.err and hint in done.err, done.err
+    assert done.code == 2 and "the cluster refuses the job:\n" in done.err and "`sinfo` lists" in done.err, done.err
     assert (site.runs / "demo" / "slurm" / "job.sbatch").is_file()
     assert site.slurm.run("squeue", "-h").stdout == ""
 

@@ -444,24 +444,14 @@ def test_bad_input_is_one_error_and_leaves_files_unchanged(
     assert (tmp_path / "runs").exists() == ("SUBMIT=1" in words)
 
 
-@pytest.mark.parametrize(
-    ("word", "refusal", "hint"),
-    [
-        ("SLURM_QOS=best", "Invalid qos specification", "SLURM_QOS=NAME"),
-        ("SLURM_TIME=9-0", "Requested time limit is invalid (missing or exceeds some limit)", "SLURM_TIME="),
-    ],
-)
-def test_refusals_of_sbatch_are_user_errors(
-    in_process: Program, tmp_path: Path, word: str, refusal: str, hint: str
-) -> None:
+def test_refusals_of_sbatch_are_user_errors(in_process: Program, tmp_path: Path) -> None:
     program = tmp_path / "sbatch"
-    program.write_text(f"#!/bin/sh\necho 'sbatch: error: {refusal}' >&2\nexit 1\n")
+    program.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2\nexit 1\n")
     program.chmod(0o755)
-    done = command(in_process, tmp_path, "SUBMIT=1", word, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert done.code == 2 and f"error: {word}: the cluster refuses the job:\nsbatch: error: {refusal}" in done.err, (
-        done.err
-    )
-    assert f"then {hint}" in done.err
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = command(in_process, tmp_path, "SUBMIT=1", "SLURM_QOS=best", env=env)
+    message = "job.sbatch: the cluster refuses the job:\nsbatch: error: Invalid qos specification"
+    assert done.code == 2 and message in done.err and "`sacctmgr show qos`" in done.err, done.err
 
 
 SBATCH = """#!/bin/sh
@@ -485,16 +475,11 @@ def test_variables_of_the_shell_do_not_change_options_of_the_job(in_process: Pro
     def seen() -> list[str]:
         return sorted((tmp_path / "seen").read_text().splitlines())
 
-    done = command(in_process, tmp_path, env=env)
-    without = "-u SBATCH_EXPORT -u SBATCH_PARTITION -u SBATCH_TIMELIMIT -u SLURM_CLUSTERS"
-    assert f"submit   env {without} sbatch {tmp_path}/runs/demo/slurm/job.sbatch" in done.out
     done = command(in_process, tmp_path, "SUBMIT=1", env=env)
     assert done.code == 0 and seen() == ["SLURM_CONF=/etc/slurm.conf"] * 2 + ["SLURM_JWT=secret"] * 2
-    assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT, SLURM_CLUSTERS of this shell would win" in done.err
     inside = {**env, "SLURM_JOB_ID": "5", "SLURM_MEM_PER_CPU": "100", "SLURM_TIMELIMIT": "1"}
     done = command(in_process, tmp_path, "SUBMIT=1", env=inside)
     assert done.code == 0 and seen() == ["SLURM_CONF=/etc/slurm.conf"] * 4 + ["SLURM_JWT=secret"] * 4
-    assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
 
 
 def test_scripts_written_in_the_same_second_have_different_runs(
