@@ -154,7 +154,6 @@ Kind = Literal["adapter", "full"]
 FULL = ("model.safetensors", "model.safetensors.index.json")
 PUBLISHED = (".safetensors", ".json", ".jinja", ".model", ".txt", ".md")
 OF_THE_CHECKPOINT = frozenset({"trainer_state.json", "manifest.json", "stamp.json", "states.json"})
-STEP_NAME = re.compile(r"step-[0-9]{1,9}")
 
 
 def weights_folder(run: RunFolder, checkpoint: str | None) -> Path:
@@ -193,14 +192,14 @@ def checkpoint_folder(run: RunFolder, name: str) -> Path | None:
     if step := re.fullmatch(r"(?:step-)?([0-9]{1,9})", name):
         name = run.checkpoint(int(step.group(1))).name
     path = run.checkpoints / name
-    if Path(name).name != name or not (STEP_NAME.fullmatch(name) or name in ("best", "last")):
+    if Path(name).name != name or not (NAME.fullmatch(name) or name in ("best", "last")):
         return None
     return _inside(run, path)
 
 
 def _inside(run: RunFolder, path: Path) -> Path | None:
     folder = path.resolve()
-    whole = folder.parent == run.checkpoints.resolve() and STEP_NAME.fullmatch(folder.name) and folder.is_dir()
+    whole = folder.parent == run.checkpoints.resolve() and NAME.fullmatch(folder.name) and folder.is_dir()
     return folder if whole else None
 
 
@@ -227,7 +226,7 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
         raise UserError("`RUN` and `MODEL` are both given", hint="give one of them")
     name = named or options["RUN"]
     folder = Path(name).expanduser()
-    of_a_run = (folder / "plan.json").is_file() or STEP_NAME.fullmatch(folder.name) or run_path(name) != Path(name)
+    of_a_run = (folder / "plan.json").is_file() or NAME.fullmatch(folder.name) or run_path(name) != Path(name)
     if named is None and (of_a_run or kind_of(folder) != "full"):
         return None
     if kind_of(folder) == "adapter" and (folder.parent / "plan.json").is_file():

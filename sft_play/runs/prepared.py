@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import platform
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -283,10 +282,7 @@ def row_integers(split: PreparedSplit, name: RowFile) -> array[int] | None:
         return None
     if len(data) != 4 * split.rows:  # written for other rows
         return None
-    values = array("i", data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return array("i", data)
 
 
 KEYS, QUESTIONS, KEY_BYTES = "keys.bin", "questions.bin", 16

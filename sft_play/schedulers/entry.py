@@ -13,7 +13,6 @@ launches in a row made no newer checkpoint, by the run's events.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -25,9 +24,10 @@ from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.process import end_by_signals, hear_signals
 from sft_play.launch.run_folder import FINAL_EVENTS, read_events, record_event
 from sft_play.launch.settings import NO_FILE
-from sft_play.launch.verdict import LOST
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
 from sft_play.runs.checkpoints import list_checkpoints
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.text import plural
 
 TRAINING = frozenset(
     {
@@ -74,15 +74,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the words of `python -m sft_play`: `words` and the place that the scheduler sets for this container.
 
-    Typed words count if the scheduler sets nothing, and must agree with it otherwise. Raise `UserError`.
+    Typed words win.
     """
     if not words or words[0] not in LAUNCHED:
         return list(words)
-    typed, (source, place) = _typed(words), place_of(environ)
-    for name in ("NUM_NODES", "NODE_RANK"):
-        if place.get(name) and typed.get(name, place[name]) != place[name]:
-            hint = "render the job again, or omit it from its command"
-            raise UserError(f"`{name}` is {typed[name]}, but {source} says {place[name]}", hint=hint)
+    typed, place = _typed(words), place_of(environ)
     if (typed.get("NUM_NODES") or place.get("NUM_NODES") or "1") == "1":
         place = {"NUM_GPUS": place.get("NUM_GPUS")}
     if words[0] == "train":
@@ -93,42 +89,24 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
     return [*words, *(f"{name}={value}" for name, value in place.items() if value and name not in typed)]
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return an integer from the pod's environment, or `None` if it is not set. Raise `UserError`."""
-    if not (text := environ.get(name, "")):
-        return None
-    if not re.fullmatch("[0-9]{1,9}", text):
-        hint = (
-            "omit `elasticPolicy`: this program restarts automatically, with a fixed number of pods"
-            if ":" in text
-            else "correct it in the manifest"
-        )
-        raise UserError(f"`{name}` is `{text}`; expected an integer", place="environment", hint=hint)
-    return int(text)
-
-
-def place_of(environ: Mapping[str, str]) -> tuple[str, dict[str, str | None]]:
-    """Return which scheduler started this container, and its place as variables of our command, `None` for those it
-    does not set.
-
-    Raise `UserError` for a value that is not an integer: `PET_NNODES` of a job with an `elasticPolicy` is a range.
+def place_of(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return this container's place, as its scheduler sets it, as variables of our command; `None` for those it does
+    not set.
     """
     get = environ.get
-    for name in ("PET_NNODES", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX"):
-        _number(environ, name)
-    if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):
-        return "the indexed Job", {
+    if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):  # an indexed Job
+        return {
             "NODE_RANK": get("JOB_COMPLETION_INDEX"),
             "MASTER_ADDR": get("MASTER_ADDR"),
             "MASTER_PORT": get("MASTER_PORT"),
         }
     # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods
     # times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
-    each, world = get("PET_NPROC_PER_NODE", ""), None if get("PET_NNODES") else _number(environ, "WORLD_SIZE")
+    each, world = get("PET_NPROC_PER_NODE", ""), get("WORLD_SIZE", "")
     processes = each if each.isdecimal() else None  # with `auto` and `gpu` we choose
     master = get("PET_MASTER_ADDR") or get("MASTER_ADDR")
-    return "the operator", {
-        "NUM_NODES": get("PET_NNODES") or (str(world // int(processes or 1)) if world else None),
+    return {
+        "NUM_NODES": get("PET_NNODES") or (str(int(world) // int(processes or 1)) if world.isdecimal() else None),
         "NODE_RANK": get("PET_NODE_RANK") or get("RANK"),
         # Some operators set `localhost` on the master itself, which the others would look for on their own machine.
         "MASTER_ADDR": get("POD_IP", master) if master in ("localhost", "127.0.0.1") else master,
@@ -185,19 +163,22 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
     Launches of pods that the kernel killed count too; one that was stopped, or ended for good, begins a new row.
     """
     typed = _typed(words)
-    limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
+    limit, name = environ.get(LIMIT), typed.get("RUN_NAME")
     if not limit or not name or typed.get("NODE_RANK", "0") != "0":
         return
-    run, tries = RunFolder(runs_folder() / name), 0
+    run, tries, memory = RunFolder(runs_folder() / name), 0, False
     saved = max((path.stat().st_mtime for path in list_checkpoints(run)), default=0.0)
     for event in (event for event in read_events(run) if event.get("node", 0) == 0):
         if event["time"] < saved or (event["event"] in FINAL_EVENTS and event.get("code") != LOST):
-            tries = 0
+            tries, memory = 0, False
         elif event["event"] in ("started", "resumed"):
             tries += 1
-    if tries > limit:
+        elif event["event"] == "failed":
+            memory = event.get("cause") == OUT_OF_MEMORY
+    if memory or tries > int(limit):
+        why = "memory ran out" if memory else f"`kubernetes.max_restarts` is {limit}"
         error = HardwareError(
-            f"{tries} tries in a row made no newer checkpoint, and `kubernetes.max_restarts` is {limit}",
+            f"{plural(tries, 'attempt')} in a row made no newer checkpoint, and {why}",
             place=f"run {run.name}",
             hint=f"the reasons are in `{run.events}`; the count starts over for a job that is submitted again",
         )

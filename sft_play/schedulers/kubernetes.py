@@ -88,11 +88,7 @@ def render(call: Call) -> Rendered:
     rehearsal = rehearse_for_nodes(call)
     spec = _spec(call, rehearsal)
     settings, loaded = spec.settings, rehearsal.loaded
-    typed = [f"{name}={text}" for name, text in sorted(call.options.items()) if name not in ("OUT", "JSON")]
-    command = shlex.join(
-        ["make", call.command, *typed, *(override.origin.removeprefix("make ") for override in call.overrides)]
-    )
-    head = f"{KINDS[settings.kind]} of the run {spec.name}, rendered by: {command}"
+    head = f"{KINDS[settings.kind]} of the run {spec.name}, {HEADER}"
     # Claims have a separate file, so that deleting the job by its file keeps what it made.
     claim_documents = manifests.claim_documents(spec)
     files = {"claims.yaml": dump_documents(claim_documents, f"Claims of {head}")} if claim_documents else {}

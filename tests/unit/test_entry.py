@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from sft_play.errors import UserError
-from sft_play.schedulers.entry import complete_command, require_progress, supervise
+from sft_play.schedulers.entry import complete_command, supervise
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -87,11 +86,6 @@ def test_the_masters_own_localhost_becomes_an_address_that_others_see() -> None:
     assert "MASTER_ADDR" not in added((*TWO, "MASTER_ADDR=127.0.0.1"), environ), "what was typed stays"
 
 
-def test_an_option_that_contradicts_the_operator_is_refused() -> None:
-    with pytest.raises(UserError, match="`NODE_RANK` is 0, but the operator says 1"):
-        complete_command((*TWO, "NODE_RANK=0"), PYTORCHJOB)
-
-
 @pytest.mark.parametrize(
     ("program", "code"), [("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
@@ -123,25 +117,3 @@ def test_a_signal_reaches_the_program() -> None:
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=240)
     assert process.returncode == 75
-
-
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
-        (
-            {"PET_NNODES": "1:3", "PET_NODE_RANK": "0"},
-            "`PET_NNODES` is `1:3`; expected an integer\n\nhint: omit `elasticPolicy`",
-        ),
-        ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
-    ],
-)
-def test_contradictory_variables_of_a_pod_are_refused(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        complete_command(WORDS, environ)
-    assert f"environment: {message}" in caught.value.render()
-
-
-def test_a_limit_of_restarts_must_be_a_number() -> None:
-    with pytest.raises(UserError, match="`SFT_PLAY_MAX_RESTARTS` is `ten`; expected an integer"):
-        require_progress(WORDS, {"SFT_PLAY_MAX_RESTARTS": "ten"})

@@ -42,7 +42,7 @@ def test_restarts_end_with_a_permanent_code(run: RunFolder, capsys: pytest.Captu
         launch(run, code)
     assert main(WORDS) == 3
     error = capsys.readouterr().err
-    assert "3 tries in a row made no newer checkpoint, and `kubernetes.max_restarts` is 2" in error
+    assert "3 attempts in a row made no newer checkpoint, and `kubernetes.max_restarts` is 2" in error
     assert "the count starts over" in error and read_events(run)[-1]["code"] == 3
     assert main(WORDS) == 175, "who submits again has looked at it"
 
@@ -58,3 +58,12 @@ def test_a_newer_checkpoint_or_a_stop_begins_a_new_row(run: RunFolder) -> None:
     run.checkpoint(10).mkdir(parents=True)
     os.utime(run.checkpoint(10), (time.time() + 1,) * 2)
     assert main(WORDS) == 175
+
+
+def test_memory_that_ran_out_is_not_tried_again(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    record_event(run, "started")
+    record_event(run, "failed", code=LOST, cause="out_of_memory")
+    assert (
+        main(WORDS) == 3
+        and "1 attempt in a row made no newer checkpoint, and memory ran out" in capsys.readouterr().err
+    )
