@@ -93,7 +93,7 @@ def render(call: Call) -> Rendered:
     claim_documents = manifests.claim_documents(spec)
     files = {"claims.yaml": dump_documents(claim_documents, f"Claims of {head}")} if claim_documents else {}
     files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
-    notes = (*rehearsal.options.notices, *_notes(spec, rehearsal.plan, loaded, named="RUN_NAME" in call.options))
+    notes = (*rehearsal.options.notices, *_notes(spec, rehearsal.plan, loaded))
     return Rendered(spec=spec, plan=rehearsal.plan, files=files, notes=notes)
 
 
@@ -188,17 +188,10 @@ def _namespace(spec: Spec) -> str:
     return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
 
 
-def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
-    """Yield what the cluster must have, and what the plan needs that the pods do not get; `named`: whether `RUN_NAME`
-    was typed.
-    """
+def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> Iterator[str]:
+    """Yield what the cluster must have, and what the plan needs that the pods do not get."""
     settings, config = spec.settings, loaded.config
     yield from _notes_of_cluster(spec, loaded)
-    if not named:
-        yield (
-            f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name"
-            " continues the run, once the old job is deleted; another run needs its own RUN_NAME"
-        )
     memory = spec.size["memory"]
     if (need := _host_bytes(spec, plan, loaded)) > (quantity(memory) or 0):
         yield (
