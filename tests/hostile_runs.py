@@ -33,11 +33,6 @@ def _dangling(path: Path, outside: Path) -> None:
     path.symlink_to(outside / "made-by-us")
 
 
-def _hard_link(path: Path, outside: Path) -> None:
-    _remove(path)
-    path.hardlink_to(outside / "secret.txt")
-
-
 def _pipe(path: Path, _: Path) -> None:
     _remove(path)
     os.mkfifo(path)
@@ -82,7 +77,6 @@ def _others(value: Any) -> Iterator[Any]:
 FILES: Mapping[str, Callable[[Path, Path], None]] = {
     "link": _link,
     "dangling": _dangling,
-    "hard link": _hard_link,
     "pipe": _pipe,
     "device": _device,
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 import sft_play
 from sft_play.cluster.check import Facts, ask_doctor, other_versions, versions_remedy
-from sft_play.cluster.inventory import Host, inventory_for_call, plain_path
+from sft_play.cluster.inventory import Host, inventory_for_call
 from sft_play.cluster.ssh import (
     HOME,
     IN_FOLDER,
@@ -118,9 +118,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def remote(host: Host, path: str) -> str:
     """Return a path on `host` as rsync takes it, without `~/`, where rsync starts anyway."""
-    name, end = host.ssh or host.address, "/" if path.endswith("/") else ""
-    plain = plain_path(path).removeprefix("~/")
-    return f"{f'[{name}]' if ':' in name else name}:{plain if plain == '/' else plain + end}"
+    name = host.ssh or host.address
+    return f"{f'[{name}]' if ':' in name else name}:{path.removeprefix('~/')}"
 
 
 def rsync(host: Host, words: Sequence[str], *, names: Iterable[str] = (), timeout: float = SECONDS) -> bytes:
@@ -141,13 +140,8 @@ def changes(out: bytes) -> tuple[int, list[str]]:
     """Return the bytes and the replaced files of a dry run with `--out-format=%i %l %n`, without folders and changes of
     time or mode only.
     """
-    rows = re.findall(rb"^[<>c][fL](\S{9,}) (\d+) (.+)$", out, re.MULTILINE)
-    replaced = [
-        re.sub(rb"\\#(\d{3})", lambda letter: bytes([int(letter[1], 8)]), name)
-        for kind, _, name in rows
-        if not kind.startswith(b"+++")
-    ]
-    return sum(int(length) for _, length, _ in rows), list(map(os.fsdecode, replaced))
+    rows = re.findall(r"^[<>c][fL](\S{9,}) (\d+) (.+)$", out.decode(errors="replace"), re.MULTILINE)
+    return sum(int(size) for _, size, _ in rows), [name for kind, _, name in rows if not kind.startswith("+++")]
 
 
 # ---- Code

@@ -433,7 +433,6 @@ def _for_others(error: BaseException, name: str) -> list[UserError]:
             for e in (error.problems if isinstance(error, Problems) else (error,))
         ]
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
-    stopped = isinstance(error, KeyboardInterrupt) or code in (130, 143)
-    what = "was stopped on request before" if stopped else "could not start its workers; its own output says why"
-    text = f"{name} {what}{' its workers started' if stopped else ''}"
-    return [KINDS.get(code or RetryableError.exit_code, RetryableError)(text)]
+    return [
+        KINDS.get(code or LOST, RetryableError)(f"{name} has left before its workers started; its own output says why")
+    ]

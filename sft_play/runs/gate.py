@@ -31,7 +31,6 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
     """
     if not writes and not any(os.path.lexists(path) for path in (run.config, run.events)):
         return run
-    shared: dict[tuple[int, int], list[str]] = {}
     for entry, status in _below(run.path, writes=writes):
         kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFLNK and not _is_ours(run, Path(entry.path)):
@@ -39,11 +38,6 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
             raise _refused(entry.path, f"is a link to `{_target(Path(entry.path))}`", hint)
         if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
             raise _refused(entry.path, "is a pipe, a device or a socket", f"rm {entry.path}")
-        if kind == stat.S_IFREG and status.st_nlink > 1:
-            shared.setdefault((status.st_dev, status.st_ino), [entry.path] * status.st_nlink).pop()
-    if outside := next((names[0] for names in shared.values() if names), None):
-        hint = f"remove it, or where you made these links yourself, use a copy without: cp -r {run.path} COPY"
-        raise _refused(outside, "is a hard link to a file that is in other folders too", hint)
     return run
 
 

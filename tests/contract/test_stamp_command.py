@@ -26,7 +26,7 @@ def make_run(runs: Path, name: str, stamp: Stamp, launch: dict[str, Any] | None 
     config = {"train": {"batch_size": "auto", "gradient_checkpointing": "auto"}}
     (run / "config.json").write_text(json.dumps({"config": config, "origins": {}}))
     simple_plan(**plan).save(run / "plan.json")
-    facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None} | (launch or {})
+    facts = {"command": "single", "num_gpus": None, "num_nodes": 1, "deepspeed": None, "fsdp": {}} | (launch or {})
     (run / "events.jsonl").write_text(json.dumps({"event": "started", "launch": facts}) + "\n")
 
 
