@@ -318,10 +318,8 @@ def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Pla
 # A row is what its writer put in.
 
 
-BATCH_ROWS = 1024
-"""Rows of a file that are in memory at once."""
-BATCH_BYTES = 64 * 2**20
-"""What they may take together; where a few bytes stand for a long text in many rows, one row is in memory at a time."""
+BATCH_ROWS = 32
+"""Rows of a file that are in memory at once: few, since a file may contain once a long text that many of them have."""
 FILE_MARK = b"ARROW1"
 """How an Arrow file begins; a stream has no mark."""
 
@@ -330,39 +328,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     from pyarrow import parquet
 
     with _seekable(path) as stream:
-        about = parquet.read_metadata(stream)
-        columns = [
-            about.row_group(group).column(at)
-            for group in range(about.num_row_groups)
-            for at in range(about.num_columns)
-        ]
-        longest = max((_longest_text(stream, column) for column in columns), default=0)
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, longest)))
-        yield from placed_rows(parquet.ParquetFile(stream).iter_batches(batch_size=rows), str(path))
-
-
-def _longest_text(stream: IO[bytes], column: Any) -> int:
-    """Return the most bytes of a text that each row of a column may have, though the file contains it once; 0 if none
-    is shared.
-
-    Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as
-    prefixes of the value before (`DELTA_BYTE_ARRAY`), anywhere.
-    """
-    if "BYTE_ARRAY" not in column.physical_type:
-        return 0
-    if "DELTA_BYTE_ARRAY" in column.encodings:
-        return int(column.total_uncompressed_size)
-    if not any("DICTIONARY" in encoding for encoding in column.encodings):
-        return 0
-    stream.seek(column.dictionary_page_offset or column.data_page_offset)
-    header, size = stream.read(16), 0
-    if not header.startswith(b"\x15\x04\x15"):  # no dictionary's page: what follows is not known
-        return int(column.total_uncompressed_size)
-    for place, byte in enumerate(header[3:]):
-        size |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:
-            break
-    return size >> 1
+        yield from placed_rows(parquet.ParquetFile(stream).iter_batches(batch_size=BATCH_ROWS), str(path))
 
 
 def _read_arrow(path: Path) -> Iterator[Placed]:
@@ -399,12 +365,7 @@ def placed_rows(batches: Iterable[Any], place: str) -> Iterator[Placed]:
             raise DataError(f"two columns are named `{twice[0]}`", place=place)
         decoders = {field.name: decoder(field.type) for field in batch.schema}
         for start in range(0, batch.num_rows, BATCH_ROWS):  # writers may put a complete table into one batch
-            part = batch.slice(start, BATCH_ROWS)
-            if sum(map(_bytes, part.columns)) <= BATCH_BYTES:
-                rows: Iterable[dict[str, Any]] = part.to_pylist()
-            else:
-                rows = (row for at in range(part.num_rows) for row in part.slice(at, 1).to_pylist())
-            for row in rows:
+            for row in batch.slice(start, BATCH_ROWS).to_pylist():
                 number += 1
                 yield _decoded(row, decoders, f"{place}, row {number}")
 
@@ -417,30 +378,6 @@ def _decoded(row: dict[str, Any], decoders: Mapping[str, Callable[[Any], Any]], 
     except DataError as error:  # JSON that is none
         return place, DataError(f"`{name}` {error.message}", place=place, hint=error.hint)
     return place, row
-
-
-def _bytes(values: Any) -> int:
-    """Return about how much memory an array's values take in Python: what several share counts for each of them."""
-    from pyarrow import compute, types
-
-    kind = values.type
-    if isinstance(getattr(kind, "extension_name", None), str):
-        return _bytes(values.storage)
-    if types.is_struct(kind):
-        return sum(map(_bytes, values.flatten()))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _bytes(values.flatten())
-    if types.is_map(kind):
-        return _bytes(values.keys) + _bytes(values.items)
-    if types.is_dictionary(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
-        return compute.sum(compute.take(compute.binary_length(values.dictionary), values.indices)).as_py() or 0
-    views = (
-        types.is_string_view(kind)
-        or types.is_binary_view(kind)
-        or types.is_run_end_encoded(kind)
-        or types.is_dictionary(kind)
-    )
-    return BATCH_BYTES + 1 if views or types.is_nested(kind) else int(values.nbytes)
 
 
 def decoder(kind: Any) -> Callable[[Any], Any]:

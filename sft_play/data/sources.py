@@ -26,7 +26,7 @@ from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
 from sft_play.data.judged import good, keep_number, keepers, says_what_is_good, speaks_against
 from sft_play.data.layout import NO_SPLIT, choose_split, missing_shards, splits_of_folder, splits_of_glob, visible_files
-from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
+from sft_play.data.readers import Placed, placed_rows, read_file
 from sft_play.data.values import is_blank, list_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
@@ -163,7 +163,7 @@ def read_hub(source: DataSource, hint: str, skipped: LeftOut) -> Iterator[Placed
         loaded: Any = datasets.load_dataset(
             source.path, source.config, split=split, revision=revision, streaming=source.streaming
         )
-        tables = loaded.with_format("arrow").iter(batch_size=BATCH_ROWS)
+        tables = loaded.with_format("arrow").iter(batch_size=1000)
         batches = (batch for table in tables for batch in table.to_batches())
         for placed in placed_rows(batches, f"{source.path} ({split})"):
             number += 1
