@@ -448,26 +448,26 @@ def template_sha256(tokenizer: Any) -> str | None:
 # Thoughts of a reasoning model in its turns, and which of them a chat template leaves out of what is learnt.
 
 
-def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
-    """Return how many thoughts of trained turns are in no trained part of the conversation's rows.
+def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> bool:
+    """Return whether a thought of a trained turn is in no trained part of the conversation's rows.
 
     Thoughts are in `reasoning_content`, or before `</think>`. Qwen3 omits them from earlier turns: such turns get a
     separate row with the thought, so none is lost, except with `train.loss_on: all`, which makes a single row. A
     template without thoughts (ChatML) loses all in `reasoning_content`.
     """
     if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
-        return 0
+        return False
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
     learnt = []
     for row in rows:
         learnt += [row.prompt] if row.everything else [row.prompt[span.start : span.end] for span in row.earlier]
         learnt.append(row.answer)
-    lost = 0
     for index in turns if loss_on == "all" else answers_to_learn(messages, loss_on):
         before, closed, _ = messages[index]["content"].partition(CLOSE)
         within = before.rpartition(OPEN)[2] if closed else ""
-        lost += (messages[index].get("reasoning_content") or within).strip() not in "\0".join(learnt)
-    return lost
+        if (messages[index].get("reasoning_content") or within).strip() not in "\0".join(learnt):
+            return True
+    return False
 
 
 # Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a

@@ -81,8 +81,6 @@ class Example:
     """With `input_ids`: how much each token counts."""
     weight: float = 1.0
     """How much each learnt token of the row counts, times its own weight."""
-    trailing: int = 0
-    """Turns after the last answer, which are left out."""
     unread: tuple[str, ...] = ()
     """Columns, and keys of turns, that contain something and are not read."""
     group: str | None = None
@@ -97,6 +95,7 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
+AFTER = "turns after the last answer of their conversation, left out"
 UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
 FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
@@ -165,7 +164,7 @@ def _chat(column: str) -> Callable[[Row], Parts]:
             )
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
-        return {"messages": learnt, "trailing": len(messages) - len(learnt)}
+        return {"messages": learnt, "doubts": (AFTER,) if len(learnt) < len(messages) else ()}
 
     return parts
 
@@ -412,7 +411,8 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_fragments(row, form, parts["messages"])
-            parts |= _tools(row, parts["messages"])
+            parts["tools"], of_tools = _tools(row, parts["messages"])
+            parts["doubts"] = (*parts.get("doubts", ()), *of_tools)
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
         parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(parts.get("messages") or parts.get("text") or ""))
         return Example(place=place, form=form, source=source, group=group, unread=unread, **parts)
@@ -503,7 +503,7 @@ def _refuse_mask(row: Row) -> None:
             )
 
 
-def _tools(row: Row, messages: list[Message]) -> Parts:
+def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[str, ...]]:
     """Return the tools that a row or its system turn describes, and doubts about them.
 
     Raise `DataError` if a column describes them that is not read.
@@ -518,13 +518,13 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
     doubts = (FILLED,) if filled else ()
     if tools or not called:
-        return {"tools": tools, "doubts": doubts}
+        return tools, doubts
     if column := next((name for name, value in row.items() if describes_tools(value)), None):
         raise DataError(
             f"`{column}` describes tools, and is not read: calls would be learnt without them",
             hint=f"`columns: {{tools: {column}}}` reads it",
         )
-    return {"doubts": (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts}
+    return None, (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts
 
 
 def group_of(row: Row, column: str) -> str:

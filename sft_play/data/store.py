@@ -60,14 +60,8 @@ class SourceTally:
     """Of those, how many lost what: kinds of turns, or parts of one."""
     answers_cut: int = 0
     """Answers that lost their end, and with it the token that ends a turn."""
-    thoughts_left_out: int = 0
-    """Thoughts of learnt turns that the chat template left out."""
     doubts: Counter[str] = field(default_factory=Counter)
     """What the author of kept rows may not know of them -> in how many."""
-    turns_after: int = 0
-    """Turns after the last answer of a conversation, which are left out."""
-    answers_trimmed: int = 0
-    """Learnt answers without the blanks at their ends, which the chat template leaves out."""
     columns_unread: Counter[str] = field(default_factory=Counter)
     """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
     split: int = 0
@@ -92,10 +86,7 @@ class SourceTally:
         self.cut += bool(outcome.lost)
         self.lost.update(outcome.lost)
         self.answers_cut += outcome.answers_cut
-        self.thoughts_left_out += outcome.thoughts
         self.doubts.update(outcome.doubts)
-        self.turns_after += outcome.trailing
-        self.answers_trimmed += outcome.trimmed
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -258,15 +249,6 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
             f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such"
             " rows out with DATA_OVERLONG=truncate"
         )
-    if thoughts := sum(source["thoughts_left_out"] for source in sources):
-        lines.append(
-            f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
-            "docs/data.md, What is learnt"
-        )
-    if after := sum(source["turns_after"] for source in sources):
-        lines.append(f"  turns after the last answer of their conversation, left out: {after:,}")
-    if trimmed := sum(source["answers_trimmed"] for source in sources):
-        lines.append(f"  answers learnt without the blanks at their ends, which the chat template removes: {trimmed:,}")
     for source in sources if name == "training" else ():
         columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
         if columns:

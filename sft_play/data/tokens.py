@@ -23,6 +23,8 @@ TOO_LONG = "longer than model.max_seq_len"
 ANSWER_TOO_LONG = "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len"
 EMPTY = "empty text"
 WEIGHTLESS = "weight 0"
+THOUGHTS = "thoughts that the chat template leaves out, so not learnt (docs/data.md, What is learnt)"
+TRIMMED = "answers learnt without the blanks at their ends, which the chat template removes"
 TEXT_END = frozenset({"the end of a text"})
 SHORTEST = 2
 """Tokens of the shortest row that trains something: a token and the one after it."""
@@ -44,13 +46,7 @@ class EncodedExample:
     answers_cut: int = 0
     """Answers that lost their end: no token that ends a turn is learnt from them."""
     doubts: tuple[str, ...] = ()
-    """Of one that is kept, see `Example.doubts`."""
-    trailing: int = 0
-    """Turns after the last answer, which are left out."""
-    trimmed: int = 0
-    """Learnt answers whose blanks at their ends the chat template leaves out."""
-    thoughts: int = 0
-    """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
+    """Of one that is kept, see `Example.doubts`; and what the chat template leaves out."""
     overlong: int = 0
     """Tokens of an example that is longer than `model.max_seq_len`; 0 if it is not, and for documents made into
     chunks.
@@ -120,12 +116,9 @@ class Encoder:
         if isinstance(encoded, DataError):
             return EncodedExample(error=encoded)
         messages = example.messages or []
-        outcome = EncodedExample(
-            thoughts=lost_thoughts(messages, texts, self.loss_on),
-            doubts=example.doubts,
-            trailing=example.trailing,
-            trimmed=sum(map(_trimmed, texts)),
-        )
+        thoughts = (THOUGHTS,) if lost_thoughts(messages, texts, self.loss_on) else ()
+        trimmed = (TRIMMED,) if any(map(_is_trimmed, texts)) else ()
+        outcome = EncodedExample(doubts=(*example.doubts, *thoughts, *trimmed))
         rows = [without_tail(row) for row in encoded]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:
@@ -184,9 +177,9 @@ class Encoder:
         return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
 
 
-def _trimmed(text: RowText) -> int:
-    """Return how many learnt answers of a row have blanks at their ends that its text lacks."""
-    return sum(
+def _is_trimmed(text: RowText) -> bool:
+    """Return whether a learnt answer of a row has blanks at its ends that the row's text lacks."""
+    return any(
         words != words.strip() and words not in written
         for words, written in (
             (text.reference, text.answer),

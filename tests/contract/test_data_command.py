@@ -555,7 +555,8 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     assert "turns after the last answer of their conversation, left out: 1" in done.err
     assert f"not read of {path}: id (1), messages.ts (2)" in done.err
     source = data(*lines).json["train"]["sources"][0]
-    assert source["columns_unread"] == {"id": 1, "messages.ts": 2} and source["turns_after"] == 1
+    assert source["columns_unread"] == {"id": 1, "messages.ts": 2}
+    assert list(source["doubts"]) == ["turns after the last answer of their conversation, left out"]
     write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
     columns = "columns: {prompt: translation.en, completion: translation.fr}"
     assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err

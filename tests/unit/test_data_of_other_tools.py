@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataSource
-from sft_play.data.formats import Example, understand
+from sft_play.data.formats import AFTER, Example, understand
 from sft_play.data.sources import read_source
 from sft_play.errors import DataError
 
@@ -194,7 +194,7 @@ def test_the_answer_that_a_conversation_waits_for_is_refused_elsewhere(column: s
     assert f"`{column}` seems to be the answer" in refused(row).message
     assert read({"messages": [USER, ANSWER], column: "a"}).messages == [USER, ANSWER]
     after = read({"messages": [USER, ANSWER, USER]})
-    assert after.messages == [USER, ANSWER] and after.trailing == 1
+    assert after.messages == [USER, ANSWER] and after.doubts == (AFTER,)
 
 
 def test_turns_as_json_are_read_in_either_of_prompt_and_completion_and_refused_elsewhere() -> None:
