@@ -348,12 +348,16 @@ class RoleMarks:
     marks: tuple[str, ...] = ()
     special: bool = False
     """Whether they hold special tokens. Plain words (`USER:`) may stand in any text, so all of them must be there."""
+    bos: str = ""
+    """What stands before a conversation."""
 
     def check(self, messages: Sequence[Message]) -> None:
         """Raise `DataError` for a turn that contains them."""
         for index, turn in enumerate(messages):
             written = [mark for mark in self.marks if mark in turn["content"]]
-            if written and (self.special or len(written) == len(self.marks)):
+            if self.bos and turn["content"].lstrip().startswith(self.bos):
+                written = [self.bos]
+            if written and (self.special or written == [self.bos] or len(written) == len(self.marks)):
                 raise DataError(
                     f"turn {index + 1} ({turn['role']}) contains `{written[0]}`, which the chat template writes itself:"
                     " the row was rendered already, and would be rendered twice",
@@ -367,13 +371,14 @@ class RoleMarks:
 
 def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
     """Return the marks of a tokenizer's template; none if it does not write a plain conversation."""
+    bos = tokenizer.bos_token or ""
     asked = [{"role": "user", "content": "qFirstz"}]
     conversation = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
     try:
         before_answer = render(asked, None, True).partition("qFirstz")[2]
         before_user = render(conversation, None, False).partition(MARKER)[2].partition("qSecondz")[0]
     except DataError:
-        return RoleMarks()
+        return RoleMarks(bos=bos)
     special_tokens = {
         *tokenizer.all_special_tokens,
         *(token.content for token in tokenizer.added_tokens_decoder.values()),
@@ -381,7 +386,7 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
     tokens = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
     marks = tuple(dict.fromkeys(_role_mark(text, stops, tokens) for text in (before_user, before_answer)))
     if not all(marks):
-        return RoleMarks()
+        return RoleMarks(bos=bos)
     special = all(tokens.search(mark) for mark in marks)
     with contextlib.suppress(DataError):  # a template without system turns
         system = _role_mark(
@@ -390,7 +395,7 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
         word = tokens.search(system) and not tokens.fullmatch(system)  # a beginning of the text alone is no role
         if special and word and system not in "".join(marks):
             marks = (*marks, system)
-    return RoleMarks(marks, special)
+    return RoleMarks(marks, special, bos)
 
 
 def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:

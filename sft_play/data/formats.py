@@ -219,7 +219,7 @@ def _instruction(row: Row) -> Parts:
     instruction = _words(row["instruction"], "instruction")
     context = "" if row.get("input") is None else _words(row["input"], "input", NO_PART)
     parts = [part for part in (instruction, context) if part.strip()]
-    return _turns(row, "\n\n".join(parts) if parts else instruction, "output")
+    return _turns(row, "\n\n".join(parts), "output")
 
 
 def _turns(row: Row, question: str, answer: str) -> Parts:

@@ -35,6 +35,15 @@ BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 RULES = ({"-"}, {"-", "+"}, {"="})
 """What database clients draw below a header."""
+SECOND_HEADER = re.compile(
+    r"(?:question|answer|prompt|completion|instruction|(?:in|out)put|response|text|label|id|frage|antwort|pregunta"
+    r"|respuesta|réponse|domanda|risposta|pergunta|resposta|вопрос|ответ|问题|回答|答案|質問)(?:[ _]?(?:text|id))?"
+    r"|string|str|int(?:eger)?|float|bool(?:ean)?|varchar|object|\{\"ImportId\".*",
+    re.IGNORECASE,
+)
+"""What a second header contains: names in another language, types of columns, the ids of a survey."""
+LIKE_A_VALUE = re.compile(r"[.!?]\s*\Z|.{40}")
+"""A name of a column that may be a value: in a table without a header."""
 PAGE = re.compile(rb"\s*<(?:!doctype html|html|\?xml)", re.IGNORECASE)
 AS_TEXT = re.compile(r'\A="([^"]*)"\Z')
 """How spreadsheets export a cell that they must not take for a number."""
@@ -241,9 +250,13 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 unnamed = "remove the empty columns; names of columns stand in the first line"
                 problem = f"the header contains `{twice[0]}` more than once" if twice[0] else "columns have no names"
                 raise DataError(problem, place=place, hint=None if twice[0] else unnamed)
-            last = reader.line_num
+            if any(map(LIKE_A_VALUE.search, header)):
+                tell(
+                    f"note: {place}: {names_of(header)} are taken as names; if they are a row, write a header above it"
+                )
+            last, blank_lines = reader.line_num, False
             for row in reader:
-                last = reader.line_num
+                before, last = last, reader.line_num
                 if header and isinstance(first := row[header[0]], str) and first.startswith("\ufeff"):
                     row[header[0]] = first.removeprefix("\ufeff")
                 if wrong := _problem_of(row, header, mark):
@@ -251,8 +264,13 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                     yield place, DataError(wrong[0], place=place, hint=wrong[1])
                     continue
                 text = "|".join(row.values())  # a quoted value may span lines; the row is looked for where it begins
-                ends = text.count("\r") + text.count("\n") - text.count("\r\n")
-                yield f"{path}:{last - ends}", {name: AS_TEXT.sub(r"\1", value) for name, value in row.items()}
+                begins = last - (text.count("\r") + text.count("\n") - text.count("\r\n"))
+                if begins > before + 1 and not blank_lines:
+                    blank_lines = True
+                    tell(
+                        f"note: {path}:{before + 1}: a blank line, and rows after it, which are read as the same table"
+                    )
+                yield f"{path}:{begins}", {name: AS_TEXT.sub(r"\1", value) for name, value in row.items()}
         except csv.Error as error:
             if "unexpected end" in str(error):
                 problem = "a quote is opened in the row that begins here, and never closed"
@@ -274,6 +292,8 @@ def _problem_of(row: Mapping[Any, Any], header: Sequence[str], mark: str) -> tup
         )
     if all(value.strip().casefold() == name.strip().casefold() for name, value in row.items()):
         return "the row repeats the header: two files were joined", LEAVE_OUT
+    if len(header) > 1 and all(SECOND_HEADER.fullmatch(value.strip()) for value in row.values()):
+        return "the row is a second header, and no values", LEAVE_OUT
     if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
         return (
             f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text",

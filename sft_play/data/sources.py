@@ -427,16 +427,18 @@ def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]],
     )
 
 
-def _judgements(row: Mapping[str, Any], chat: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield the columns that may judge a row, and what does within one, with the `filter` that keeps good rows, if the
-    value needs it, and whether it is a number that says how good.
+def _judgements(row: Mapping[str, Any], chat: bool, within: str = "") -> Iterator[tuple[str, str, bool]]:
+    """Yield the columns that may judge a row, and what does within one at any depth, with the `filter` that keeps good
+    rows, if the value needs it, and whether it is a number that says how good.
     """
-    for column, value in row.items():
-        for keep in keepers(column, chat):
-            yield column, keep(in_filter(column), value), keep is keep_number
-        for key, inner in value.items() if chat and isinstance(value, Mapping) else ():
-            name = f"{column}.{key}"
-            yield name, speaks_against(key, inner, in_filter(name)), False
+    for key, value in row.items():
+        name = within + key
+        if within:
+            yield name, speaks_against(key, value, in_filter(name)), False
+        for keep in keepers(key, chat) if not within else ():
+            yield name, keep(in_filter(name), value), keep is keep_number
+        if chat and isinstance(value, Mapping):
+            yield from _judgements(value, chat, f"{name}.")
 
 
 def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> Iterator[Placed]:

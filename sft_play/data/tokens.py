@@ -158,6 +158,8 @@ class Encoder:
             )
         row = without_tail(Encoded(ids, ids if example.labels is None else example.labels, [], "", example.weights))
         length = len(row.input_ids)
+        if row.input_ids[-2:] in ([token] * 2 for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)):
+            raise DataError("the row ends with padding that is learnt", hint="write -100 there into `labels`")
         if length < SHORTEST:
             raise DataError("the row has fewer than two tokens, so there is nothing to learn")
         if length <= self.limit:

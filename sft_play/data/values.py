@@ -19,9 +19,9 @@ SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 """Keys of a turn that say who speaks."""
 
 STANDS_FOR_NONE = re.compile(
-    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|BEZUG|WERT|ZAHL|NOM|VALEUR"
-    r"|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]|\[(?:deleted|removed)\]|\[object Object\]|<Media omitted>"
-    r"|This message was deleted\.?"
+    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|ERROR|BEZUG|WERT|ZAHL|NOM"
+    r"|VALEUR|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]|Loading\.\.\.|[\u200b-\u200d\u2060\ufeff]+|\[(?:deleted|removed)\]"
+    r"|\[object Object\]|<Media omitted>|This message was deleted\.?"
 )
 """What pandas, databases, spreadsheets and chats write where there is no text; a person may write other words."""
 

@@ -110,6 +110,15 @@ def test_a_mark_in_any_turn_is_refused(role: str, tmp_path: Path) -> None:
         rows_of(tokenizer, turns)
 
 
+def test_a_turn_that_begins_with_the_beginning_of_sequence_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_with(
+        save_tokenizer(tmp_path / "t", FAMILIES["llama3"].kind, **FAMILIES["llama3"].settings), "llama3"
+    )
+    with pytest.raises(DataError, match=f"contains `{re.escape(tokenizer.bos_token)}`"):
+        rows_of(tokenizer, asked(f"{tokenizer.bos_token}2+2?", content="Four."))
+    assert rows_of(tokenizer, asked(f"What does {tokenizer.bos_token} mean?", content="It begins a text."))
+
+
 def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_path: Path) -> None:
     published = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<\uff5cUser\uff5c>' + m.content }}{% else"

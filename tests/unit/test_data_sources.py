@@ -242,6 +242,8 @@ def test_slices_of_local_files_and_names_that_only_some_files_have_lead_to_what_
     [
         ("a.csv", "prompt,completion\nq,a\n Prompt ,Completion\n", "the row repeats the header"),
         ("a.tsv", 'prompt\tcompletion\n"abc\tx1\ndef"\ty1\n', "a quote joins 2 lines that each have the columns"),
+        ("a.csv", "prompt,completion\nFrage,Antwort\nq,a\n", "a second header"),
+        ("a.csv", "prompt,completion\nstring,string\nq,a\n", "a second header"),
         ("a.csv", "FAQ of 2024\nprompt,completion\nq,a\n", "2 and not 1, separated by commas"),
     ],
 )
@@ -250,6 +252,17 @@ def test_rows_of_sheets_that_are_no_rows_are_refused(name: str, content: str, pr
     two_lines = write(tmp_path / "b.tsv", b'prompt\tcompletion\n"q\ny"\ta\n')
     assert rows_of(two_lines) == [{"prompt": "q\ny", "completion": "a"}]
     assert rows_of(write(tmp_path / "commas.tsv", b"prompt,completion\nq,a\n")) == [{"prompt": "q", "completion": "a"}]
+
+
+def test_a_blank_line_between_rows_and_a_row_as_header_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "a.csv", b'prompt,completion\n"q\n1",a\n\nname,age\n\nBob,3\n\n')
+    assert len(rows_of(path)) == 3
+    note = "a blank line, and rows after it, which are read as the same table"
+    assert capsys.readouterr().err == f"note: {path}:4: {note}\n"
+    assert len(rows_of(write(tmp_path / "b.csv", b"How are you?,Fine.\nAnd you?,Good.\n"))) == 1
+    assert f"{tmp_path / 'b.csv'}:1: `How are you?`, `Fine.` are taken as names" in capsys.readouterr().err
 
 
 # ---- Columns, filter, rows
