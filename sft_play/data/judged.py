@@ -220,11 +220,11 @@ IN_TEXTS: Marks = (
     ("texts with control characters, as terminals and damaged files have them", "[\x01-\x08\x0e-\x1f]"),
     (
         "texts with letters and line ends as mail carries them (`=C3=A9`)",
-        "=[CDE][0-9A-F]=[89AB][0-9A-F]|[a-z ]=\n[a-z]",
+        r"=(?:[CDE][0-9A-F]=[89AB][0-9A-F]|(?<=[a-z ]=)\n[a-z])",
     ),
     ("texts with places that were to be filled (`{{name}}`)", r"\{\{ ?[\w .|]+ ?\}\}"),
     ("texts with both sides of a merge (`<<<<<<< HEAD`)", "<<<<<<< "),
-    (OF_PROGRAMS, r"oaicite:\d|\[\^\d+\^\]|\[doc\d\]"),
+    (OF_PROGRAMS, r"\[(?:oaicite:|\^\d+\^\]|doc\d\])"),
     ("texts that say they must not be trained (`BENCHMARK DATA SHOULD NEVER`)", "BENCHMARK DATA SHOULD NEVER"),
     (
         "texts with line ends or letters as escapes (`\\n`, `\\u00e9`)",
