@@ -61,7 +61,7 @@ def _if_true(column: str, value: Any) -> str:
     return _condition(column, value, true=False) if _truth(value) else ""
 
 
-def keep_number(column: str, value: Any) -> str:
+def _number(column: str, value: Any) -> str:
     """Return the filter that keeps rows rated as high; where the number is what is to be learnt, all are kept."""
     try:
         finite = math.isfinite(float(value))
@@ -143,7 +143,7 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
     ),
     (re.compile(r"(?:http_)?status(?:_code)?"), _http_error),
     (re.compile("answer"), lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else ""),
-    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), keep_number),
+    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), _number),
     (re.compile("label"), _label),
     (
         re.compile(

@@ -44,7 +44,6 @@ SECOND_HEADER = re.compile(
 """What a second header contains: names in another language, types of columns, the ids of a survey."""
 LIKE_A_VALUE = re.compile(r"[.!?]\s*\Z|.{40}")
 """A name of a column that may be a value: in a table without a header."""
-PAGE = re.compile(rb"\s*<(?:!doctype html|html|\?xml)", re.IGNORECASE)
 AS_TEXT = re.compile(r'\A="([^"]*)"\Z')
 """How spreadsheets export a cell that they must not take for a number."""
 BLANK_QUOTE = re.compile(r'[ \t]+"[^"]*"\s*$')
@@ -88,16 +87,9 @@ def _rows_of(path: Path, ending: str, skip: Callable[[str, str], None]) -> Itera
     with report_damage(path):
         with open_bytes(path) as stream:
             start = stream.read(MARK_BYTES)
-        if ending not in (".docx", ".parquet", ".pq") or start.startswith(b"version"):
-            refuse_other_kind(start, str(path))
+        refuse_other_kind(start, ending, str(path))
         if ending in TEXTS:
             refuse_wide(start[:4], str(path))
-            if page := PAGE.match(start):
-                raise DataError(
-                    f"begins with `{page[0].decode()}`: a page, most likely an error or a login",
-                    place=str(path),
-                    hint="open it in a browser, and load the file again",
-                )
         try:
             yield from READERS[ending](path) if ending in TABLES else _read_document(path, skip)
         except UnicodeDecodeError:  # a decoder that reads in pieces does not know the line

@@ -29,7 +29,7 @@ from sft_play.config.schema import DataSource
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
-from sft_play.data.tokens import EncodedExample
+from sft_play.data.tokens import ANSWER_END, EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
@@ -59,8 +59,6 @@ class SourceTally:
     """Kept, but shortened (`data.overlong`)."""
     lost: Counter[str] = field(default_factory=Counter)
     """Of those, how many lost what: kinds of turns, or parts of one."""
-    answers_cut: int = 0
-    """Answers that lost their end, and with it the token that ends a turn."""
     doubts: Counter[str] = field(default_factory=Counter)
     """What the author of kept rows may not know of them -> in how many."""
     columns_unread: Counter[str] = field(default_factory=Counter)
@@ -86,7 +84,6 @@ class SourceTally:
                 self.left_out.append({"reason": outcome.dropped, "place": outcome.place})
         self.cut += bool(outcome.lost)
         self.lost.update(outcome.lost)
-        self.answers_cut += outcome.answers_cut
         self.doubts.update(outcome.doubts)
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
@@ -251,7 +248,7 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
 def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Return a line for each kind of thing that is in the rows and is not learnt."""
     lines = []
-    if ends := sum(source["answers_cut"] for source in sources):
+    if ends := sum(source["lost"].get(ANSWER_END, 0) for source in sources):
         lines.append(
             f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such"
             " rows out with DATA_OVERLONG=truncate"

@@ -25,6 +25,8 @@ EMPTY = "empty text"
 WEIGHTLESS = "weight 0"
 THOUGHTS = "thoughts that the chat template leaves out, so not learnt (docs/data.md, What is learnt)"
 TRIMMED = "answers learnt without the blanks at their ends, which the chat template removes"
+ANSWER_END = "the end of an answer"
+"""Lost with the token that ends a turn."""
 TEXT_END = frozenset({"the end of a text"})
 SHORTEST = 2
 """Tokens of the shortest row that trains something: a token and the one after it."""
@@ -43,8 +45,6 @@ class EncodedExample:
     """What is wrong with it, with its place."""
     lost: frozenset[str] = frozenset()
     """What was cut off a row that is kept, in words: kinds of turns, or parts of one."""
-    answers_cut: int = 0
-    """Answers that lost their end: no token that ends a turn is learnt from them."""
     doubts: tuple[str, ...] = ()
     """Of one that is kept, see `Example.doubts`; and what the chat template leaves out."""
     overlong: int = 0
@@ -145,7 +145,7 @@ class Encoder:
             return EncodedExample(error=error)
         if cut is None or not cut.rows:
             return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
-        return replace(outcome, rows=cut.rows, lost=cut.lost(messages), answers_cut=cut.answers_cut, overlong=length)
+        return replace(outcome, rows=cut.rows, lost=cut.lost(messages), overlong=length)
 
     def _tokens(self, example: Example) -> EncodedExample:
         """Return what became of an example that is tokens already."""
@@ -172,11 +172,10 @@ class Encoder:
         cut, loses_end = cut_tokens(
             _from_answer(row, self.limit), self.limit, answers=self.policy == "truncate_answers"
         )
-        ends = int(answer and loses_end)
-        if ends and self.policy != "truncate_answers":
+        if answer and loses_end and self.policy != "truncate_answers":
             return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
-        lost = {"the end of an answer"} if ends else {"the beginning of the tokens"} if answer else TEXT_END
-        return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
+        lost = {ANSWER_END} if answer and loses_end else {"the beginning of the tokens"} if answer else TEXT_END
+        return EncodedExample(rows=[cut], lost=frozenset(lost), overlong=length)
 
 
 def _is_trimmed(text: RowText) -> bool:
@@ -454,15 +453,15 @@ class Cut:
     rows: list[Encoded]
     turns: list[Message]
     """The turns that stand in the rows; one that was shortened is another object than it was."""
-    answers_cut: int = 0
-    """Answers that lost their end."""
+    answer_cut: bool = False
+    """Whether an answer lost its end."""
 
     def lost(self, messages: Sequence[Message]) -> frozenset[str]:
         """Return what the conversation lost, in words: kinds of turns, and the beginning or end of one."""
         before, after = {id(turn) for turn in messages}, {id(turn) for turn in self.turns}
         shortened = Counter(str(turn["role"]) for turn in self.turns if id(turn) not in before)
         gone = Counter(str(turn["role"]) for turn in messages if id(turn) not in after) - shortened
-        ends = ["the end of an answer"] if self.answers_cut else []
+        ends = [ANSWER_END] if self.answer_cut else []
         return frozenset(
             [*(f"{role} turns" for role in gone), *(f"the beginning of a {role} turn" for role in shortened), *ends]
         )
@@ -606,7 +605,7 @@ def _shorten(
     if not answers and not _fits(rows, limit):
         return None
     cut = [cut_tokens(row, limit) for row in rows]
-    return Cut(rows=[row for row, _ in cut], turns=turns, answers_cut=sum(loses_end for _, loses_end in cut))
+    return Cut(rows=[row for row, _ in cut], turns=turns, answer_cut=any(loses_end for _, loses_end in cut))
 
 
 def _learns(messages: Sequence[Message]) -> bool:

@@ -189,9 +189,9 @@ def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     write(tmp_path / "one" / "stray.jsonl", b'{"prompt": "x"}\n')
     assert rows_of(tmp_path / "both", split="train") == ROWS
     assert rows_of(tmp_path / "one") == ROWS[:2]
-    assert "the data set has splits: `train`, `test`" in refused(tmp_path / "both").message
-    assert "there is no split `val`: `train`, `test`" in refused(tmp_path / "both", split="val").message
-    assert "has no splits" in refused(tmp_path / "one", split="train").message
+    assert "several splits: `train` (1 file), `test` (1 file)" in refused(tmp_path / "both").message
+    assert "there is no split `val`: `train` (1 file), `test`" in refused(tmp_path / "both", split="val").message
+    assert "there is no split `test`: `train`" in refused(tmp_path / "one", split="test").message
 
 
 def test_a_folder_yields_its_tables_or_else_its_documents_sorted_by_name(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ TWICE = "the key `question` appears more than once"
             "a.jsonl",
             b"<!DOCTYPE html>\n<title>Sign in</title>",
             "",
-            "begins with `<!DOCTYPE html`: a page",
+            "is HTML, in place of data most likely a page",
             "in a browser",
         ),
         ("a.csv", b"# made by bob\nquestion,answer\na,b\n", ":1", "`# made by bob` is no header", "remove this line"),
