@@ -42,9 +42,9 @@ from sft_play.data.values import (
     is_blank,
     is_list,
     list_of,
+    not_read,
     parse_json,
     refuse_none,
-    rename_away,
     text_of,
 )
 from sft_play.errors import DataError
@@ -153,15 +153,11 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         filled = (name for name, value in row.items() if not is_blank(value))
         answers = (name for name in filled if LAST_ANSWER.fullmatch(in_snake_case(name)))
         if waits and (after := next(answers, None)):
-            raise DataError(
-                f"`{after}` seems to be the answer to the last of `{column}`, and is not read",
-                hint=(f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone; {rename_away(after)}"),
-            )
+            way = f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone"
+            raise not_read(after, f"seems to be the answer to the last of `{column}`, and is not read", way)
         if waits and not is_blank(row.get("chosen")):
-            raise DataError(
-                f"`chosen` contains the answer to the last of `{column}`: preferences are not trained here",
-                hint=(f"add the chosen answer to `{column}`; {rename_away('chosen')}"),
-            )
+            problem = f"contains the answer to the last of `{column}`: preferences are not trained here"
+            raise not_read("chosen", problem, f"add the chosen answer to `{column}`")
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
         return {"messages": learnt, "doubts": (AFTER,) if len(learnt) < len(messages) else ()}
@@ -483,10 +479,7 @@ def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
         return
     if name := next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None):
         if row[name].strip().lower() in ("on", "off", "yes", "no", "true", "false"):
-            raise DataError(
-                f"`{name}` is `{row[name]}`, which is no thought",
-                hint=rename_away(name),
-            )
+            raise not_read(name, f"is `{row[name]}`, which is no thought")
         messages[-1]["reasoning_content"] = text_of(row[name], name)
 
 
@@ -494,13 +487,8 @@ def _refuse_mask(row: Row) -> None:
     """Raise `DataError` for a column that seems to mark which turns are learnt."""
     for name, value in row.items():
         if is_list(value) and len(value) > 0 and looks_like_a_mask(name) and all(flag in (0, 1) for flag in value):
-            raise DataError(
-                f"`{name}` seems to mark which turns are learnt, and is not read",
-                hint=(
-                    f"write `train: false` into the turns that are not; `columns: {{note: {name}}}` gives it a name"
-                    " that is not read"
-                ),
-            )
+            way = "write `train: false` into the turns that are not"
+            raise not_read(name, "seems to mark which turns are learnt, and is not read", way)
 
 
 def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[str, ...]]:

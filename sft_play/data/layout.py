@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +232,6 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
 
 def _matching(patterns: Sequence[str], below: Path, files: Sequence[Path]) -> list[Path]:
     """Return the files that match one of the hub's patterns: `*` stays within a folder, `**` does not."""
-    written = "|".join(f"(?:{_regex(pattern.removeprefix('./'))})" for pattern in patterns)
-    inside = [file for file in files if file.is_relative_to(below)]
-    return [file for file in inside if re.fullmatch(written, file.relative_to(below).as_posix())]
-
-
-def _regex(pattern: str) -> str:
-    marks = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return "".join(
-        marks.get(part, part if part.startswith("[") and part.endswith("]") else re.escape(part)) for part in parts
-    )
+    names = (name for pattern in patterns for name in glob(pattern, root_dir=below, recursive=True))  # noqa: PTH207
+    matching = {below / name for name in names}
+    return [file for file in files if file in matching]

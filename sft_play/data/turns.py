@@ -27,9 +27,9 @@ from sft_play.data.values import (
     json_of,
     lacks,
     list_of,
+    not_read,
     parse_json,
     refuse_none,
-    rename_away,
     text_of,
 )
 from sft_play.errors import DataError
@@ -209,13 +209,9 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
 
 
 def _refuse_answers_keys(message: Mapping[str, Any], name: str, role: str) -> None:
-    column = name.partition("[")[0]
     for key in OF_ANSWERS:
         if not is_blank(message.get(key)) and message[key] != {}:
-            raise DataError(
-                f"`{name}.{key}` belongs to an answer, but the turn's role is {role}",
-                hint=f"correct the role; {rename_away(key, f'{column}.note')}",
-            )
+            raise not_read(f"{name}.{key}", f"belongs to an answer, but the turn's role is {role}", "correct the role")
 
 
 def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, role: str) -> None:
@@ -231,10 +227,7 @@ def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, ro
                 if can_be_read
                 else "write it into the text"
             )
-            raise DataError(
-                f"`{name}.{key}` seems to be {what}, and is not read",
-                hint=f"{way}; {rename_away(key, f'{column}.note')}",
-            )
+            raise not_read(f"{name}.{key}", f"seems to be {what}, and is not read", way)
 
 
 def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
@@ -292,11 +285,8 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
         if key.lower() == "file_name":
             named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
         if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
-            column = f"{name.partition('[')[0]}.note" if name else "note"
-            raise DataError(
-                f"`{name}{'.' if name else ''}{key}` contains pictures, sounds or files; only text is trained",
-                hint=(f"{rename_away(key, column)}, if the text is meant without them"),
-            )
+            place = f"{name}.{key}" if name else key
+            raise not_read(place, "contains pictures, sounds or files; only text is trained")
 
 
 @functools.lru_cache(4096)
@@ -319,14 +309,10 @@ def weight_of(value: Any, name: str) -> float:
         weight = math.nan
     if not 0 <= weight <= 1:
         shown = f"`{str(value)[:SHOWN]}`" if isinstance(value, (str, int, float)) else kind_of(value)
-        column, *key = re.sub(r"\[\d+\]", "", name).split(".")
-        new, old = (".".join(parts) for parts in ([column, "note"] if key else ["note"], key or [column]))
-        raise DataError(
-            f"`{name}` is {shown}; expected a number from 0 to 1",
-            hint=(
-                "0 is not learnt, 1 counts in full; divide larger weights by the largest, since only ratios count;"
-                f" {rename_away(old, new)}"
-            ),
+        raise not_read(
+            name,
+            f"is {shown}; expected a number from 0 to 1",
+            "0 is not learnt, 1 counts in full; divide larger weights by the largest, since only ratios count",
         )
     return counted(weight)
 
@@ -355,22 +341,17 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             flags[key] = bool(value)
         elif looks_like_a_mask(key) or (role == "assistant" and key.lower() in JUDGES):
             read = "train" if isinstance(value, bool) else WEIGHT
-            learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`; "
-            hint = rename_away(key, f"{column}.note")
+            way = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`"
             if marks_what_is_not_learnt(key):
-                learnt = "where it marks what is not learnt, write `train: false` into those turns; "
-            raise DataError(
-                f"`{name}.{key}` seems to mark which part of the turn is learnt, and is not read",
-                hint=f"{learnt}else {hint}" if isinstance(value, (bool, int, float)) else hint,
-            )
+                way = "where it marks what is not learnt, write `train: false` into those turns"
+            problem = "seems to mark which part of the turn is learnt, and is not read"
+            raise not_read(f"{name}.{key}", problem, way if isinstance(value, (bool, int, float)) else "")
         elif role != "tool" and speaks_against(key, value):
-            raise DataError(
-                f"`{name}.{key}` seems to say that the turn is no good, and is not read",
-                hint=f"leave such rows out (an answer: `train: false`); {rename_away(key, f'{column}.note')}",
-            )
+            problem = "seems to say that the turn is no good, and is not read"
+            raise not_read(f"{name}.{key}", problem, "leave such rows out (an answer: `train: false`)")
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
-            hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
-            raise DataError(f"`{name}.{key}` seems to contain tool calls, and is not read", hint=hint)
+            way = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
+            raise not_read(f"{name}.{key}", "seems to contain tool calls, and is not read", way)
     if role != "assistant" and flags.get(WEIGHT) is True:
         del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
     if len(set(map(bool, flags.values()))) > 1:
@@ -558,7 +539,4 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
             columns = dict(zip(("instruction", "input", "output"), (*parts, read[-1]), strict=True))
         listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
         reads = f"`columns: {{{listed}}}` reads it" if listed else "write it into a turn"
-        raise DataError(
-            f"`{name}` seems to be {what}, and is not read: its text is in no turn",
-            hint=f"{reads}; {rename_away(name)}",
-        )
+        raise not_read(name, f"seems to be {what}, and is not read: its text is in no turn", reads)

@@ -105,9 +105,14 @@ def words_in(value: Any) -> Iterator[str]:
         yield from (words for part in value for words in words_in(part))
 
 
-def rename_away(old: str, new: str = "note") -> str:
-    """Return, for a hint, the `columns` by which a column, or a turn's key (`new` is `messages.note`), is not read."""
-    return f"`columns: {{{new}: {old}}}` gives it a name that is not read"
+def not_read(place: str, problem: str, way: str = "") -> DataError:
+    """Return the error for a column, or a turn's key (`messages[1].id`), that must not be dropped silently. `way`: how
+    it is read; else `columns` says that it is not.
+    """
+    turn = re.fullmatch(r"(.+?)\[\d+\]\.(.+)", place)
+    new, old = (f"{turn[1]}.note", turn[2]) if turn else ("note", re.sub(r"\[\d+\]\Z", "", place))
+    away = f"`columns: {{{new}: {old}}}` gives it a name that is not read"
+    return DataError(f"`{place}` {problem}", hint=f"{way}; {away}" if way else away)
 
 
 def is_list(value: Any) -> bool:
