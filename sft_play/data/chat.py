@@ -460,17 +460,20 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
     separate row with the thought, so none is lost, except with `train.loss_on: all`, which makes a single row. A
     template without thoughts (ChatML) loses all in `reasoning_content`.
     """
-    if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
-        return False
+    learnt = "\0".join(
+        part
+        for row in rows
+        for part in (
+            row.prompt if row.everything else "",
+            *(row.prompt[s.start : s.end] for s in row.earlier),
+            row.answer,
+        )
+    )
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
-    learnt = []
-    for row in rows:
-        learnt += [row.prompt] if row.everything else [row.prompt[span.start : span.end] for span in row.earlier]
-        learnt.append(row.answer)
     for index in turns if loss_on == "all" else answers_to_learn(messages, loss_on):
         before, closed, _ = messages[index]["content"].partition(CLOSE)
         within = before.rpartition(OPEN)[2] if closed else ""
-        if (messages[index].get("reasoning_content") or within).strip() not in "\0".join(learnt):
+        if (messages[index].get("reasoning_content") or within).strip() not in learnt:
             return True
     return False
 

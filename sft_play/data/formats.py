@@ -13,7 +13,7 @@ from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import CLOSE, Message
 from sft_play.data.judged import doubts_in
-from sft_play.data.readers import LEAVE_OUT, Placed, show_row
+from sft_play.data.readers import LEAVE_OUT, Placed, parse_json, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
 from sft_play.data.turns import (
     ARGUMENTS,
@@ -43,7 +43,6 @@ from sft_play.data.values import (
     is_list,
     list_of,
     not_read,
-    parse_json,
     refuse_none,
     text_of,
 )
@@ -63,8 +62,6 @@ class Example:
     """`file:line`, or `file, row n`."""
     form: str
     """The format that it was read as: a key of `data.formats.FORMATS`."""
-    source: int
-    """Index into the split's sources."""
     messages: list[Message] | None = None
     """A conversation that ends with an answer."""
     tools: list[Any] | None = None
@@ -381,11 +378,10 @@ def _fitting(row: Row) -> list[str]:
     return [form for form, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
 
 
-def understand(placed: Placed, source: int, form: str | None, *, group_by: str | None = None) -> Example:
+def understand(placed: Placed, form: str | None, *, group_by: str | None = None) -> Example:
     """Return the example of a row; `form` is `None` if the columns of the row decide.
 
-    `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the
-    row's place.
+    `group_by` is `data.group_by`. Raise `DataError` with the row's place.
     """
     place, row = placed
     try:
@@ -411,7 +407,7 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
             parts["doubts"] = (*parts.get("doubts", ()), *of_tools)
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
         parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(parts.get("messages") or parts.get("text") or ""))
-        return Example(place=place, form=form, source=source, group=group, unread=unread, **parts)
+        return Example(place=place, form=form, group=group, unread=unread, **parts)
     except DataError as error:
         error.place = error.place or place
         raise

@@ -210,6 +210,22 @@ def _parse(text: str, path: Path, line: int) -> Any:
         raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}", place=f"{path}:{line}") from None
 
 
+def parse_json(text: str, name: str = "") -> Any:
+    """Return a string parsed as JSON. Raise `DataError` with the `name` of what contains it."""
+    begins = f"`{name}` " if name else ""
+    try:
+        return DECODER.decode(text.strip())
+    except DataError as error:  # a duplicate key
+        raise DataError(f"{begins}is JSON in which {error.message}", hint=error.hint) from None
+    except json.JSONDecodeError as error:
+        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
+        raise DataError(
+            f"{begins}is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
+        ) from None
+    except (RecursionError, ValueError):
+        raise DataError(f"{begins}is JSON nested too deeply") from None
+
+
 def show_row(row: Mapping[str, Any]) -> str:
     """Return a row as JSON with long values cut, for messages."""
     values = {
@@ -398,7 +414,7 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
 
     if isinstance(getattr(kind, "extension_name", None), str):
         inner = decoder(kind.storage_type)
-        return _from_json if kind.extension_name == "arrow.json" else inner
+        return (lambda value: value and parse_json(value)) if kind.extension_name == "arrow.json" else inner
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return decoder(kind.value_type)
     if types.is_struct(kind):
@@ -433,17 +449,6 @@ def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _from_json(value: str | None) -> Any:
-    if value is None:
-        return None
-    try:
-        return DECODER.decode(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"is stored as JSON and is not valid: {error.msg} at character {error.pos + 1}") from None
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}") from None
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[Placed]]] = {

@@ -101,7 +101,7 @@ class Faults:
 
 
 def saved_splits(folder: Path) -> Splits | None:
-    """Return split -> Arrow files of a folder that `save_to_disk` wrote; `None` for another folder. Raise `DataError`."""
+    """Return split -> Arrow files of a folder that `save_to_disk` wrote; `None` for another. Raise `DataError`."""
     names = folder / "dataset_dict.json"
     if names.is_file():
         splits = {name: _saved_files(folder / name) for name in _strings(names, "splits")}

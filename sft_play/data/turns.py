@@ -17,7 +17,7 @@ from typing import Any
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data import Message
 from sft_play.data.judged import speaks_against
-from sft_play.data.readers import LEAVE_OUT, Filled
+from sft_play.data.readers import LEAVE_OUT, Filled, parse_json
 from sft_play.data.values import (
     SHOWN,
     SPEAKERS,
@@ -28,7 +28,6 @@ from sft_play.data.values import (
     lacks,
     list_of,
     not_read,
-    parse_json,
     refuse_none,
     text_of,
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of
-from sft_play.data.readers import DECODER, LEAVE_OUT
+from sft_play.data.readers import LEAVE_OUT, parse_json
 from sft_play.errors import DataError
 
 MOST_DEPTH, SHOWN = 100, 60
@@ -93,8 +92,8 @@ def words_in(value: Any) -> Iterator[str]:
     """Yield the texts in a value, or in JSON in a text, without the names of types and of speakers."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            inner = DECODER.decode(value.strip())
-        except (DataError, ValueError):
+            inner = parse_json(value)
+        except DataError:
             inner = None
         yield from words_in(inner) if inner else (value,)
     elif isinstance(value, str):
@@ -127,18 +126,3 @@ def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
     if not is_list(value):
         raise DataError(f"`{name}` is {kind_of(value)}; expected a list of {of}")
     return list(value)
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Return a string parsed as JSON. Raise `DataError`."""
-    try:
-        return DECODER.decode(text.strip())
-    except DataError as error:  # a duplicate key
-        raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
-    except json.JSONDecodeError as error:
-        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
-        raise DataError(
-            f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
-        ) from None
-    except (RecursionError, ValueError):
-        raise DataError(f"`{name}` is JSON nested too deeply") from None

@@ -97,7 +97,7 @@ def test_a_rendered_prompt_is_refused_with_the_format_that_reads_it(name: str, t
             and "`format: text`" in caught.value.hint
             and "`columns: {text: NAME}`" in caught.value.hint
         )
-        assert understand(("a:1", {"text": f"{rendered}Five."}), 0, "text").text, "as the hint says"
+        assert understand(("a:1", {"text": f"{rendered}Five."}), "text").text, "as the hint says"
     assert rows_of(tokenizer, asked("What do a user: and an assistant: say? <b> [x] ### Note", content="Five."))
 
 

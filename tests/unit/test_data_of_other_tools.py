@@ -22,7 +22,7 @@ PAIR = {"prompt": "q", "completion": "a"}
 
 
 def read(row: Row) -> Example:
-    return understand(("f.jsonl:3", row), 0, None)
+    return understand(("f.jsonl:3", row), None)
 
 
 def refused(row: Row) -> DataError:

@@ -31,7 +31,7 @@ def called(arguments: Any, **columns: Any) -> Row:
 
 
 def read(row: Row, **options: Any) -> Example:
-    return understand(("f.jsonl:3", row), 0, None, **options)
+    return understand(("f.jsonl:3", row), None, **options)
 
 
 def refused(row: Row, **options: Any) -> DataError:
@@ -47,7 +47,7 @@ def examples(folder: Path, rows: list[Row], **options: Any) -> list[Example]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     source = DataSource(path=str(path), **options)
     form = None if source.format == "auto" else source.format
-    return [understand(placed, 0, form) for placed in read_source(source)]
+    return [understand(placed, form) for placed in read_source(source)]
 
 
 # ---- Masks of turns
@@ -104,7 +104,7 @@ def test_weights_of_rows_and_turns_are_read_in_every_format(tmp_path: Path) -> N
     table = tmp_path / "rows.csv"
     table.write_text("question,answer,weight\nq,a,0.3\nq,a,\n")
     source = DataSource(path=str(table))
-    assert [understand(placed, 0, None).weight for placed in read_source(source)] == [0.3, 1.0]
+    assert [understand(placed, None).weight for placed in read_source(source)] == [0.3, 1.0]
 
 
 @pytest.mark.parametrize("value", [1.5, "high", -0.1, math.nan, math.inf, 10**400, [0.5], {}])

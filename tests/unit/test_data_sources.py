@@ -163,7 +163,7 @@ def test_a_conversation_is_read_under_other_names(tmp_path: Path) -> None:
     turns = [{"from": who, "at": 1, "body": f"by {who}"} for who in ("system", "customer", "agent", "visitor", "agent")]
     path = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "from": "x", "thread": turns}).encode())
     [row] = rows_of(path, columns=THREAD)
-    example = understand(("", row), 0, "messages")
+    example = understand(("", row), "messages")
     assert [turn["role"] for turn in example.messages or []] == ["system", "user", "assistant", "user", "assistant"]
     assert [turn["content"] for turn in example.messages or []] == [turn["body"] for turn in turns]
     [question] = read_questions(path, [THREAD])
