@@ -565,6 +565,8 @@ def _with_inner_texts(row: Row) -> Row:
 def _suggest_columns(row: Row, form: str) -> str:
     """Return the `columns` that would complete `row` for a format; unknown names are left open."""
     alike, texts = _alike(row, form), [name for name, value in row.items() if isinstance(value, str)]
+    if any(_is_turns(row[old]) for old in alike.values()):  # as the Responses API has them
+        form, alike = "prompt_completion", _alike(row, "prompt_completion")
     if not alike and len(texts) > 1:
         form = "prompt_completion"
     if not alike and len(texts) == 2:
