@@ -106,15 +106,6 @@ def report_damage(path: Path) -> Iterator[None]:
 # Files that are not UTF-8: which encoding they look like, and how they are converted.
 
 
-BYTE_ORDER_MARKS = (
-    (b"\xff\xfe\x00\x00", "UTF-32"),
-    (b"\x00\x00\xfe\xff", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
-)
-"""Byte order marks, the longer first."""
-
-
 HTML = (".html", ".htm", ".xhtml")
 OTHER_KINDS = (
     (rb"version https://git-lfs", "only says where Git LFS keeps the file", "`git lfs pull` brings it", ()),
@@ -177,13 +168,9 @@ def refuse_wide(start: bytes, place: str) -> None:
     """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an
     error.
     """
-    name = next((name for mark, name in BYTE_ORDER_MARKS if start.startswith(mark)), None)
-    zeros = bytes(byte != 0 for byte in start)
-    name = name or {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE"}.get(zeros)
-    name = name or {b"\1\0": "UTF-16LE", b"\0\1": "UTF-16BE"}.get(
-        zeros[:2]
-    )  # without a mark, but with a first letter of ASCII
-    if name:
+    name = json.detect_encoding(start).upper()
+    if not name.startswith("UTF-8"):
+        name = re.sub("-([BL]E)", r"\1", name)  # as `iconv` writes it
         raise DataError(
             f"is {name}, and not UTF-8 text", place=place, hint=f"convert it: `iconv -f {name} -t UTF-8 {place} > NEW`"
         )
