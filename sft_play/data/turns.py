@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
@@ -116,6 +117,9 @@ TOOL_NAMES = (
     "function_list",
 )
 """Columns, or keys of the system turn, that describe what may be called."""
+TIME = re.compile("(?:created?|sent|updated)_?(?:at|on|time|date)|time(?:stamp)?|ts|date")
+DATE = re.compile(r"\d{4}-\d\d")
+"""When a turn was written: the key, and a date that is ordered by its letters."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -126,6 +130,7 @@ def chat_turns(value: Any, name: str) -> list[Message]:
     """
     turns: list[Message] = []
     messages = list_of(value, name)
+    _refuse_newest_first(messages, name)
     for index, message in enumerate(messages):
         turn, calls_only = _chat_turn(message, f"{name}[{index}]", messages)
         before = turns[-1] if turns else {}
@@ -134,6 +139,15 @@ def chat_turns(value: Any, name: str) -> list[Message]:
         else:
             turns.append(turn)
     return turns
+
+
+def _refuse_newest_first(turns: Sequence[Any], name: str) -> None:
+    """Raise `DataError` for turns whose times run backwards, as many services list them."""
+    for key in turns[0] if turns and all(isinstance(turn, Mapping) for turn in turns) else ():
+        times = [turn.get(key) for turn in turns] if TIME.fullmatch(in_snake_case(key)) else []
+        comparable = {*map(type, times)} <= {int, float} or all(DATE.match(str(time)) for time in times)
+        if len(times) > 1 and comparable and all(first > then for first, then in pairwise(times)):
+            raise DataError(f"`{name}` begins with its newest turn, by `{key}`", hint="reverse the order of the turns")
 
 
 def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Message, bool]:

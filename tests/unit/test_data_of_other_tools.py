@@ -214,6 +214,14 @@ def test_the_answer_that_a_conversation_waits_for_is_refused_elsewhere(column: s
     assert after.messages == [USER, ANSWER] and after.doubts == (AFTER,)
 
 
+@pytest.mark.parametrize("times", [(3, 2, 1.5), ("2024-01-02T10:00", "2024-01-02T09:59", "2024-01-01")])
+def test_turns_that_begin_with_the_newest_are_refused(times: tuple[Any, ...]) -> None:
+    turns = [{**turn, "createdAt": time} for turn, time in zip([USER, ANSWER, USER], times, strict=True)]
+    assert "begins with its newest turn, by `createdAt`" in refused({"messages": turns}).message
+    assert read({"messages": [*turns[:2], {**USER, "createdAt": "?"}]}).messages, "no times"
+    assert read({"messages": [{**turn, "ts": 1} for turn in (USER, ANSWER)]}).messages, "at once"
+
+
 def test_turns_as_json_are_read_in_either_of_prompt_and_completion_and_refused_elsewhere() -> None:
     asked, answered = json.dumps([USER]), json.dumps(ANSWER)
     expected = read({"prompt": [USER], "completion": [ANSWER]}).messages
