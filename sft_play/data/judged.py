@@ -37,7 +37,7 @@ def _condition(column: str, value: Any, *, true: bool) -> str:
     """
     if _truth(value) is None:
         return ""
-    if value in CROSSES:
+    if str(value).strip() in CROSSES:
         return f'{column} == "{value}"' if true else f"blank({column})"
     if isinstance(value, str):
         pair = next(pair for pair in PAIRS if value.strip().lower() in pair)

@@ -99,6 +99,7 @@ def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: R
         ("score", "4,5", "1,0", 'score in ["4,5"]'),
         ("rating", "★★★★", "★", 'rating in ["★★★★"]'),
         ("is_correct", 1, -1, "is_correct == 1"),
+        ("is_deleted", "", "X ", "blank(is_deleted)"),
         ("label", "1", "-1", 'label == "1"'),
         ("feedback", 1, -1, "feedback >= 0"),
         ("is_latest", True, False, "is_latest"),
