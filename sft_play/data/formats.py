@@ -138,7 +138,7 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 LAST_ANSWER = re.compile(
     r"(?:\w+_)?(?:response|output|answer|completion|target|reply|ideal|generation|ground_?truth|reference|assistant)"
-    "|gold|content|message"
+    "|gold|content|message|chosen"
 )
 """Columns that may be the answer to a conversation that waits for it."""
 
@@ -152,9 +152,6 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         if waits and (after := next(answers, None)):
             way = f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone"
             raise not_read(after, f"seems to be the answer to the last of `{column}`, and is not read", way)
-        if waits and not is_blank(row.get("chosen")):
-            problem = f"contains the answer to the last of `{column}`: preferences are not trained here"
-            raise not_read("chosen", problem, f"add the chosen answer to `{column}`")
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
         return {"messages": learnt, "doubts": (AFTER,) if len(learnt) < len(messages) else ()}

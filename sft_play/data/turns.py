@@ -376,8 +376,6 @@ def content_of(content: Any, name: str) -> str:
     """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
     if isinstance(content, str) and PARTS_IN_TEXT.match(content):
         content = list_of(content, name, "parts")
-    if isinstance(content, Mapping):
-        raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
     if not is_list(content):
         return text_of(content, name)
     if len(content) > 1 and all(isinstance(part, str) for part in content):

@@ -40,8 +40,9 @@ def in_snake_case(name: str) -> str:
 def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
-        within = None if isinstance(value, Mapping) or is_list(value) else "write it as text, in quotes"
-        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else within)
+        way = "write it as JSON in a string" if isinstance(value, Mapping) else "write it as text, in quotes"
+        hint = LEAVE_OUT if value is None else None if is_list(value) else way
+        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=hint)
     if "\0" in value:
         raise DataError(f"`{name}` contains a NUL character ({value.index(chr(0)) + 1}), which no text has")
     if not value.isascii():

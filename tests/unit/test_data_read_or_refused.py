@@ -400,6 +400,7 @@ def test_tokens_that_a_tokenizer_adds_to_every_row_are_not_a_mask() -> None:
 # ---- Hints
 
 HINTS: dict[str, list[Row]] = {
+    "chosen after a question": [{"messages": [USER, ANSWER, USER], "chosen": [ANSWER], "rejected": [ANSWER]}],
     "turns as input and output": [{"input": [USER], "output": [{"type": "message", **ANSWER}]}],
     "null answer": [{"prompt": "q", "completion": None}, PAIR],
     "null answer of a turn": [{"messages": [USER, {**ANSWER, "content": None}]}, {"messages": [USER, ANSWER]}],
