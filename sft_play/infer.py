@@ -508,7 +508,7 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
     if isinstance(row[asks], str) and not row[asks].strip():
         return Question(place, [], others=others)
     row = {name: value for name, value in row.items() if part_by_name(name) != "a thought"}  # as little as the answer
-    example = understand((place, _with_answer(row, asks, answer)), 0, form)
+    example = understand((place, _with_answer(row, asks, answer)), form)
     *asked, last = example.messages or []
     if not any(turn["role"] == "user" for turn in asked):
         raise DataError(f"`{asks}` has no turn that can be answered")

@@ -131,9 +131,7 @@ def outcome_of(
         data=DataConfig(overlong=overlong),
         train=TrainConfig(loss_on=loss_on),
     )
-    (outcome,) = Encoder(config, tokenizer).encode(
-        [Example(place="rows.jsonl:3", form="messages", source=0, **example)]
-    )
+    (outcome,) = Encoder(config, tokenizer).encode([Example(place="rows.jsonl:3", form="messages", **example)])
     return outcome
 
 

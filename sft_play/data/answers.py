@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from sft_play.data import CLOSE, OPEN
@@ -269,10 +270,8 @@ def _before(single: str, double: str) -> str:
 
 
 def _common_start(first: str, second: str) -> str:
-    end = next(
-        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    return first[:end]
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(letter for letter, _ in pairs)
 
 
 def _common_end(first: str, second: str) -> str:

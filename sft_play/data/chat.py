@@ -348,12 +348,16 @@ class RoleMarks:
     marks: tuple[str, ...] = ()
     special: bool = False
     """Whether they hold special tokens. Plain words (`USER:`) may stand in any text, so all of them must be there."""
+    bos: str = ""
+    """What stands before a conversation."""
 
     def check(self, messages: Sequence[Message]) -> None:
         """Raise `DataError` for a turn that contains them."""
         for index, turn in enumerate(messages):
             written = [mark for mark in self.marks if mark in turn["content"]]
-            if written and (self.special or len(written) == len(self.marks)):
+            if self.bos and turn["content"].lstrip().startswith(self.bos):
+                written = [self.bos]
+            if written and (self.special or written == [self.bos] or len(written) == len(self.marks)):
                 raise DataError(
                     f"turn {index + 1} ({turn['role']}) contains `{written[0]}`, which the chat template writes itself:"
                     " the row was rendered already, and would be rendered twice",
@@ -367,13 +371,14 @@ class RoleMarks:
 
 def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
     """Return the marks of a tokenizer's template; none if it does not write a plain conversation."""
+    bos = tokenizer.bos_token or ""
     asked = [{"role": "user", "content": "qFirstz"}]
     conversation = [*asked, {"role": "assistant", "content": MARKER}, {"role": "user", "content": "qSecondz"}]
     try:
         before_answer = render(asked, None, True).partition("qFirstz")[2]
         before_user = render(conversation, None, False).partition(MARKER)[2].partition("qSecondz")[0]
     except DataError:
-        return RoleMarks()
+        return RoleMarks(bos=bos)
     special_tokens = {
         *tokenizer.all_special_tokens,
         *(token.content for token in tokenizer.added_tokens_decoder.values()),
@@ -381,7 +386,7 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
     tokens = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
     marks = tuple(dict.fromkeys(_role_mark(text, stops, tokens) for text in (before_user, before_answer)))
     if not all(marks):
-        return RoleMarks()
+        return RoleMarks(bos=bos)
     special = all(tokens.search(mark) for mark in marks)
     with contextlib.suppress(DataError):  # a template without system turns
         system = _role_mark(
@@ -390,7 +395,7 @@ def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMark
         word = tokens.search(system) and not tokens.fullmatch(system)  # a beginning of the text alone is no role
         if special and word and system not in "".join(marks):
             marks = (*marks, system)
-    return RoleMarks(marks, special)
+    return RoleMarks(marks, special, bos)
 
 
 def _role_mark(between: str, stops: Sequence[str], tokens: re.Pattern[str]) -> str:
@@ -448,26 +453,29 @@ def template_sha256(tokenizer: Any) -> str | None:
 # Thoughts of a reasoning model in its turns, and which of them a chat template leaves out of what is learnt.
 
 
-def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> int:
-    """Return how many thoughts of trained turns are in no trained part of the conversation's rows.
+def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on: str) -> bool:
+    """Return whether a thought of a trained turn is in no trained part of the conversation's rows.
 
     Thoughts are in `reasoning_content`, or before `</think>`. Qwen3 omits them from earlier turns: such turns get a
     separate row with the thought, so none is lost, except with `train.loss_on: all`, which makes a single row. A
     template without thoughts (ChatML) loses all in `reasoning_content`.
     """
-    if not any("reasoning_content" in message or CLOSE in message["content"] for message in messages):
-        return 0
+    learnt = "\0".join(
+        part
+        for row in rows
+        for part in (
+            row.prompt if row.everything else "",
+            *(row.prompt[s.start : s.end] for s in row.earlier),
+            row.answer,
+        )
+    )
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is not False]
-    learnt = []
-    for row in rows:
-        learnt += [row.prompt] if row.everything else [row.prompt[span.start : span.end] for span in row.earlier]
-        learnt.append(row.answer)
-    lost = 0
     for index in turns if loss_on == "all" else answers_to_learn(messages, loss_on):
         before, closed, _ = messages[index]["content"].partition(CLOSE)
         within = before.rpartition(OPEN)[2] if closed else ""
-        lost += (messages[index].get("reasoning_content") or within).strip() not in "\0".join(learnt)
-    return lost
+        if (messages[index].get("reasoning_content") or within).strip() not in learnt:
+            return True
+    return False
 
 
 # Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a

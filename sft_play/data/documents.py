@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft_play.data.streams import refuse_other_text, refuse_wide, utf8
+from sft_play.data.streams import HTML, refuse_other_text, refuse_wide, utf8
 from sft_play.errors import DataError, first_line
 from sft_play.model.tokenizer import in_time
 
@@ -293,7 +293,7 @@ def without_hyphens(text: str) -> str:
 
 DOCUMENTS: Mapping[str, Callable[[bytes, str], Document]] = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), _plain),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), _html),
+    **dict.fromkeys(HTML, _html),
     ".docx": _docx,
     ".pdf": _pdf,
 }

@@ -13,7 +13,7 @@ from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import CLOSE, Message
 from sft_play.data.judged import doubts_in
-from sft_play.data.readers import LEAVE_OUT, Placed, show_row
+from sft_play.data.readers import LEAVE_OUT, Placed, parse_json, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
 from sft_play.data.turns import (
     ARGUMENTS,
@@ -42,9 +42,8 @@ from sft_play.data.values import (
     is_blank,
     is_list,
     list_of,
-    parse_json,
+    not_read,
     refuse_none,
-    rename_away,
     text_of,
 )
 from sft_play.errors import DataError
@@ -63,8 +62,6 @@ class Example:
     """`file:line`, or `file, row n`."""
     form: str
     """The format that it was read as: a key of `data.formats.FORMATS`."""
-    source: int
-    """Index into the split's sources."""
     messages: list[Message] | None = None
     """A conversation that ends with an answer."""
     tools: list[Any] | None = None
@@ -81,8 +78,6 @@ class Example:
     """With `input_ids`: how much each token counts."""
     weight: float = 1.0
     """How much each learnt token of the row counts, times its own weight."""
-    trailing: int = 0
-    """Turns after the last answer, which are left out."""
     unread: tuple[str, ...] = ()
     """Columns, and keys of turns, that contain something and are not read."""
     group: str | None = None
@@ -97,6 +92,7 @@ class Example:
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
 
 
+AFTER = "turns after the last answer of their conversation, left out"
 UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
 FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
@@ -142,7 +138,7 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 LAST_ANSWER = re.compile(
     r"(?:\w+_)?(?:response|output|answer|completion|target|reply|ideal|generation|ground_?truth|reference|assistant)"
-    "|gold|content|message"
+    "|gold|content|message|chosen"
 )
 """Columns that may be the answer to a conversation that waits for it."""
 
@@ -154,18 +150,11 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         filled = (name for name, value in row.items() if not is_blank(value))
         answers = (name for name in filled if LAST_ANSWER.fullmatch(in_snake_case(name)))
         if waits and (after := next(answers, None)):
-            raise DataError(
-                f"`{after}` seems to be the answer to the last of `{column}`, and is not read",
-                hint=(f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone; {rename_away(after)}"),
-            )
-        if waits and not is_blank(row.get("chosen")):
-            raise DataError(
-                f"`chosen` contains the answer to the last of `{column}`: preferences are not trained here",
-                hint=(f"add the chosen answer to `{column}`; {rename_away('chosen')}"),
-            )
+            way = f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone"
+            raise not_read(after, f"seems to be the answer to the last of `{column}`, and is not read", way)
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
-        return {"messages": learnt, "trailing": len(messages) - len(learnt)}
+        return {"messages": learnt, "doubts": (AFTER,) if len(learnt) < len(messages) else ()}
 
     return parts
 
@@ -220,7 +209,7 @@ def _instruction(row: Row) -> Parts:
     instruction = _words(row["instruction"], "instruction")
     context = "" if row.get("input") is None else _words(row["input"], "input", NO_PART)
     parts = [part for part in (instruction, context) if part.strip()]
-    return _turns(row, "\n\n".join(parts) if parts else instruction, "output")
+    return _turns(row, "\n\n".join(parts), "output")
 
 
 def _turns(row: Row, question: str, answer: str) -> Parts:
@@ -386,11 +375,10 @@ def _fitting(row: Row) -> list[str]:
     return [form for form, (columns, _) in FORMATS.items() if all(row.get(column) is not None for column in columns)]
 
 
-def understand(placed: Placed, source: int, form: str | None, *, group_by: str | None = None) -> Example:
+def understand(placed: Placed, form: str | None, *, group_by: str | None = None) -> Example:
     """Return the example of a row; `form` is `None` if the columns of the row decide.
 
-    `source` is the index of the row's source in its split, `group_by` is `data.group_by`. Raise `DataError` with the
-    row's place.
+    `group_by` is `data.group_by`. Raise `DataError` with the row's place.
     """
     place, row = placed
     try:
@@ -412,10 +400,11 @@ def understand(placed: Placed, source: int, form: str | None, *, group_by: str |
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_fragments(row, form, parts["messages"])
-            parts |= _tools(row, parts["messages"])
+            parts["tools"], of_tools = _tools(row, parts["messages"])
+            parts["doubts"] = (*parts.get("doubts", ()), *of_tools)
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
         parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(parts.get("messages") or parts.get("text") or ""))
-        return Example(place=place, form=form, source=source, group=group, unread=unread, **parts)
+        return Example(place=place, form=form, group=group, unread=unread, **parts)
     except DataError as error:
         error.place = error.place or place
         raise
@@ -483,10 +472,7 @@ def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
         return
     if name := next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None):
         if row[name].strip().lower() in ("on", "off", "yes", "no", "true", "false"):
-            raise DataError(
-                f"`{name}` is `{row[name]}`, which is no thought",
-                hint=rename_away(name),
-            )
+            raise not_read(name, f"is `{row[name]}`, which is no thought")
         messages[-1]["reasoning_content"] = text_of(row[name], name)
 
 
@@ -494,16 +480,11 @@ def _refuse_mask(row: Row) -> None:
     """Raise `DataError` for a column that seems to mark which turns are learnt."""
     for name, value in row.items():
         if is_list(value) and len(value) > 0 and looks_like_a_mask(name) and all(flag in (0, 1) for flag in value):
-            raise DataError(
-                f"`{name}` seems to mark which turns are learnt, and is not read",
-                hint=(
-                    f"write `train: false` into the turns that are not; `columns: {{note: {name}}}` gives it a name"
-                    " that is not read"
-                ),
-            )
+            way = "write `train: false` into the turns that are not"
+            raise not_read(name, "seems to mark which turns are learnt, and is not read", way)
 
 
-def _tools(row: Row, messages: list[Message]) -> Parts:
+def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[str, ...]]:
     """Return the tools that a row or its system turn describes, and doubts about them.
 
     Raise `DataError` if a column describes them that is not read.
@@ -518,13 +499,13 @@ def _tools(row: Row, messages: list[Message]) -> Parts:
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
     doubts = (FILLED,) if filled else ()
     if tools or not called:
-        return {"tools": tools, "doubts": doubts}
+        return tools, doubts
     if column := next((name for name, value in row.items() if describes_tools(value)), None):
         raise DataError(
             f"`{column}` describes tools, and is not read: calls would be learnt without them",
             hint=f"`columns: {{tools: {column}}}` reads it",
         )
-    return {"doubts": (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts}
+    return None, (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts
 
 
 def group_of(row: Row, column: str) -> str:
@@ -581,6 +562,8 @@ def _with_inner_texts(row: Row) -> Row:
 def _suggest_columns(row: Row, form: str) -> str:
     """Return the `columns` that would complete `row` for a format; unknown names are left open."""
     alike, texts = _alike(row, form), [name for name, value in row.items() if isinstance(value, str)]
+    if any(_is_turns(row[old]) for old in alike.values()):  # as the Responses API has them
+        form, alike = "prompt_completion", _alike(row, "prompt_completion")
     if not alike and len(texts) > 1:
         form = "prompt_completion"
     if not alike and len(texts) == 2:

@@ -20,32 +20,33 @@ from sft_play.data.values import in_snake_case
 Keep = Callable[[str, Any], str]
 CROSSES = ("x", "X")
 """What tables write for true, and nothing for false."""
+PAIRS = (*TRUTHS, ("1", "-1"))
 
 
-def _in_words(value: Any, *, true: bool) -> str:
-    """Return what a table that writes `value`, true or false, would write for `true`; nothing for other values."""
-    if value in CROSSES:
-        return str(value) if true else ""
-    pair = next((pair for pair in TRUTHS if isinstance(value, str) and value.lower() in pair), None)
-    if pair is None:
-        return ""
-    word = pair[0 if true else 1]
-    return word if value == value.lower() else word.upper() if value == value.upper() else word.capitalize()
+def _truth(value: Any) -> bool | None:
+    """Return what a table means that writes `value` for true or false; `None` for other values."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        return True if word == "x" else next((word == pair[0] for pair in PAIRS if word in pair), None)
+    return value == 1 if isinstance(value, (bool, int, float)) and value in (1, 0, -1) else None
 
 
 def _condition(column: str, value: Any, *, true: bool) -> str:
-    """Return the `filter` for rows where a column is true, or false, as a table with this value writes it."""
-    if value in CROSSES and not true:
-        return f"blank({column})"
+    """Return the `filter` for rows where a column is true, or false, as a table with this value writes it; nothing for
+    a value that is neither.
+    """
+    if _truth(value) is None:
+        return ""
+    if str(value).strip() in CROSSES:
+        return f'{column} == "{value}"' if true else f"blank({column})"
     if isinstance(value, str):
-        return f'{column} == "{word}"' if (word := _in_words(value, true=true)) else ""
+        pair = next(pair for pair in PAIRS if value.strip().lower() in pair)
+        word = pair[0 if true else 1]
+        cased = word if value == value.lower() else word.upper() if value == value.upper() else word.capitalize()
+        return f'{column} == "{cased}"'
     if isinstance(value, bool):
         return column if true else f"not {column}"
-    return f"{column} == {int(true)}" if value in (0, 1) else ""
-
-
-def _is(value: Any, *, true: bool) -> bool:
-    return value.lower() == _in_words(value, true=true).lower() if isinstance(value, str) else value == true
+    return f"{column} == {int(true)}"
 
 
 def _yes_or_no(column: str, value: Any) -> str:
@@ -53,14 +54,14 @@ def _yes_or_no(column: str, value: Any) -> str:
 
 
 def _if_false(column: str, value: Any) -> str:
-    return "" if _is(value, true=True) else _condition(column, value, true=True)
+    return _condition(column, value, true=True) if _truth(value) is False else ""
 
 
 def _if_true(column: str, value: Any) -> str:
-    return "" if _is(value, true=False) else _condition(column, value, true=False)
+    return _condition(column, value, true=False) if _truth(value) else ""
 
 
-def keep_number(column: str, value: Any) -> str:
+def _number(column: str, value: Any) -> str:
     """Return the filter that keeps rows rated as high; where the number is what is to be learnt, all are kept."""
     try:
         finite = math.isfinite(float(value))
@@ -77,7 +78,9 @@ def _held_out(column: str, value: Any) -> str:
 
 
 def _label(column: str, value: Any) -> str:
-    return f'{column} != "{value}"' if isinstance(value, str) and BAD.fullmatch(value.strip().lower()) else ""
+    if not isinstance(value, str):
+        return f"{column} >= 0" if value == -1 else ""
+    return f'{column} != "{value}"' if BAD.fullmatch(value.strip().lower()) else ""
 
 
 def _http_error(column: str, value: Any) -> str:
@@ -92,7 +95,7 @@ def _verdict(column: str, value: Any) -> str:
 
 def _if_filled(column: str, value: Any) -> str:
     if isinstance(value, str):
-        nothing = _in_words(value, true=True) or value.strip().lower() in ("", "none", "null", "nan", "ok")
+        nothing = _truth(value) is not None or value.strip().lower() in ("", "none", "null", "nan", "ok")
         return "" if nothing else f"blank({column})"
     return "" if not value or isinstance(value, (bool, int, float)) else f"not has({column})"
 
@@ -101,8 +104,8 @@ RATED = re.compile(r"\s*-?\d+(?:[.,]\d+)?\s*(?:%|/\s*\d+)?\s*|[★☆⭐\ufe0f]+
 """Ratings that are no number for Python: `4,5`, `95 %`, `4/5`, `★★★`."""
 HOLDOUT = re.compile(r"\bhold-?out\b|\bheld[-_ ]?out\b|\bunseen\b", re.IGNORECASE)
 BAD = re.compile(
-    r"incorrect|unacceptable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false|discard\w*|deleted"
-    r"|thumbs?_?down|downvoted|👎|❌|✗"
+    r"incorrect|unacceptable|undesirable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false"
+    r"|discard\w*|deleted|thumbs?_?down|downvoted|👎|❌|✗|-1"
 )
 ENDED = re.compile(
     r"deleted?|removed?|spam|low|poor|error|length|max_?(?:output_)?tokens|(?:model_)?context_window_exceeded"
@@ -116,8 +119,8 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
         re.compile(
             r"(?:(?:is|was|has_been)_)?(?:correct|accepted|approved|good|safe|valid|chosen|published|active|enabled"
             r"|visible|public|verified|reviewed|validated|usable|helpful|resolved|success(?:ful)?|complete|included?"
-            r"|keep|use|used|ok|pass)|(?:\w+_)?passed|thumbs_up|(?:use|include)_(?:for|in)_train(?:ing)?"
-            r"|(?:has_)?consent"
+            r"|keep|use|used|ok|pass|approve|best|preferred|selected|latest|current)|(?:\w+_)?passed"
+            r"|thumbs_up|(?:use|include)_(?:for|in)_train(?:ing)?|(?:has_)?consent"
         ),
         _if_false,
     ),
@@ -125,7 +128,7 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
         re.compile(
             r"(?:(?:is|was|has_been|has)_)?(?:archived|draft|hidden|private|spam|duplicate|toxic|cancell?ed|exclude"
             r"|skip(?:ped)?|ignore|hallucinat(?:ed|ions?)|refused|truncated|interrupted|incomplete|failed|error|removed"
-            r"|retracted|outdated|deprecated|obsolete|superseded|rejected|bad|wrong|incorrect|disliked?|deleted"
+            r"|retracted|outdated|deprecated|obsolete|superseded|reject(?:ed)?|bad|wrong|incorrect|disliked?|deleted"
             r"|discarded|excluded|ignored|flagged)|thumbs_down|(?:do_not|dont|no|not_for)_train(?:ing)?|opt(?:ed)?_?out"
             r"|needs_(?:review|work|fix\w*)"
         ),
@@ -140,11 +143,12 @@ JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
     ),
     (re.compile(r"(?:http_)?status(?:_code)?"), _http_error),
     (re.compile("answer"), lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else ""),
-    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), keep_number),
+    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), _number),
     (re.compile("label"), _label),
     (
         re.compile(
-            r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality)|action"
+            r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction)(?:_code)?|action"
+            r"|thumbs|vote"
             r"|(?:finish|stop)_?reason"
         ),
         _verdict,
@@ -173,7 +177,7 @@ def says_what_is_good(column: str) -> bool:
 
 def good(column: str, values: Sequence[Any]) -> str:
     """Return the `filter` for rows with a mark that is not false; `values`: the marks of a column."""
-    false = [value for value in values if _is(value.strip() if isinstance(value, str) else value, true=False)]
+    false = [value for value in values if _truth(value) is False]
     if any(isinstance(value, bool) for value in values):
         return f"has({column}) and {column}"
     filled = f"not blank({column})" if all(isinstance(value, str) for value in values) else f"has({column})"
@@ -195,6 +199,7 @@ SPEAKER = "(?:user|human|customer|q|question|instruction)"
 ASSISTANT = "assistant|ai|bot|gpt|chatgpt|agent"
 ANSWERER = f"(?:{ASSISTANT}|a|answer|response|output)"
 TEMPLATE = "texts with marks of a chat template (`<|im_end|>`, `[/INST]`, `<s>`)"
+OF_PROGRAMS = "texts with another program's references (`【4†source】`, `[oaicite:0]`)"
 MISREAD = "texts in UTF-8 that was read as another encoding (`Ã©`, `â€™`)"
 TURNS_IN_TEXT = "documents with turns in plain words (`User: ... Assistant: ...`), all of which are learnt"
 Marks = Sequence[tuple[str, str]]
@@ -207,13 +212,19 @@ IN_TEXTS: Marks = (
     ("texts with line ends as Excel keeps them (`_x000D_`)", "_x000[dD]_"),
     (TEMPLATE, r"<\|\w+\|>"),
     (TEMPLATE, "</?s>"),
-    (TEMPLATE, "<(?:start|end)_of_turn>"),
+    (TEMPLATE, "<(?:start|end)_of_turn>|<bos>|<</?SYS>>"),
     (TEMPLATE, r"\[/INST\]"),
     ("texts with places of pictures or sounds (`<image>`)", "<(?:image|video|audio)>"),
+    ("texts with 32,767 characters, where Excel cuts a cell", r"(?s:\A.{32767}\Z)"),
     ("texts with files as letters (`base64`)", r"data:\w+/\w+;base64,"),
     ("texts with control characters, as terminals and damaged files have them", "[\x01-\x08\x0e-\x1f]"),
-    ("texts with letters as mail carries them (`=C3=A9`)", "=[CD][0-9A-F]=[89AB][0-9A-F]"),
-    ("texts with places that were to be filled (`{{name}}`)", r"\{\{ ?[\w ]+ ?\}\}"),
+    (
+        "texts with letters and line ends as mail carries them (`=C3=A9`)",
+        r"=(?:[CDE][0-9A-F]=[89AB][0-9A-F]|(?<=[a-z ]=)\n[a-z])",
+    ),
+    ("texts with places that were to be filled (`{{name}}`)", r"\{\{ ?[\w .|]+ ?\}\}"),
+    ("texts with both sides of a merge (`<<<<<<< HEAD`)", "<<<<<<< "),
+    (OF_PROGRAMS, r"\[(?:oaicite:|\^\d+\^\]|doc\d\])"),
     ("texts that say they must not be trained (`BENCHMARK DATA SHOULD NEVER`)", "BENCHMARK DATA SHOULD NEVER"),
     (
         "texts with line ends or letters as escapes (`\\n`, `\\u00e9`)",
@@ -227,7 +238,7 @@ IN_WIDE_TEXTS: Marks = (
     (MISREAD, "[à-ï][\x80-\x9f\xa1-\xbf][\x80-\xbf]"),
     (MISREAD, "[\x80-\x84\x86-\x9f]"),
     ("texts with letters that were lost (`\ufffd`)", "\ufffd"),
-    ("texts with marks of another program (`【4†source】`)", r"【\d+[:†]"),
+    (OF_PROGRAMS, r"【\d+[:†]"),
     ("texts with characters of private use, which only one font or program has", "[\ue000-\uf8ff]"),
 )
 """Marks that are not ASCII."""
@@ -236,44 +247,68 @@ ENDS_OF_QUESTIONS: Marks = (
     ("questions that end with the name of who answers (`Assistant:`)", rf"(?i:(?:\n|\A)\W*{ANSWERER}\s*:\s*\Z)"),
     ("questions that end with a word for nothing (`N/A`)", r"(?i:\n(?:n/?a|none|not applicable)\.?\Z)"),
 )
-LINES_OF_ANSWERS: Marks = (
+OF_ANSWERS: Marks = (
     ("answers with further turns in plain words (`User: ...`)", rf"\n[#*> ]{{0,5}}(?i:{SPEAKER})\s*:\s"),
     (
         "answers with the mail that they answer (`On ... wrote:`)",
-        r"\n(?:On [^\n]{5,80} wrote:|Am [^\n]{5,80} schrieb |-+ ?Original Message)",
+        r"\n(?:On [^\n]{5,80} wrote:|Am [^\n]{5,80} schrieb |Le [^\n]{5,80} a écrit|-+ ?Original Message"
+        r"|(?:From|Von|De): [^\n]+\n(?:Sent|Date|Gesendet|Envoyé): )",
     ),
-)
-WHOLE_ANSWERS: Marks = (
+    (
+        "answers with words of the page or program that they come from (`Copy code`, `Sent from my iPhone`)",
+        r"\n(?:Copy code|Regenerate(?: response)?|\d+ ?/ ?\d+|Sent from my \w+|Von meinem \w+ gesendet)\s*(?:\n|\Z)",
+    ),
     ("answers that begin with who answers (`Assistant:`)", rf"\A[#*> \n]{{0,5}}(?i:{ASSISTANT})\s*:\**\s"),
-    ("answers in HTML or RTF (`<p>`)", r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)"),
-    (
-        "answers in Python's notation (`['a']`, `b'a'`)",
-        r"\A(?:b?'[^\n]*'|\['[^\n]*'\]|\{'[^\n]*\}|(?:array|tensor|Timestamp|Decimal)\([^\n]*\))\Z",
-    ),
-    (
-        "answers that may stand for none (`N/A`, `None`, `-`)",
-        r"(?i:\A\s*(?:n/?a\.?|n\. ?a\.|none|null|nil|undefined|[-–—_.?*…]+|to ?do|tbd|xxx+|[(\[<]\w{4,7}[)\]>]"
-        r"|placeholder|no answer)\s*\Z)",
-    ),
     (
         "answers that are an error (`Error code: 429`)",
         r"\A(?:Error code: \d|Internal Server Error|Bad Gateway|Service Unavailable|Request (?:failed|timed out)"
         r"|Rate limit|\{[\"']error[\"']:|Traceback \(most)",
     ),
-    ("answers that are a server's complete response", r'\A\s*\{".*"(?:choices|candidates)": ?\['),
     ("answers whose thought never ends (`<think>`)", r"\A\s*<think>(?!(?s:.*)</think>)"),
 )
+WHOLE_TEXTS: Marks = (
+    (
+        'texts that are an object as JSON, as traces of programs have them (`{"output": ...}`)',
+        r'\A\s*\{\s*"(?:id|messages|choices|candidates|(?:in|out)puts?|question|query|answer|response|text|content'
+        r'|result)":',
+    ),
+    (
+        "texts as addresses, base64 or spreadsheets write them (`%20`, `SGVsbG8=`, `1.2E+15`)",
+        r"\A(?:(?!\w+:)\S+%20\S+|(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/\n]{40,}={0,2}"
+        r"|\d\.\d+E\+\d+)\s*\Z",
+    ),
+    ("texts within quotation marks (`“a”`)", r"\A\s*[“„«][^“„«”»]*[”“»]\s*\Z"),
+    ("texts in HTML or RTF (`<p>`)", r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)"),
+    (
+        "texts in Python's notation (`['a']`, `b'a'`)",
+        r"\A(?:b?'[^\n]*'|\['[^\n]*'\]|\{'[^\n]*\}|(?:array|tensor|Timestamp|Decimal)\([^\n]*\))\Z",
+    ),
+    (
+        "texts that may stand for none (`N/A`, `None`, `-`)",
+        r"(?i:\A\s*(?:n/?a\.?|n\. ?a\.|none|null|nil|undefined|[-–—_.?*…]+|-1|to ?do|tbd|xxx+|[(\[<]\w{4,7}[)\]>]"
+        r"|placeholder|no answer)\s*\Z)",
+    ),
+)
+"""Of questions and answers."""
 DOCUMENTS: Marks = (
     (
         "documents that are rows as JSON",
         r'\A\s*\{"(?:prompt|instruction|question|messages|conversations|text)": ?["\[]',
     ),
+    (
+        "documents that are tables (`a,b,c`), which are read as rows with the ending `.csv` or `.tsv`",
+        r"\A(?:#[^\n]*\n)*(?:(?:[^\n\t]+(?:\t[^\n\t]*)+(?:\n|\Z)){2}|\w+(?:[,;]\w+)+\n)",
+    ),
+    ("documents with the times of subtitles (`00:01,000 --> 00:04,000`)", r"\d\d[,.]\d{3} --> \d\d:\d"),
+    ("documents with words broken at line ends (`docu-`)", r"[a-z]{2}-\n[a-z]{2}"),
+    (
+        "documents with the marks of a wiki (`[[Paris|the city]]`)",
+        r"\[\[[A-Z][^\]\n|]*\|[^\]\n]+\]\]|\{\{(?:cite|Infobox) ",
+    ),
     ("documents that a reader of PDF could not decode (`(cid:72)`)", r"\(cid:\d+\)"),
     (TURNS_IN_TEXT, rf"(?is:(?:\A|[\n.#])[#*> \n]{{0,5}}{SPEAKER}\s*:.*?[\s#*]{ANSWERER}\s*:)"),
     (TURNS_IN_TEXT, r"\A\[?\d{1,4}[-./]\d{1,2}[-./]\d{2,4},? \d\d?:\d\d[^\n]{0,12}?[-\]] [^\n:]{1,40}: "),
 )
-MOST_IN_A_CELL = 32_767
-CUT = f"texts with {MOST_IN_A_CELL:,} characters, where Excel cuts a cell"
 TAIL, HEAD = 40, 2000
 """Characters of a question's end, and of a document's beginning, that are looked at."""
 
@@ -286,13 +321,15 @@ def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     for turn in content:
         text = turn["content"]
         if turn["role"] == "user":
-            doubts.update(_marks_in(text), _marks_in(text[-TAIL:], ENDS_OF_QUESTIONS))
+            doubts.update(_marks_in(text[-TAIL:], ENDS_OF_QUESTIONS))
         elif turn["role"] == "assistant" and turn.get("train") is not False:
-            doubts.update(_marks_in(text), _marks_in(text, LINES_OF_ANSWERS), _marks_in(text, WHOLE_ANSWERS))
+            doubts.update(_marks_in(text, OF_ANSWERS))
+        else:
+            continue
+        doubts.update(_marks_in(text), _marks_in(text, WHOLE_TEXTS))
     return sorted(doubts)
 
 
 def _marks_in(text: str, marks: Marks = IN_TEXTS) -> list[str]:
     also = IN_WIDE_TEXTS if marks is IN_TEXTS and not text.isascii() else ()
-    cut = [CUT] if marks is IN_TEXTS and len(text) == MOST_IN_A_CELL else []
-    return cut + [meaning for meaning, mark in (*marks, *also) if re.search(mark, text)]
+    return [meaning for meaning, mark in (*marks, *also) if re.search(mark, text)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ NO_SPLIT = ""
 README_KEYS = frozenset(
     {"config_name", "data_files", "data_dir", "default", "description", "version", "dataset_size", "features"}
 )
+NAME_FILES = "name the files in `path`: `FOLDER/*.parquet`"
 FRONT_MATTER = re.compile(r"\A\ufeff?---\r?\n(.*?)\r?\n---", re.DOTALL)
 
 Splits = dict[str, list[Path]]
@@ -136,10 +138,8 @@ def by_names(files: Iterable[Path], root: Path, *, documents: bool) -> Splits:
         for split in _documents_split(parts) if documents else _splits_of(parts, root.name):
             splits.setdefault(split, []).append(file)
     if documents and "train" not in splits:  # chapters about tests are no split
-        splits = {NO_SPLIT: sorted({file for group in splits.values() for file in group})}
+        return {"train": sorted(parts_of)}
     if set(splits) == {NO_SPLIT}:
-        if documents:
-            return {"train": splits[NO_SPLIT]}
         for file in splits.pop(NO_SPLIT):
             names = (*parts_of[file][:-1], file.name.partition(".")[0])
             aside = next((name.lower() for name in names if ASIDE.fullmatch(name)), "train")
@@ -175,9 +175,8 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
     try:
         about = parse_yaml(front_matter[1], str(readme)).plain()
     except UserError as error:
-        hint = "correct it, or name the files in `path`: `FOLDER/*.parquet`"
         raise DataError(
-            f"its head cannot be read: {error.message}", place=error.place or str(readme), hint=hint
+            f"its head cannot be read: {error.message}", place=error.place or str(readme), hint=NAME_FILES
         ) from None
     configs = about.get("configs") if isinstance(about, Mapping) else None
     if not isinstance(configs, list) or not configs or not all(isinstance(config, Mapping) for config in configs):
@@ -200,7 +199,7 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
         raise DataError(
             f"the configuration `{name}` has {names_of(sorted(unread))}, which is not read",
             place=str(readme),
-            hint="name the files in `path`: `FOLDER/*.parquet`",
+            hint=NAME_FILES,
         )
     below = folder / str(config.get("data_dir") or "")
     if "data_files" not in config:
@@ -211,10 +210,9 @@ def _named_in_readme(folder: Path, files: Sequence[Path], source: DataSource) ->
         ]
         return by_names(inside, below, documents=False) if inside else None
     splits = {split: _matching(patterns, below, files) for split, patterns in _patterns(config["data_files"]).items()}
-    if not splits:
-        raise DataError(f"the configuration `{name}` does not name any file", place=str(readme))
-    if empty := next((split for split, matching in splits.items() if not matching), None):
-        raise DataError(f"there is no file for the split `{empty}` of the configuration `{name}`", place=str(readme))
+    if not splits or not all(splits.values()):
+        empty = next((f" for the split `{split}`" for split, matching in splits.items() if not matching), "")
+        raise DataError(f"there is no file{empty} of the configuration `{name}`", place=str(readme), hint=NAME_FILES)
     return splits
 
 
@@ -231,14 +229,6 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
 
 def _matching(patterns: Sequence[str], below: Path, files: Sequence[Path]) -> list[Path]:
     """Return the files that match one of the hub's patterns: `*` stays within a folder, `**` does not."""
-    written = "|".join(f"(?:{_regex(pattern.removeprefix('./'))})" for pattern in patterns)
-    inside = [file for file in files if file.is_relative_to(below)]
-    return [file for file in inside if re.fullmatch(written, file.relative_to(below).as_posix())]
-
-
-def _regex(pattern: str) -> str:
-    marks = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return "".join(
-        marks.get(part, part if part.startswith("[") and part.endswith("]") else re.escape(part)) for part in parts
-    )
+    names = (name for pattern in patterns for name in glob(pattern, root_dir=below, recursive=True))  # noqa: PTH207
+    matching = {below / name for name in names}
+    return [file for file in files if file in matching]

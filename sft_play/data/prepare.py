@@ -525,7 +525,7 @@ class _Maker:
         unread: list[DataError] = []
         for placed in work.rows:
             try:
-                examples.append(understand(placed, work.source, work.form, group_by=self._config.data.group_by))
+                examples.append(understand(placed, work.form, group_by=self._config.data.group_by))
             except DataError as error:
                 unread.append(error)
         outcomes = self._encoder.encode(examples)

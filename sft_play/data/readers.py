@@ -35,7 +35,15 @@ BOM = "\ufeff".encode()
 QUOTES = "a value that contains the separator, a line end or a quote is quoted, and a quote in it is written twice"
 RULES = ({"-"}, {"-", "+"}, {"="})
 """What database clients draw below a header."""
-PAGE = re.compile(rb"\s*<(?:!doctype html|html|\?xml)", re.IGNORECASE)
+SECOND_HEADER = re.compile(
+    r"(?:question|answer|prompt|completion|instruction|(?:in|out)put|response|text|label|id|frage|antwort|pregunta"
+    r"|respuesta|réponse|domanda|risposta|pergunta|resposta|вопрос|ответ|问题|回答|答案|質問)(?:[ _]?(?:text|id))?"
+    r"|string|str|int(?:eger)?|float|bool(?:ean)?|varchar|object|\{\"ImportId\".*",
+    re.IGNORECASE,
+)
+"""What a second header contains: names in another language, types of columns, the ids of a survey."""
+LIKE_A_VALUE = re.compile(r"[.!?]\s*\Z|.{40}")
+"""A name of a column that may be a value: in a table without a header."""
 AS_TEXT = re.compile(r'\A="([^"]*)"\Z')
 """How spreadsheets export a cell that they must not take for a number."""
 BLANK_QUOTE = re.compile(r'[ \t]+"[^"]*"\s*$')
@@ -79,16 +87,9 @@ def _rows_of(path: Path, ending: str, skip: Callable[[str, str], None]) -> Itera
     with report_damage(path):
         with open_bytes(path) as stream:
             start = stream.read(MARK_BYTES)
-        if ending not in (".docx", ".parquet", ".pq") or start.startswith(b"version"):
-            refuse_other_kind(start, str(path))
+        refuse_other_kind(start, ending, str(path))
         if ending in TEXTS:
             refuse_wide(start[:4], str(path))
-            if page := PAGE.match(start):
-                raise DataError(
-                    f"begins with `{page[0].decode()}`: a page, most likely an error or a login",
-                    place=str(path),
-                    hint="open it in a browser, and load the file again",
-                )
         try:
             yield from READERS[ending](path) if ending in TABLES else _read_document(path, skip)
         except UnicodeDecodeError:  # a decoder that reads in pieces does not know the line
@@ -209,6 +210,22 @@ def _parse(text: str, path: Path, line: int) -> Any:
         raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}", place=f"{path}:{line}") from None
 
 
+def parse_json(text: str, name: str = "") -> Any:
+    """Return a string parsed as JSON. Raise `DataError` with the `name` of what contains it."""
+    begins = f"`{name}` " if name else ""
+    try:
+        return DECODER.decode(text.strip())
+    except DataError as error:  # a duplicate key
+        raise DataError(f"{begins}is JSON in which {error.message}", hint=error.hint) from None
+    except json.JSONDecodeError as error:
+        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
+        raise DataError(
+            f"{begins}is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
+        ) from None
+    except (RecursionError, ValueError):
+        raise DataError(f"{begins}is JSON nested too deeply") from None
+
+
 def show_row(row: Mapping[str, Any]) -> str:
     """Return a row as JSON with long values cut, for messages."""
     values = {
@@ -241,9 +258,13 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 unnamed = "remove the empty columns; names of columns stand in the first line"
                 problem = f"the header contains `{twice[0]}` more than once" if twice[0] else "columns have no names"
                 raise DataError(problem, place=place, hint=None if twice[0] else unnamed)
-            last = reader.line_num
+            if any(map(LIKE_A_VALUE.search, header)):
+                tell(
+                    f"note: {place}: {names_of(header)} are taken as names; if they are a row, write a header above it"
+                )
+            last, blank_lines = reader.line_num, False
             for row in reader:
-                last = reader.line_num
+                before, last = last, reader.line_num
                 if header and isinstance(first := row[header[0]], str) and first.startswith("\ufeff"):
                     row[header[0]] = first.removeprefix("\ufeff")
                 if wrong := _problem_of(row, header, mark):
@@ -251,8 +272,13 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                     yield place, DataError(wrong[0], place=place, hint=wrong[1])
                     continue
                 text = "|".join(row.values())  # a quoted value may span lines; the row is looked for where it begins
-                ends = text.count("\r") + text.count("\n") - text.count("\r\n")
-                yield f"{path}:{last - ends}", {name: AS_TEXT.sub(r"\1", value) for name, value in row.items()}
+                begins = last - (text.count("\r") + text.count("\n") - text.count("\r\n"))
+                if begins > before + 1 and not blank_lines:
+                    blank_lines = True
+                    tell(
+                        f"note: {path}:{before + 1}: a blank line, and rows after it, which are read as the same table"
+                    )
+                yield f"{path}:{begins}", {name: AS_TEXT.sub(r"\1", value) for name, value in row.items()}
         except csv.Error as error:
             if "unexpected end" in str(error):
                 problem = "a quote is opened in the row that begins here, and never closed"
@@ -274,6 +300,8 @@ def _problem_of(row: Mapping[Any, Any], header: Sequence[str], mark: str) -> tup
         )
     if all(value.strip().casefold() == name.strip().casefold() for name, value in row.items()):
         return "the row repeats the header: two files were joined", LEAVE_OUT
+    if len(header) > 1 and all(SECOND_HEADER.fullmatch(value.strip()) for value in row.values()):
+        return "the row is a second header, and no values", LEAVE_OUT
     if (blank := next((name for name in header if BLANK_QUOTE.match(row[name])), None)) is not None:
         return (
             f"`{blank}` begins with a blank before its quote, so the quotes would be part of the text",
@@ -318,10 +346,8 @@ def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Pla
 # A row is what its writer put in.
 
 
-BATCH_ROWS = 1024
-"""Rows of a file that are in memory at once."""
-BATCH_BYTES = 64 * 2**20
-"""What they may take together; where a few bytes stand for a long text in many rows, one row is in memory at a time."""
+BATCH_ROWS = 32
+"""Rows of a file that are in memory at once: few, since a file may contain once a long text that many of them have."""
 FILE_MARK = b"ARROW1"
 """How an Arrow file begins; a stream has no mark."""
 
@@ -330,39 +356,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     from pyarrow import parquet
 
     with _seekable(path) as stream:
-        about = parquet.read_metadata(stream)
-        columns = [
-            about.row_group(group).column(at)
-            for group in range(about.num_row_groups)
-            for at in range(about.num_columns)
-        ]
-        longest = max((_longest_text(stream, column) for column in columns), default=0)
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, longest)))
-        yield from placed_rows(parquet.ParquetFile(stream).iter_batches(batch_size=rows), str(path))
-
-
-def _longest_text(stream: IO[bytes], column: Any) -> int:
-    """Return the most bytes of a text that each row of a column may have, though the file contains it once; 0 if none
-    is shared.
-
-    Values stand in a dictionary's page, whose header is Thrift's compact form: type, then the bytes of the page; or, as
-    prefixes of the value before (`DELTA_BYTE_ARRAY`), anywhere.
-    """
-    if "BYTE_ARRAY" not in column.physical_type:
-        return 0
-    if "DELTA_BYTE_ARRAY" in column.encodings:
-        return int(column.total_uncompressed_size)
-    if not any("DICTIONARY" in encoding for encoding in column.encodings):
-        return 0
-    stream.seek(column.dictionary_page_offset or column.data_page_offset)
-    header, size = stream.read(16), 0
-    if not header.startswith(b"\x15\x04\x15"):  # no dictionary's page: what follows is not known
-        return int(column.total_uncompressed_size)
-    for place, byte in enumerate(header[3:]):
-        size |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:
-            break
-    return size >> 1
+        yield from placed_rows(parquet.ParquetFile(stream).iter_batches(batch_size=BATCH_ROWS), str(path))
 
 
 def _read_arrow(path: Path) -> Iterator[Placed]:
@@ -399,12 +393,7 @@ def placed_rows(batches: Iterable[Any], place: str) -> Iterator[Placed]:
             raise DataError(f"two columns are named `{twice[0]}`", place=place)
         decoders = {field.name: decoder(field.type) for field in batch.schema}
         for start in range(0, batch.num_rows, BATCH_ROWS):  # writers may put a complete table into one batch
-            part = batch.slice(start, BATCH_ROWS)
-            if sum(map(_bytes, part.columns)) <= BATCH_BYTES:
-                rows: Iterable[dict[str, Any]] = part.to_pylist()
-            else:
-                rows = (row for at in range(part.num_rows) for row in part.slice(at, 1).to_pylist())
-            for row in rows:
+            for row in batch.slice(start, BATCH_ROWS).to_pylist():
                 number += 1
                 yield _decoded(row, decoders, f"{place}, row {number}")
 
@@ -419,37 +408,13 @@ def _decoded(row: dict[str, Any], decoders: Mapping[str, Callable[[Any], Any]], 
     return place, row
 
 
-def _bytes(values: Any) -> int:
-    """Return about how much memory an array's values take in Python: what several share counts for each of them."""
-    from pyarrow import compute, types
-
-    kind = values.type
-    if isinstance(getattr(kind, "extension_name", None), str):
-        return _bytes(values.storage)
-    if types.is_struct(kind):
-        return sum(map(_bytes, values.flatten()))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _bytes(values.flatten())
-    if types.is_map(kind):
-        return _bytes(values.keys) + _bytes(values.items)
-    if types.is_dictionary(kind) and (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
-        return compute.sum(compute.take(compute.binary_length(values.dictionary), values.indices)).as_py() or 0
-    views = (
-        types.is_string_view(kind)
-        or types.is_binary_view(kind)
-        or types.is_run_end_encoded(kind)
-        or types.is_dictionary(kind)
-    )
-    return BATCH_BYTES + 1 if views or types.is_nested(kind) else int(values.nbytes)
-
-
 def decoder(kind: Any) -> Callable[[Any], Any]:
     """Return the function that converts pyarrow's value of an Arrow type into what a JSON file would contain."""
     from pyarrow import types
 
     if isinstance(getattr(kind, "extension_name", None), str):
         inner = decoder(kind.storage_type)
-        return _from_json if kind.extension_name == "arrow.json" else inner
+        return (lambda value: value and parse_json(value)) if kind.extension_name == "arrow.json" else inner
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return decoder(kind.value_type)
     if types.is_struct(kind):
@@ -484,17 +449,6 @@ def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _from_json(value: str | None) -> Any:
-    if value is None:
-        return None
-    try:
-        return DECODER.decode(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"is stored as JSON and is not valid: {error.msg} at character {error.pos + 1}") from None
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"is not JSON that can be read: {str(error).split(';')[0]}") from None
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[Placed]]] = {

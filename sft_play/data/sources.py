@@ -24,9 +24,17 @@ from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
-from sft_play.data.judged import good, keep_number, keepers, says_what_is_good, speaks_against
-from sft_play.data.layout import NO_SPLIT, choose_split, missing_shards, splits_of_folder, splits_of_glob, visible_files
-from sft_play.data.readers import BATCH_ROWS, Placed, placed_rows, read_file
+from sft_play.data.judged import good, keepers, says_what_is_good, speaks_against
+from sft_play.data.layout import (
+    NO_SPLIT,
+    Splits,
+    choose_split,
+    missing_shards,
+    splits_of_folder,
+    splits_of_glob,
+    visible_files,
+)
+from sft_play.data.readers import Placed, placed_rows, read_file
 from sft_play.data.values import is_blank, list_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
@@ -92,25 +100,21 @@ class Faults:
         ]
 
 
-def saved_files(folder: Path, split: str | None) -> list[Path] | None:
-    """Return the Arrow files of a folder that `save_to_disk` wrote, in order; `None` for another folder. Raise
-    `DataError`.
-    """
-    root, splits = folder, folder / "dataset_dict.json"
-    if splits.is_file():
-        names = _strings(splits, "splits")
-        if split not in names:
-            problem = f"there is no split `{split}`" if split else "the data set has splits"
-            raise DataError(
-                f"{problem}: {', '.join(f'`{name}`' for name in names)}",
-                place=str(folder),
-                hint=f"set `split: {names[0]}`",
-            )
-        folder = folder / str(split)
-    elif not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+def saved_splits(folder: Path) -> Splits | None:
+    """Return split -> Arrow files of a folder that `save_to_disk` wrote; `None` for another. Raise `DataError`."""
+    names = folder / "dataset_dict.json"
+    if names.is_file():
+        splits = {name: _saved_files(folder / name) for name in _strings(names, "splits")}
+    elif (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        splits = {"train": _saved_files(folder)}
+    else:
         return None
-    elif split is not None:
-        raise DataError(f"`split: {split}` is given, but the data set in the folder has no splits", place=str(folder))
+    require_inside((file for files in splits.values() for file in files), folder)
+    return splits
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a split in order. Raise `DataError`."""
     state = folder / "state.json"
     files = [folder / name for name in _strings(state, "_data_files")]
     if any(read_json(state).get(key) for key in ("_indices_data_files", "_indices_files")):
@@ -119,10 +123,8 @@ def saved_files(folder: Path, split: str | None) -> list[Path] | None:
             place=str(state),
             hint="`datasets.load_from_disk(OLD).flatten_indices().save_to_disk(NEW)` writes only those",
         )
-    for file in files:
-        if not file.is_file():
-            raise DataError("the file is missing, though `state.json` names it", place=str(file))
-    require_inside(files, root)
+    if missing := next((file for file in files if not file.is_file()), None):
+        raise DataError("the file is missing, though `state.json` names it", place=str(missing))
     return files
 
 
@@ -163,7 +165,7 @@ def read_hub(source: DataSource, hint: str, skipped: LeftOut) -> Iterator[Placed
         loaded: Any = datasets.load_dataset(
             source.path, source.config, split=split, revision=revision, streaming=source.streaming
         )
-        tables = loaded.with_format("arrow").iter(batch_size=BATCH_ROWS)
+        tables = loaded.with_format("arrow").iter(batch_size=1000)
         batches = (batch for table in tables for batch in table.to_batches())
         for placed in placed_rows(batches, f"{source.path} ({split})"):
             number += 1
@@ -229,7 +231,7 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if path.is_file():  # first, since a file's name may hold `[`
         return [path]
     if path.is_dir():
-        return saved_files(path, source.split) or choose_split(splits_of_folder(path, source), source)
+        return choose_split(saved_splits(path) or splits_of_folder(path, source), source)
     if any(mark in source.path for mark in "*?["):
         # `Path.glob` would include hidden files.
         matches = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
@@ -327,7 +329,7 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
         yield from read_hub(source, PATHS_COUNT, skipped)
         return
     folder = Path(source.path).expanduser()
-    saved = folder.is_dir() and saved_files(folder, source.split) is not None
+    saved = folder.is_dir() and saved_splits(folder) is not None
     _refuse_hub_options(
         source, *([] if folder.is_file() else ["split"]), *(["config"] if folder.is_dir() and not saved else [])
     )
@@ -373,7 +375,7 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                 _refuse_half_marked(place, column, marks, islice(rows, LOOKED_AT))
             judgements = _judgements(unread, chat)
             if judged := next((parts for parts in judgements if parts[1] and parts[0] not in heeded), None):
-                column, condition, by_degree = judged
+                column, condition = judged
                 weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""
                 has = f"has({in_filter(column)})"
                 if "has(" in condition or "blank(" in condition:  # good rows have nothing there
@@ -383,12 +385,7 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                     DataError(
                         f"`{column}` seems to say whether to learn the row, and is not read",
                         place=place,
-                        hint=weighs
-                        + (
-                            f"`filter: {has}` keeps all, `filter: {condition}` only what is good"
-                            if by_degree  # a rating may be what is to be learnt
-                            else f"`filter: {condition}` keeps what is good, `filter: {has}` all"
-                        ),
+                        hint=f"{weighs}`filter: {condition}` keeps what is good, `filter: {has}` all",
                     ),
                 )
                 continue
@@ -427,16 +424,18 @@ def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]],
     )
 
 
-def _judgements(row: Mapping[str, Any], chat: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield the columns that may judge a row, and what does within one, with the `filter` that keeps good rows, if the
-    value needs it, and whether it is a number that says how good.
+def _judgements(row: Mapping[str, Any], chat: bool, within: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the columns that may judge a row, and what does within one at any depth, with the `filter` that keeps good
+    rows, if the value needs it.
     """
-    for column, value in row.items():
-        for keep in keepers(column, chat):
-            yield column, keep(in_filter(column), value), keep is keep_number
-        for key, inner in value.items() if chat and isinstance(value, Mapping) else ():
-            name = f"{column}.{key}"
-            yield name, speaks_against(key, inner, in_filter(name)), False
+    for key, value in row.items():
+        name = within + key
+        if within:
+            yield name, speaks_against(key, value, in_filter(name))
+        for keep in keepers(key, chat) if not within else ():
+            yield name, keep(in_filter(name), value)
+        if chat and isinstance(value, Mapping):
+            yield from _judgements(value, chat, f"{name}.")
 
 
 def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> Iterator[Placed]:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import statistics
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,10 @@ from numpy.typing import NDArray
 from sft_play.config.data_rules import Condition
 from sft_play.config.metrics import MOST_LABELS, label_of
 from sft_play.config.schema import DataSource
-from sft_play.data import WEIGHTS
+from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
-from sft_play.data.tokens import EncodedExample
+from sft_play.data.tokens import ANSWER_END, EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
@@ -58,16 +59,8 @@ class SourceTally:
     """Kept, but shortened (`data.overlong`)."""
     lost: Counter[str] = field(default_factory=Counter)
     """Of those, how many lost what: kinds of turns, or parts of one."""
-    answers_cut: int = 0
-    """Answers that lost their end, and with it the token that ends a turn."""
-    thoughts_left_out: int = 0
-    """Thoughts of learnt turns that the chat template left out."""
     doubts: Counter[str] = field(default_factory=Counter)
     """What the author of kept rows may not know of them -> in how many."""
-    turns_after: int = 0
-    """Turns after the last answer of a conversation, which are left out."""
-    answers_trimmed: int = 0
-    """Learnt answers without the blanks at their ends, which the chat template leaves out."""
     columns_unread: Counter[str] = field(default_factory=Counter)
     """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
     split: int = 0
@@ -91,11 +84,7 @@ class SourceTally:
                 self.left_out.append({"reason": outcome.dropped, "place": outcome.place})
         self.cut += bool(outcome.lost)
         self.lost.update(outcome.lost)
-        self.answers_cut += outcome.answers_cut
-        self.thoughts_left_out += outcome.thoughts
         self.doubts.update(outcome.doubts)
-        self.turns_after += outcome.trailing
-        self.answers_trimmed += outcome.trimmed
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -177,6 +166,7 @@ def split_manifest(
         "new_tokens": writer.uses,
         "spellings": writer.spellings(),
         "asked_again": writer.asked_again(),
+        "cut_alike": writer.cut_alike(),
     }
 
 
@@ -237,9 +227,14 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(f"  new token `{token}`: {uses:,} uses" if uses else never)
     for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
         alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
-        lines.append(f"  warning: answers that differ only by case or blanks, and are learnt apart: {alike}")
+        lines.append(f"  warning: answers that differ only by case, blanks or Unicode's form, learnt apart: {alike}")
     if (again := manifest["asked_again"]) and name == "training":
-        lines.append(f"  rows with the question of an earlier row: {again:,}")
+        lines.append(f"  answers to a question, with all that stands before it, of an earlier row: {again:,}")
+    if alike := manifest["cut_alike"]:
+        lines.append(
+            f"  the {alike['answers']:,} longest answers have {alike['characters']:,} characters each, as if something"
+            " had cut them"
+        )
     if asked := manifest.get("overlap", {}).get("questions"):
         lines.append(
             f"  rows with a question of the training data: {asked:,}; `data.group_by` keeps rows that belong together"
@@ -253,20 +248,11 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
 def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Return a line for each kind of thing that is in the rows and is not learnt."""
     lines = []
-    if ends := sum(source["answers_cut"] for source in sources):
+    if ends := sum(source["lost"].get(ANSWER_END, 0) for source in sources):
         lines.append(
             f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such"
             " rows out with DATA_OVERLONG=truncate"
         )
-    if thoughts := sum(source["thoughts_left_out"] for source in sources):
-        lines.append(
-            f"  thoughts that the chat template leaves out of learnt turns, so not learnt: {thoughts:,}; "
-            "docs/data.md, What is learnt"
-        )
-    if after := sum(source["turns_after"] for source in sources):
-        lines.append(f"  turns after the last answer of their conversation, left out: {after:,}")
-    if trimmed := sum(source["answers_trimmed"] for source in sources):
-        lines.append(f"  answers learnt without the blanks at their ends, which the chat template removes: {trimmed:,}")
     for source in sources if name == "training" else ():
         columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
         if columns:
@@ -311,6 +297,10 @@ def rows_cut(source: Mapping[str, Any]) -> str:
     return f"{source['cut']:,} cut to model.max_seq_len ({lost})"
 
 
+def _hash(tokens: Integers) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=KEY_BYTES).digest()
+
+
 def _files(source: Mapping[str, Any], reason: str) -> str:
     """Return the names of files without rows; rows that were left out for another reason are not named."""
     if reason not in (EMPTY, OTHER_FILE, SCANNED):
@@ -320,6 +310,8 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
     return f": {', '.join(places[:NAMED_FILES])}{ellipsis}" if places else ""
 
 
+LEAST_ALIKE, LEAST_CUT = 3, 100
+"""Different answers of the same length, and their characters, from which on they seem to be cut."""
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS = "lengths.i32", "sources.i32", "labels.i32"
 BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
@@ -387,6 +379,11 @@ class SplitWriter:
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.answers: Counter[str] = Counter()
         """Spelling of an answer -> rows; counted until they are too many for labels."""
+        self._longest = 0
+        self._longest_answers: set[str] = set()
+        """The most characters of an answer, and the answers that have as many."""
+        self._asked = array("Q")
+        """Half a hash, in less memory, of what is read before each answer that is learnt."""
         self.questions = bytearray()
         """`KEY_BYTES` of a hash of what is read before the last answer, for each row that has one."""
         self.keys = bytearray()
@@ -416,8 +413,15 @@ class SplitWriter:
             self.trained.append(row.trained)
             if row.reference and len(self.answers) <= MOST_LABELS:
                 self.answers[row.reference] += 1
+            if len(row.reference) > self._longest:
+                self._longest, self._longest_answers = len(row.reference), set()
+            if len(row.reference) == self._longest:
+                self._longest_answers.add(row.reference)
             if len(row.prompt_ids):
-                self.questions += hashlib.blake2b(row.prompt_ids.tobytes(), digest_size=KEY_BYTES).digest()
+                self.questions += _hash(row.prompt_ids)
+                learnt = row.labels != IGNORED
+                starts = {len(row.prompt_ids), *(np.flatnonzero(learnt[1:] & ~learnt[:-1]) + 1)}
+                self._asked.extend(int.from_bytes(_hash(row.input_ids[:start])[:8]) for start in starts)
             values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, row.weights)
             self._waiting.append(values)
             self._tokens_waiting += int(length)
@@ -434,16 +438,20 @@ class SplitWriter:
         self._waiting, self._tokens_waiting = [], 0
 
     def spellings(self) -> list[dict[str, int]]:
-        """Return the labels that differ only by case or blanks, each with its rows; none of answers that are texts."""
+        """Return the labels that differ only by case, blanks or Unicode's form, each with its rows; none of texts."""
         alike: dict[str, dict[str, int]] = {}
         for text, rows in self.answers.items() if len(self.answers) <= MOST_LABELS else ():
-            alike.setdefault(label_of(text), {})[text] = rows
+            alike.setdefault(label_of(unicodedata.normalize("NFKC", text)), {})[text] = rows
         return [spelt for spelt in alike.values() if len(spelt) > 1]
 
     def asked_again(self) -> int:
-        """Return the number of rows whose question an earlier row has too."""
-        halves = np.frombuffer(bytes(self.questions), "<u8")[::2]  # half a hash tells them apart, in less memory
-        return len(halves) - len(np.unique(halves))
+        """Return the number of answers to what an earlier answer of the split answers too."""
+        return len(self._asked) - len(np.unique(np.frombuffer(self._asked, np.uint64)))
+
+    def cut_alike(self) -> dict[str, int] | None:
+        """Return the length of the longest answers, and how many there are, if so many that something cut them."""
+        many = len(self._longest_answers) >= LEAST_ALIKE and self._longest >= LEAST_CUT
+        return {"characters": self._longest, "answers": len(self._longest_answers)} if many else None
 
     def fingerprint(self) -> str:
         """Return a sha256 over lengths, tokens, labels and weights of all rows, in order."""

@@ -106,44 +106,36 @@ def report_damage(path: Path) -> Iterator[None]:
 # Files that are not UTF-8: which encoding they look like, and how they are converted.
 
 
-BYTE_ORDER_MARKS = (
-    (b"\xff\xfe\x00\x00", "UTF-32"),
-    (b"\x00\x00\xfe\xff", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
-)
-"""Byte order marks, the longer first."""
-
-
+HTML = (".html", ".htm", ".xhtml")
 OTHER_KINDS = (
-    (b"version https://git-lfs", "only says where Git LFS keeps the file", "`git lfs pull` brings it"),
-    (b"\x1f\x8b", "is compressed by gzip", "give it the ending `.gz`"),
-    (b"PK\x03\x04", "is a zip archive", "unpack it, or save it as text"),
-    (b"PAR1", "is Parquet", "give it the ending `.parquet`"),
-    (b"\x28\xb5\x2f\xfd", "is compressed by zstd", "give it the ending `.zst`"),
-    (b"BZh", "is compressed by bzip2", "give it the ending `.bz2`"),
-    (b"\xfd7zXZ", "is compressed by xz", "give it the ending `.xz`"),
-    (b"\xd0\xcf\x11\xe0", "is a file of Microsoft Office", "save it as CSV in UTF-8, or as text"),
-    (b"SQLite format 3", "is a database of SQLite", "`sqlite3 -json OLD 'select ...' > NEW.json` writes rows"),
+    (rb"version https://git-lfs", "only says where Git LFS keeps the file", "`git lfs pull` brings it", ()),
+    (rb"\x1f\x8b", "is compressed by gzip", "give it the ending `.gz`", ()),
+    (rb"PK\x03\x04", "is a zip archive", "unpack it, or save it as text", (".docx",)),
+    (rb"PAR1", "is Parquet", "give it the ending `.parquet`", (".parquet", ".pq")),
+    (rb"\x28\xb5\x2f\xfd", "is compressed by zstd", "give it the ending `.zst`", ()),
+    (rb"BZh", "is compressed by bzip2", "give it the ending `.bz2`", ()),
+    (rb"\xfd7zXZ", "is compressed by xz", "give it the ending `.xz`", ()),
+    (rb"\xd0\xcf\x11\xe0", "is a file of Microsoft Office", "save it as CSV in UTF-8, or as text", (".docx",)),
+    (rb"SQLite format 3", "is a database of SQLite", "`sqlite3 -json OLD 'select ...' > NEW.json` writes rows", ()),
+    (rb"\s*\{\\rtf", "is RTF", "save it as plain text or docx", ()),
+    (rb"%PDF-", "is a PDF", "give it the ending `.pdf`", (".pdf",)),
+    (rb"%!PS", "is PostScript", "`ps2pdf` makes a PDF of it", ()),
+    (
+        rb"\s*<(?:!doctype html|html)",
+        "is HTML, in place of data most likely a page with an error or a login",
+        "open it in a browser and load the file again, or give it the ending `.html`",
+        HTML,
+    ),
+    (rb"\s*<\?xml", "is XML", "it may be a message of a server: load the file again", (*HTML, ".txt", ".md", ".rst")),
 )
-"""How files begin whose ending says otherwise, what they are, and what to do."""
+"""How files begin whose ending says otherwise, what they are, what to do, and the endings that are right."""
 
 
-def refuse_other_kind(start: bytes, place: str) -> None:
-    """Raise `DataError` for what is no text, nor a table of the kind that its ending says, by its first bytes."""
-    for mark, problem, hint in OTHER_KINDS:
-        if start.startswith(mark):
+def refuse_other_kind(start: bytes, ending: str, place: str) -> None:
+    """Raise `DataError` for a file that is not what its ending says, by its first bytes."""
+    for mark, problem, hint, endings in OTHER_KINDS:
+        if ending not in endings and re.match(mark, start, re.IGNORECASE):
             raise DataError(problem, place=place, hint=hint)
-
-
-TEXT_OF_ANOTHER_KIND = (
-    (re.compile(rb"\s*\{\\rtf"), "is RTF", "save it as plain text or docx"),
-    (re.compile(rb"\s*<(?:!doctype html|html)", re.IGNORECASE), "is HTML", "give it the ending `.html`"),
-    (re.compile(rb"%PDF-"), "is a PDF", "give it the ending `.pdf`"),
-    (re.compile(rb"%!PS"), "is PostScript", "`ps2pdf` makes a PDF of it"),
-    (re.compile(rb".*?\x1b\$[@B]", re.DOTALL), "is ISO-2022-JP, and not UTF-8 text", "`iconv -f ISO-2022-JP` reads it"),
-)
-"""How documents begin that are no plain text, what they are, and what to do."""
 
 
 CONTROLS = bytes({*range(32)} - {*b"\t\n\v\f\r\x1b"})
@@ -153,9 +145,8 @@ LEAST_TEXT = 0.9
 
 def refuse_other_text(data: bytes, place: str) -> None:
     """Raise `DataError` for a plain text that is of another kind, whose marks would be learnt."""
-    for begins, problem, hint in TEXT_OF_ANOTHER_KIND:
-        if begins.match(data):
-            raise DataError(problem, place=place, hint=hint)
+    if b"\x1b$B" in data or b"\x1b$@" in data:
+        raise DataError("is ISO-2022-JP, and not UTF-8 text", place=place, hint="`iconv -f ISO-2022-JP` reads it")
     printed = data.translate(None, CONTROLS)
     if printed.strip() and len(printed) < LEAST_TEXT * len(data):
         raise DataError(
@@ -177,13 +168,9 @@ def refuse_wide(start: bytes, place: str) -> None:
     """Raise `DataError` for a text in UTF-16 or UTF-32, by its first four bytes; decoded as UTF-8 each line would be an
     error.
     """
-    name = next((name for mark, name in BYTE_ORDER_MARKS if start.startswith(mark)), None)
-    zeros = bytes(byte != 0 for byte in start)
-    name = name or {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE"}.get(zeros)
-    name = name or {b"\1\0": "UTF-16LE", b"\0\1": "UTF-16BE"}.get(
-        zeros[:2]
-    )  # without a mark, but with a first letter of ASCII
-    if name:
+    name = json.detect_encoding(start).upper()
+    if not name.startswith("UTF-8"):
+        name = re.sub("-([BL]E)", r"\1", name)  # as `iconv` writes it
         raise DataError(
             f"is {name}, and not UTF-8 text", place=place, hint=f"convert it: `iconv -f {name} -t UTF-8 {place} > NEW`"
         )

@@ -10,7 +10,7 @@ from sft_play.config.reader import kind_of
 from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT
 from sft_play.data.turns import WEIGHT, marks_what_is_not_learnt, weight_of
-from sft_play.data.values import is_blank, is_list, list_of, rename_away
+from sft_play.data.values import is_blank, is_list, list_of, not_read
 from sft_play.errors import DataError
 
 Row = Mapping[str, Any]
@@ -71,28 +71,19 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
         if name in OF_TOKENS or is_blank(value) or isinstance(value, (str, Mapping)):
             continue
         packed, mask = LIKE_PACKED.search(name.lower()), LIKE_A_MASK.search(name.lower())
-        unread = rename_away(name)
-        if LIKE_A_PART.search(name.lower()) and not (mask and is_list(value) and len(value) == len(ids)):
-            raise DataError(
-                f"`{name}` seems to mark where the learnt part begins, and is not read",
-                hint=f"write `labels`, -100 for what is not learnt; {unread}",
-            )
-        if not (packed or mask) or not is_list(value):
-            continue
-        if packed and list(value) != list(range(len(ids))) and len(set(map(str, value))) > 1:
-            raise DataError(
-                f"`{name}` marks a row that packs several rows, which is not supported",
-                hint=f"unpack the rows; {unread}",
-            )
-        if mask and len(value) == len(ids):
+        alike = is_list(value) and len(value) == len(ids)
+        if LIKE_A_PART.search(name.lower()) and not (mask and alike):
+            way = "write `labels`, -100 for what is not learnt"
+            raise not_read(name, "seems to mark where the learnt part begins, and is not read", way)
+        if packed and is_list(value) and list(value) != list(range(len(ids))) and len(set(map(str, value))) > 1:
+            raise not_read(name, "marks a row that packs several rows, which is not supported", "unpack the rows")
+        if mask and alike:
             weights = all(isinstance(part, (bool, int, float)) and 0 <= part <= 1 for part in value)
             other = "loss_mask" if all(part in (0, 1) for part in value) else WEIGHT if weights else "labels"
-            read = f"`columns: {{{other}: {name}}}` if it does"
+            way = f"`columns: {{{other}: {name}}}` if it does"
             if name not in MASKS and other == "loss_mask" and marks_what_is_not_learnt(name.removesuffix("_mask")):
-                read = "where it is 1 for what is not learnt, write `labels`, -100 there"
-            raise DataError(
-                f"`{name}` seems to mark which tokens are learnt, and is not read", hint=f"{read}; {unread}"
-            )
+                way = "where it is 1 for what is not learnt, write `labels`, -100 there"
+            raise not_read(name, "seems to mark which tokens are learnt, and is not read", way)
 
 
 def _flags(column: Any, name: str) -> list[int]:

@@ -23,6 +23,10 @@ TOO_LONG = "longer than model.max_seq_len"
 ANSWER_TOO_LONG = "whose answer, with what cannot be cut before it, does not fit into model.max_seq_len"
 EMPTY = "empty text"
 WEIGHTLESS = "weight 0"
+THOUGHTS = "thoughts that the chat template leaves out, so not learnt (docs/data.md, What is learnt)"
+TRIMMED = "answers learnt without the blanks at their ends, which the chat template removes"
+ANSWER_END = "the end of an answer"
+"""Lost with the token that ends a turn."""
 TEXT_END = frozenset({"the end of a text"})
 SHORTEST = 2
 """Tokens of the shortest row that trains something: a token and the one after it."""
@@ -41,16 +45,8 @@ class EncodedExample:
     """What is wrong with it, with its place."""
     lost: frozenset[str] = frozenset()
     """What was cut off a row that is kept, in words: kinds of turns, or parts of one."""
-    answers_cut: int = 0
-    """Answers that lost their end: no token that ends a turn is learnt from them."""
     doubts: tuple[str, ...] = ()
-    """Of one that is kept, see `Example.doubts`."""
-    trailing: int = 0
-    """Turns after the last answer, which are left out."""
-    trimmed: int = 0
-    """Learnt answers whose blanks at their ends the chat template leaves out."""
-    thoughts: int = 0
-    """Thoughts of learnt turns that the chat template writes nowhere in the example's rows: they are not learnt."""
+    """Of one that is kept, see `Example.doubts`; and what the chat template leaves out."""
     overlong: int = 0
     """Tokens of an example that is longer than `model.max_seq_len`; 0 if it is not, and for documents made into
     chunks.
@@ -120,12 +116,9 @@ class Encoder:
         if isinstance(encoded, DataError):
             return EncodedExample(error=encoded)
         messages = example.messages or []
-        outcome = EncodedExample(
-            thoughts=lost_thoughts(messages, texts, self.loss_on),
-            doubts=example.doubts,
-            trailing=example.trailing,
-            trimmed=sum(map(_trimmed, texts)),
-        )
+        thoughts = (THOUGHTS,) if lost_thoughts(messages, texts, self.loss_on) else ()
+        trimmed = (TRIMMED,) if any(map(_is_trimmed, texts)) else ()
+        outcome = EncodedExample(doubts=(*example.doubts, *thoughts, *trimmed))
         rows = [without_tail(row) for row in encoded]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:
@@ -152,7 +145,7 @@ class Encoder:
             return EncodedExample(error=error)
         if cut is None or not cut.rows:
             return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
-        return replace(outcome, rows=cut.rows, lost=cut.lost(messages), answers_cut=cut.answers_cut, overlong=length)
+        return replace(outcome, rows=cut.rows, lost=cut.lost(messages), overlong=length)
 
     def _tokens(self, example: Example) -> EncodedExample:
         """Return what became of an example that is tokens already."""
@@ -165,6 +158,8 @@ class Encoder:
             )
         row = without_tail(Encoded(ids, ids if example.labels is None else example.labels, [], "", example.weights))
         length = len(row.input_ids)
+        if row.input_ids[-2:] in ([token] * 2 for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)):
+            raise DataError("the row ends with padding that is learnt", hint="write -100 there into `labels`")
         if length < SHORTEST:
             raise DataError("the row has fewer than two tokens, so there is nothing to learn")
         if length <= self.limit:
@@ -177,16 +172,15 @@ class Encoder:
         cut, loses_end = cut_tokens(
             _from_answer(row, self.limit), self.limit, answers=self.policy == "truncate_answers"
         )
-        ends = int(answer and loses_end)
-        if ends and self.policy != "truncate_answers":
+        if answer and loses_end and self.policy != "truncate_answers":
             return EncodedExample(dropped=ANSWER_TOO_LONG, overlong=length)
-        lost = {"the end of an answer"} if ends else {"the beginning of the tokens"} if answer else TEXT_END
-        return EncodedExample(rows=[cut], lost=frozenset(lost), answers_cut=ends, overlong=length)
+        lost = {ANSWER_END} if answer and loses_end else {"the beginning of the tokens"} if answer else TEXT_END
+        return EncodedExample(rows=[cut], lost=frozenset(lost), overlong=length)
 
 
-def _trimmed(text: RowText) -> int:
-    """Return how many learnt answers of a row have blanks at their ends that its text lacks."""
-    return sum(
+def _is_trimmed(text: RowText) -> bool:
+    """Return whether a learnt answer of a row has blanks at its ends that the row's text lacks."""
+    return any(
         words != words.strip() and words not in written
         for words, written in (
             (text.reference, text.answer),
@@ -459,15 +453,15 @@ class Cut:
     rows: list[Encoded]
     turns: list[Message]
     """The turns that stand in the rows; one that was shortened is another object than it was."""
-    answers_cut: int = 0
-    """Answers that lost their end."""
+    answer_cut: bool = False
+    """Whether an answer lost its end."""
 
     def lost(self, messages: Sequence[Message]) -> frozenset[str]:
         """Return what the conversation lost, in words: kinds of turns, and the beginning or end of one."""
         before, after = {id(turn) for turn in messages}, {id(turn) for turn in self.turns}
         shortened = Counter(str(turn["role"]) for turn in self.turns if id(turn) not in before)
         gone = Counter(str(turn["role"]) for turn in messages if id(turn) not in after) - shortened
-        ends = ["the end of an answer"] if self.answers_cut else []
+        ends = [ANSWER_END] if self.answer_cut else []
         return frozenset(
             [*(f"{role} turns" for role in gone), *(f"the beginning of a {role} turn" for role in shortened), *ends]
         )
@@ -611,7 +605,7 @@ def _shorten(
     if not answers and not _fits(rows, limit):
         return None
     cut = [cut_tokens(row, limit) for row in rows]
-    return Cut(rows=[row for row, _ in cut], turns=turns, answers_cut=sum(loses_end for _, loses_end in cut))
+    return Cut(rows=[row for row, _ in cut], turns=turns, answer_cut=any(loses_end for _, loses_end in cut))
 
 
 def _learns(messages: Sequence[Message]) -> bool:

@@ -12,12 +12,13 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
 from sft_play.data import Message
 from sft_play.data.judged import speaks_against
-from sft_play.data.readers import LEAVE_OUT, Filled
+from sft_play.data.readers import LEAVE_OUT, Filled, parse_json
 from sft_play.data.values import (
     SHOWN,
     SPEAKERS,
@@ -27,9 +28,8 @@ from sft_play.data.values import (
     json_of,
     lacks,
     list_of,
-    parse_json,
+    not_read,
     refuse_none,
-    rename_away,
     text_of,
 )
 from sft_play.errors import DataError
@@ -117,6 +117,9 @@ TOOL_NAMES = (
     "function_list",
 )
 """Columns, or keys of the system turn, that describe what may be called."""
+TIME = re.compile("(?:created?|sent|updated)_?(?:at|on|time|date)|time(?:stamp)?|ts|date")
+DATE = re.compile(r"\d{4}-\d\d")
+"""When a turn was written: the key, and a date that is ordered by its letters."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -127,6 +130,7 @@ def chat_turns(value: Any, name: str) -> list[Message]:
     """
     turns: list[Message] = []
     messages = list_of(value, name)
+    _refuse_newest_first(messages, name)
     for index, message in enumerate(messages):
         turn, calls_only = _chat_turn(message, f"{name}[{index}]", messages)
         before = turns[-1] if turns else {}
@@ -135,6 +139,15 @@ def chat_turns(value: Any, name: str) -> list[Message]:
         else:
             turns.append(turn)
     return turns
+
+
+def _refuse_newest_first(turns: Sequence[Any], name: str) -> None:
+    """Raise `DataError` for turns whose times run backwards, as many services list them."""
+    for key in turns[0] if turns and all(isinstance(turn, Mapping) for turn in turns) else ():
+        times = [turn.get(key) for turn in turns] if TIME.fullmatch(in_snake_case(key)) else []
+        comparable = {*map(type, times)} <= {int, float} or all(DATE.match(str(time)) for time in times)
+        if len(times) > 1 and comparable and all(first > then for first, then in pairwise(times)):
+            raise DataError(f"`{name}` begins with its newest turn, by `{key}`", hint="reverse the order of the turns")
 
 
 def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Message, bool]:
@@ -209,13 +222,9 @@ def _turn(message: Mapping[str, Any], name: str, role: str, words: str) -> Messa
 
 
 def _refuse_answers_keys(message: Mapping[str, Any], name: str, role: str) -> None:
-    column = name.partition("[")[0]
     for key in OF_ANSWERS:
         if not is_blank(message.get(key)) and message[key] != {}:
-            raise DataError(
-                f"`{name}.{key}` belongs to an answer, but the turn's role is {role}",
-                hint=f"correct the role; {rename_away(key, f'{column}.note')}",
-            )
+            raise not_read(f"{name}.{key}", f"belongs to an answer, but the turn's role is {role}", "correct the role")
 
 
 def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, role: str) -> None:
@@ -231,10 +240,7 @@ def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, ro
                 if can_be_read
                 else "write it into the text"
             )
-            raise DataError(
-                f"`{name}.{key}` seems to be {what}, and is not read",
-                hint=f"{way}; {rename_away(key, f'{column}.note')}",
-            )
+            raise not_read(f"{name}.{key}", f"seems to be {what}, and is not read", way)
 
 
 def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
@@ -292,11 +298,8 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
         if key.lower() == "file_name":
             named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
         if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
-            column = f"{name.partition('[')[0]}.note" if name else "note"
-            raise DataError(
-                f"`{name}{'.' if name else ''}{key}` contains pictures, sounds or files; only text is trained",
-                hint=(f"{rename_away(key, column)}, if the text is meant without them"),
-            )
+            place = f"{name}.{key}" if name else key
+            raise not_read(place, "contains pictures, sounds or files; only text is trained")
 
 
 @functools.lru_cache(4096)
@@ -319,14 +322,10 @@ def weight_of(value: Any, name: str) -> float:
         weight = math.nan
     if not 0 <= weight <= 1:
         shown = f"`{str(value)[:SHOWN]}`" if isinstance(value, (str, int, float)) else kind_of(value)
-        column, *key = re.sub(r"\[\d+\]", "", name).split(".")
-        new, old = (".".join(parts) for parts in ([column, "note"] if key else ["note"], key or [column]))
-        raise DataError(
-            f"`{name}` is {shown}; expected a number from 0 to 1",
-            hint=(
-                "0 is not learnt, 1 counts in full; divide larger weights by the largest, since only ratios count;"
-                f" {rename_away(old, new)}"
-            ),
+        raise not_read(
+            name,
+            f"is {shown}; expected a number from 0 to 1",
+            "0 is not learnt, 1 counts in full; divide larger weights by the largest, since only ratios count",
         )
     return counted(weight)
 
@@ -355,22 +354,17 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             flags[key] = bool(value)
         elif looks_like_a_mask(key) or (role == "assistant" and key.lower() in JUDGES):
             read = "train" if isinstance(value, bool) else WEIGHT
-            learnt = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`; "
-            hint = rename_away(key, f"{column}.note")
+            way = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`"
             if marks_what_is_not_learnt(key):
-                learnt = "where it marks what is not learnt, write `train: false` into those turns; "
-            raise DataError(
-                f"`{name}.{key}` seems to mark which part of the turn is learnt, and is not read",
-                hint=f"{learnt}else {hint}" if isinstance(value, (bool, int, float)) else hint,
-            )
+                way = "where it marks what is not learnt, write `train: false` into those turns"
+            problem = "seems to mark which part of the turn is learnt, and is not read"
+            raise not_read(f"{name}.{key}", problem, way if isinstance(value, (bool, int, float)) else "")
         elif role != "tool" and speaks_against(key, value):
-            raise DataError(
-                f"`{name}.{key}` seems to say that the turn is no good, and is not read",
-                hint=f"leave such rows out (an answer: `train: false`); {rename_away(key, f'{column}.note')}",
-            )
+            problem = "seems to say that the turn is no good, and is not read"
+            raise not_read(f"{name}.{key}", problem, "leave such rows out (an answer: `train: false`)")
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
-            hint = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
-            raise DataError(f"`{name}.{key}` seems to contain tool calls, and is not read", hint=hint)
+            way = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
+            raise not_read(f"{name}.{key}", "seems to contain tool calls, and is not read", way)
     if role != "assistant" and flags.get(WEIGHT) is True:
         del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
     if len(set(map(bool, flags.values()))) > 1:
@@ -382,8 +376,6 @@ def content_of(content: Any, name: str) -> str:
     """Return the text of a turn: text, or a list of text parts, which are put together. Raise `DataError`."""
     if isinstance(content, str) and PARTS_IN_TEXT.match(content):
         content = list_of(content, name, "parts")
-    if isinstance(content, Mapping):
-        raise DataError(f"`{name}` is {kind_of(content)}; expected text", hint="write it as JSON in a string")
     if not is_list(content):
         return text_of(content, name)
     if len(content) > 1 and all(isinstance(part, str) for part in content):
@@ -558,7 +550,4 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
             columns = dict(zip(("instruction", "input", "output"), (*parts, read[-1]), strict=True))
         listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
         reads = f"`columns: {{{listed}}}` reads it" if listed else "write it into a turn"
-        raise DataError(
-            f"`{name}` seems to be {what}, and is not read: its text is in no turn",
-            hint=f"{reads}; {rename_away(name)}",
-        )
+        raise not_read(name, f"seems to be {what}, and is not read: its text is in no turn", reads)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of
-from sft_play.data.readers import DECODER, LEAVE_OUT
+from sft_play.data.readers import LEAVE_OUT, parse_json
 from sft_play.errors import DataError
 
 MOST_DEPTH, SHOWN = 100, 60
@@ -19,9 +18,9 @@ SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 """Keys of a turn that say who speaks."""
 
 STANDS_FOR_NONE = re.compile(
-    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|BEZUG|WERT|ZAHL|NOM|VALEUR"
-    r"|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]|\[(?:deleted|removed)\]|\[object Object\]|<Media omitted>"
-    r"|This message was deleted\.?"
+    r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|ERROR|BEZUG|WERT|ZAHL|NOM"
+    r"|VALEUR|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]|Loading\.\.\.|[\u200b-\u200d\u2060\ufeff]+|\[(?:deleted|removed)\]"
+    r"|\[object Object\]|<Media omitted>|This message was deleted\.?"
 )
 """What pandas, databases, spreadsheets and chats write where there is no text; a person may write other words."""
 
@@ -41,8 +40,9 @@ def in_snake_case(name: str) -> str:
 def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
-        within = None if isinstance(value, Mapping) or is_list(value) else "write it as text, in quotes"
-        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=LEAVE_OUT if value is None else within)
+        way = "write it as JSON in a string" if isinstance(value, Mapping) else "write it as text, in quotes"
+        hint = LEAVE_OUT if value is None else None if is_list(value) else way
+        raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=hint)
     if "\0" in value:
         raise DataError(f"`{name}` contains a NUL character ({value.index(chr(0)) + 1}), which no text has")
     if not value.isascii():
@@ -93,8 +93,8 @@ def words_in(value: Any) -> Iterator[str]:
     """Yield the texts in a value, or in JSON in a text, without the names of types and of speakers."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            inner = DECODER.decode(value.strip())
-        except (DataError, ValueError):
+            inner = parse_json(value)
+        except DataError:
             inner = None
         yield from words_in(inner) if inner else (value,)
     elif isinstance(value, str):
@@ -105,9 +105,14 @@ def words_in(value: Any) -> Iterator[str]:
         yield from (words for part in value for words in words_in(part))
 
 
-def rename_away(old: str, new: str = "note") -> str:
-    """Return, for a hint, the `columns` by which a column, or a turn's key (`new` is `messages.note`), is not read."""
-    return f"`columns: {{{new}: {old}}}` gives it a name that is not read"
+def not_read(place: str, problem: str, way: str = "") -> DataError:
+    """Return the error for a column, or a turn's key (`messages[1].id`), that must not be dropped silently. `way`: how
+    it is read; else `columns` says that it is not.
+    """
+    turn = re.fullmatch(r"(.+?)\[\d+\]\.(.+)", place)
+    new, old = (f"{turn[1]}.note", turn[2]) if turn else ("note", re.sub(r"\[\d+\]\Z", "", place))
+    away = f"`columns: {{{new}: {old}}}` gives it a name that is not read"
+    return DataError(f"`{place}` {problem}", hint=f"{way}; {away}" if way else away)
 
 
 def is_list(value: Any) -> bool:
@@ -122,18 +127,3 @@ def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
     if not is_list(value):
         raise DataError(f"`{name}` is {kind_of(value)}; expected a list of {of}")
     return list(value)
-
-
-def parse_json(text: str, name: str) -> Any:
-    """Return a string parsed as JSON. Raise `DataError`."""
-    try:
-        return DECODER.decode(text.strip())
-    except DataError as error:  # a duplicate key
-        raise DataError(f"`{name}`: {error.message}", hint=error.hint) from None
-    except json.JSONDecodeError as error:
-        python = "it looks like Python's own notation: write it with `json.dumps`" if "'" in text[:3] else None
-        raise DataError(
-            f"`{name}` is text that is not JSON: {error.msg} at character {error.pos + 1}", hint=python
-        ) from None
-    except (RecursionError, ValueError):
-        raise DataError(f"`{name}` is JSON nested too deeply") from None

@@ -155,7 +155,7 @@ def texts_of(sources: Sequence[DataSource], seed: int = 0) -> Iterator[str]:
         form: str | None = None if source.format == "auto" else source.format
         for placed in read_source(source, seed=seed):
             try:
-                example = understand(placed, 0, form)
+                example = understand(placed, form)
             except DataError:
                 continue
             form = example.form

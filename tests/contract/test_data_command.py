@@ -129,10 +129,18 @@ def test_what_may_be_no_answer_and_questions_that_come_again_are_counted(tmp_pat
     train = write_rows(tmp_path / "train.jsonl", [*rows, {"prompt": "q0", "completion": "other"}])
     validation = write_rows(tmp_path / "held.jsonl", [rows[0], {"prompt": "q3", "completion": "not b"}])
     done = data(f"data.train_path: {train}", f"data.val_path: {validation}")
-    assert "answers that may stand for none (`N/A`, `None`, `-`): 2 rows" in done.err
-    assert "rows with the question of an earlier row: 1" in done.err
+    assert "texts that may stand for none (`N/A`, `None`, `-`): 2 rows" in done.err
+    assert "answers to a question, with all that stands before it, of an earlier row: 1" in done.err
     assert "rows with a question of the training data: 1; `data.group_by`" in done.err
     assert done.json["train"]["asked_again"] == 1
+
+
+def test_answers_in_conversations_that_grow_and_answers_of_one_length_are_said(tmp_path: Path, data: Data) -> None:
+    turns = [{"role": role, "content": f"{role} {i}" + " the" * 25} for i in range(3) for role in ("user", "assistant")]
+    train = write_rows(tmp_path / "log.jsonl", [{"messages": turns[:end]} for end in (2, 4, 6)])
+    done = data(f"data.train_path: {train}", words=("MODEL_MAX_SEQ_LEN=256",))
+    assert "answers to a question, with all that stands before it, of an earlier row: 3" in done.err
+    assert "the 3 longest answers have 111 characters each, as if something had cut them" in done.err
 
 
 def test_columns_that_text_is_learnt_without_are_named_but_not_those_of_documents(tmp_path: Path, data: Data) -> None:
@@ -555,7 +563,8 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     assert "turns after the last answer of their conversation, left out: 1" in done.err
     assert f"not read of {path}: id (1), messages.ts (2)" in done.err
     source = data(*lines).json["train"]["sources"][0]
-    assert source["columns_unread"] == {"id": 1, "messages.ts": 2} and source["turns_after"] == 1
+    assert source["columns_unread"] == {"id": 1, "messages.ts": 2}
+    assert list(source["doubts"]) == ["turns after the last answer of their conversation, left out"]
     write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
     columns = "columns: {prompt: translation.en, completion: translation.fr}"
     assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err

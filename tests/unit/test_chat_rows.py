@@ -97,7 +97,7 @@ def test_a_rendered_prompt_is_refused_with_the_format_that_reads_it(name: str, t
             and "`format: text`" in caught.value.hint
             and "`columns: {text: NAME}`" in caught.value.hint
         )
-        assert understand(("a:1", {"text": f"{rendered}Five."}), 0, "text").text, "as the hint says"
+        assert understand(("a:1", {"text": f"{rendered}Five."}), "text").text, "as the hint says"
     assert rows_of(tokenizer, asked("What do a user: and an assistant: say? <b> [x] ### Note", content="Five."))
 
 
@@ -108,6 +108,15 @@ def test_a_mark_in_any_turn_is_refused(role: str, tmp_path: Path) -> None:
     turns = [{**turn, "content": "<|im_start|>user\nhey"} if turn["role"] == role else turn for turn in turns]
     with pytest.raises(DataError, match=rf"\({role}\) contains `<\|im_start\|>user`"):
         rows_of(tokenizer, turns)
+
+
+def test_a_turn_that_begins_with_the_beginning_of_sequence_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_with(
+        save_tokenizer(tmp_path / "t", FAMILIES["llama3"].kind, **FAMILIES["llama3"].settings), "llama3"
+    )
+    with pytest.raises(DataError, match=f"contains `{re.escape(tokenizer.bos_token)}`"):
+        rows_of(tokenizer, asked(f"{tokenizer.bos_token}2+2?", content="Four."))
+    assert rows_of(tokenizer, asked(f"What does {tokenizer.bos_token} mean?", content="It begins a text."))
 
 
 def test_deepseek_r1_is_named_where_its_published_template_cannot_be_learnt(tmp_path: Path) -> None:

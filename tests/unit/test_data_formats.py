@@ -24,7 +24,7 @@ ROWS: dict[str, Row] = {
 
 
 def read(row: Row, **options: Any) -> Example:
-    return understand(("f.jsonl:3", row), 0, None, **options)
+    return understand(("f.jsonl:3", row), None, **options)
 
 
 def refused(row: Row, **options: Any) -> DataError:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataSource
-from sft_play.data.formats import Example, understand
+from sft_play.data.formats import AFTER, Example, understand
 from sft_play.data.sources import read_source
 from sft_play.errors import DataError
 
@@ -22,7 +22,7 @@ PAIR = {"prompt": "q", "completion": "a"}
 
 
 def read(row: Row) -> Example:
-    return understand(("f.jsonl:3", row), 0, None)
+    return understand(("f.jsonl:3", row), None)
 
 
 def refused(row: Row) -> DataError:
@@ -98,6 +98,14 @@ def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: R
         ("Human Rating", 5, 1, 'column("Human Rating") >= 5'),
         ("score", "4,5", "1,0", 'score in ["4,5"]'),
         ("rating", "★★★★", "★", 'rating in ["★★★★"]'),
+        ("is_correct", 1, -1, "is_correct == 1"),
+        ("is_deleted", "", "X ", "blank(is_deleted)"),
+        ("label", "1", "-1", 'label == "1"'),
+        ("feedback", 1, -1, "feedback >= 0"),
+        ("is_latest", True, False, "is_latest"),
+        ("Preferred", "yes", "no", 'Preferred == "yes"'),
+        ("status_code", "OK", "ERROR", 'status_code != "ERROR"'),
+        ("label", "desirable", "undesirable", 'label != "undesirable"'),
     ],
 )
 def test_a_judgement_is_known_in_every_spelling_and_in_the_words_of_sheets(
@@ -108,6 +116,16 @@ def test_a_judgement_is_known_in_every_spelling_and_in_the_words_of_sheets(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     [error, *_] = [row for _, row in read_source(DataSource(path=str(path))) if isinstance(row, DataError)]
     assert f"`{column}` seems to say" in error.message and f"`filter: {condition}`" in (error.hint or "")
+    assert kept(tmp_path, rows, filter=condition) == 1
+
+
+def test_a_judgement_is_known_at_any_depth(tmp_path: Path) -> None:
+    rows = [{**PAIR, "meta": {"review": {"by": "a", "status": status}}} for status in ("approved", "rejected")]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (error,) = [row for _, row in read_source(DataSource(path=str(path))) if isinstance(row, DataError)]
+    assert "`meta.review.status` seems to say" in error.message
+    (condition,) = re.findall(r"`filter: (meta.+?)`", error.hint or "")
     assert kept(tmp_path, rows, filter=condition) == 1
 
 
@@ -194,7 +212,15 @@ def test_the_answer_that_a_conversation_waits_for_is_refused_elsewhere(column: s
     assert f"`{column}` seems to be the answer" in refused(row).message
     assert read({"messages": [USER, ANSWER], column: "a"}).messages == [USER, ANSWER]
     after = read({"messages": [USER, ANSWER, USER]})
-    assert after.messages == [USER, ANSWER] and after.trailing == 1
+    assert after.messages == [USER, ANSWER] and after.doubts == (AFTER,)
+
+
+@pytest.mark.parametrize("times", [(3, 2, 1.5), ("2024-01-02T10:00", "2024-01-02T09:59", "2024-01-01")])
+def test_turns_that_begin_with_the_newest_are_refused(times: tuple[Any, ...]) -> None:
+    turns = [{**turn, "createdAt": time} for turn, time in zip([USER, ANSWER, USER], times, strict=True)]
+    assert "begins with its newest turn, by `createdAt`" in refused({"messages": turns}).message
+    assert read({"messages": [*turns[:2], {**USER, "createdAt": "?"}]}).messages, "no times"
+    assert read({"messages": [{**turn, "ts": 1} for turn in (USER, ANSWER)]}).messages, "at once"
 
 
 def test_turns_as_json_are_read_in_either_of_prompt_and_completion_and_refused_elsewhere() -> None:
@@ -289,6 +315,19 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "n. a.", "stand for none"),
         ("q", "<think>\nhm", "never ends"),
         ("q", "a" * 32767, "32,767 characters"),
+        ("q", "Dear {{ticket.requester.name}}", "to be filled"),
+        ("q", "x\n<<<<<<< HEAD\na", "both sides of a merge"),
+        ("q", "Big :contentReference[oaicite:0]{index=0}.", "another program's references"),
+        ("q", "A long line=\nof a mail", "as mail carries them"),
+        ('{"messages": [{"role": "user"}], "model": "x"}', "a", "object as JSON"),
+        ("q", '{"output": "a"}', "object as JSON"),
+        ("q", "Guten%20Tag", "base64"),
+        ("q", "SG9sZCB0aGUgYnV0dG9uIGZvciB0ZW4gc2Vjb25kcywgdGhlbg==", "base64"),
+        ("q", "1.23457E+15", "spreadsheets"),
+        ("q", "“Fine.”", "within quotation marks"),
+        ("q", "-1", "stand for none"),
+        ("q", "Sure:\n\nbash\nCopy code\nls", "words of the page"),
+        ("q", "a\n\nFrom: Bob <b@x.org>\nSent: Monday\nTo: c", "the mail that they answer"),
     ],
 )
 def test_marks_of_what_happened_to_a_text_are_said(question: str, answer: str, what: str) -> None:
@@ -308,6 +347,22 @@ def test_a_documents_turns_in_plain_words_are_said() -> None:
         assert any("turns in plain words" in doubt for doubt in read({"text": text}).doubts), text
     for text in ("Ask a question: what is data: a list?", "The user: a study.\n\nIt begins.", "Été à Genève, 5 °C"):
         assert not read({"text": text}).doubts, text
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("prompt,completion\nq1,a1\n", "tables"),
+        ("#separator:tab\none\teins\ntwo\tzwei", "tables"),
+        ("1\n00:00:01,000 --> 00:00:04,000\nHello.", "subtitles"),
+        ("The docu-\nment", "broken at line ends"),
+        ("The [[France|French Republic]].", "marks of a wiki"),
+    ],
+)
+def test_a_document_of_another_kind_is_said(text: str, what: str) -> None:
+    (doubt,) = read({"text": text}).doubts
+    assert what in doubt
+    assert not read({"text": "One, two,\nthree, four.\n\nA well-\n\nknown [[1, 2]] list"}).doubts
 
 
 def test_columns_and_keys_that_nothing_reads_are_listed() -> None:

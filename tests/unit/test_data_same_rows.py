@@ -42,7 +42,7 @@ def encoded(path: Path, encoder: Encoder, form: str | None = None) -> list[Any]:
     rows_of_tokens: list[Any] = []
     for _, row in read_source(DataSource(path=str(path))):
         try:
-            example = understand(("here", row), 0, form)
+            example = understand(("here", row), form)
             (outcome,) = encoder.encode([example])
             if outcome.error:
                 raise outcome.error
@@ -235,7 +235,7 @@ def test_nulls_that_look_like_missing_keys_are_reported(tmp_path: Path) -> None:
     ):
         parquet.write_table(pyarrow.Table.from_pylist(list(map(row, rows))), tmp_path / f"{name}.parquet")
         examples = [
-            understand(placed, 0, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))
+            understand(placed, None) for placed in read_source(DataSource(path=str(tmp_path / f"{name}.parquet")))
         ]
         assert [FILLED in example.doubts for example in examples] == expected
         assert [

@@ -163,7 +163,7 @@ def test_a_conversation_is_read_under_other_names(tmp_path: Path) -> None:
     turns = [{"from": who, "at": 1, "body": f"by {who}"} for who in ("system", "customer", "agent", "visitor", "agent")]
     path = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "from": "x", "thread": turns}).encode())
     [row] = rows_of(path, columns=THREAD)
-    example = understand(("", row), 0, "messages")
+    example = understand(("", row), "messages")
     assert [turn["role"] for turn in example.messages or []] == ["system", "user", "assistant", "user", "assistant"]
     assert [turn["content"] for turn in example.messages or []] == [turn["body"] for turn in turns]
     [question] = read_questions(path, [THREAD])
@@ -189,9 +189,9 @@ def test_a_saved_data_set_is_read_by_its_own_list(tmp_path: Path) -> None:
     write(tmp_path / "one" / "stray.jsonl", b'{"prompt": "x"}\n')
     assert rows_of(tmp_path / "both", split="train") == ROWS
     assert rows_of(tmp_path / "one") == ROWS[:2]
-    assert "the data set has splits: `train`, `test`" in refused(tmp_path / "both").message
-    assert "there is no split `val`: `train`, `test`" in refused(tmp_path / "both", split="val").message
-    assert "has no splits" in refused(tmp_path / "one", split="train").message
+    assert "several splits: `train` (1 file), `test` (1 file)" in refused(tmp_path / "both").message
+    assert "there is no split `val`: `train` (1 file), `test`" in refused(tmp_path / "both", split="val").message
+    assert "there is no split `test`: `train`" in refused(tmp_path / "one", split="test").message
 
 
 def test_a_folder_yields_its_tables_or_else_its_documents_sorted_by_name(tmp_path: Path) -> None:
@@ -242,6 +242,8 @@ def test_slices_of_local_files_and_names_that_only_some_files_have_lead_to_what_
     [
         ("a.csv", "prompt,completion\nq,a\n Prompt ,Completion\n", "the row repeats the header"),
         ("a.tsv", 'prompt\tcompletion\n"abc\tx1\ndef"\ty1\n', "a quote joins 2 lines that each have the columns"),
+        ("a.csv", "prompt,completion\nFrage,Antwort\nq,a\n", "a second header"),
+        ("a.csv", "prompt,completion\nstring,string\nq,a\n", "a second header"),
         ("a.csv", "FAQ of 2024\nprompt,completion\nq,a\n", "2 and not 1, separated by commas"),
     ],
 )
@@ -250,6 +252,17 @@ def test_rows_of_sheets_that_are_no_rows_are_refused(name: str, content: str, pr
     two_lines = write(tmp_path / "b.tsv", b'prompt\tcompletion\n"q\ny"\ta\n')
     assert rows_of(two_lines) == [{"prompt": "q\ny", "completion": "a"}]
     assert rows_of(write(tmp_path / "commas.tsv", b"prompt,completion\nq,a\n")) == [{"prompt": "q", "completion": "a"}]
+
+
+def test_a_blank_line_between_rows_and_a_row_as_header_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "a.csv", b'prompt,completion\n"q\n1",a\n\nname,age\n\nBob,3\n\n')
+    assert len(rows_of(path)) == 3
+    note = "a blank line, and rows after it, which are read as the same table"
+    assert capsys.readouterr().err == f"note: {path}:4: {note}\n"
+    assert len(rows_of(write(tmp_path / "b.csv", b"How are you?,Fine.\nAnd you?,Good.\n"))) == 1
+    assert f"{tmp_path / 'b.csv'}:1: `How are you?`, `Fine.` are taken as names" in capsys.readouterr().err
 
 
 # ---- Columns, filter, rows
@@ -374,7 +387,7 @@ TWICE = "the key `question` appears more than once"
             "a.jsonl",
             b"<!DOCTYPE html>\n<title>Sign in</title>",
             "",
-            "begins with `<!DOCTYPE html`: a page",
+            "is HTML, in place of data most likely a page",
             "in a browser",
         ),
         ("a.csv", b"# made by bob\nquestion,answer\na,b\n", ":1", "`# made by bob` is no header", "remove this line"),

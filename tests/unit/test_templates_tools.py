@@ -9,6 +9,7 @@ import pytest
 
 from sft_play.data import Message
 from sft_play.data.chat import WRITING_CALLS
+from sft_play.data.tokens import THOUGHTS
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import template_names
@@ -148,16 +149,16 @@ ONE_ROW = (f"\u2039{FIRST}Four.<|im_end|>\n{SECOND}<think>\nThree and three.\n</
 
 @pytest.mark.parametrize(
     ("messages", "loss_on", "rows", "lost"),
-    [(APART, "assistant", TWO_ROWS, 0), (WITHIN, "assistant", TWO_ROWS, 0), (APART, "all", ONE_ROW, 1)],
+    [(APART, "assistant", TWO_ROWS, False), (WITHIN, "assistant", TWO_ROWS, False), (APART, "all", ONE_ROW, True)],
     ids=["reasoning_content", "<think>", "one row of everything"],
 )
-def test_qwen3_learns_each_thought_in_a_separate_row_and_counts_lost_ones(
-    saved: Path, messages: list[Message], loss_on: str, rows: tuple[str, ...], lost: int
+def test_qwen3_learns_each_thought_in_a_separate_row_and_says_what_is_lost(
+    saved: Path, messages: list[Message], loss_on: str, rows: tuple[str, ...], lost: bool
 ) -> None:
     tokenizer = load_with(saved, "qwen3")
     outcome = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
     assert [(row.input_ids, row.labels) for row in outcome.rows] == [by_hand(tokenizer, row) for row in rows]
-    assert outcome.thoughts == lost
+    assert (THOUGHTS in outcome.doubts) == lost
 
 
 def test_a_template_without_thoughts_drops_separate_ones_and_keeps_those_in_the_answer(
@@ -165,7 +166,11 @@ def test_a_template_without_thoughts_drops_separate_ones_and_keeps_those_in_the_
 ) -> None:
     tokenizer = load_with(saved, "chatml")
     unlearnt = [{**message, "train": False} if message is APART[1] else message for message in APART]
-    assert [outcome_of(tokenizer, messages=messages).thoughts for messages in (APART, WITHIN, unlearnt)] == [2, 0, 1]
+    assert [THOUGHTS in outcome_of(tokenizer, messages=messages).doubts for messages in (APART, WITHIN, unlearnt)] == [
+        True,
+        False,
+        True,
+    ]
     assert learnt_runs(tokenizer, rows_of(tokenizer, WITHIN)) == [
         f"{turn['content']}<|im_end|>" for turn in WITHIN[1::2]
     ]

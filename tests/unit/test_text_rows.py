@@ -81,7 +81,7 @@ def test_the_task_decides_which_rows_are_learnt(task: Any, refused: str | None, 
         "messages": {"messages": turns},
         "tokens": {"input_ids": [5, 6, 7]},
     }
-    examples = [Example(place="a:1", form=form, source=0, **row) for form, row in rows.items()]
+    examples = [Example(place="a:1", form=form, **row) for form, row in rows.items()]
     for form, outcome in zip(rows, Encoder(config, tokenizers[False]).encode(examples), strict=True):
         assert bool(outcome.rows) == (outcome.error is None) == (form != refused)
         if outcome.error:

@@ -36,7 +36,7 @@ def chat(*weights: float | None) -> list[Message]:
     for number, weight in enumerate(weights):
         turns.append({"role": "user", "content": f"why {number}?"})
         turns.append({"role": "assistant", "content": f"so {number}", "weight": weight})
-    return understand(("f.jsonl:1", {"messages": turns}), 0, None).messages or []
+    return understand(("f.jsonl:1", {"messages": turns}), None).messages or []
 
 
 def runs(tokenizer: Any, rows: Sequence[Encoded]) -> list[tuple[str, float]]:
