@@ -271,6 +271,7 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
         for other in [other for key, value in ours.items() for other in _contradicted(key, value, merged)]:
             merged.pop(other, None)
         merged |= ours
+    _note_other_data(merged, notices)
     return merged
 
 
@@ -288,6 +289,16 @@ def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterat
         yield from (other for other in VALIDATION if other in merged and merged[other].preset)
     if key == "train.eval_strategy" and value.node.value != "steps":
         yield "train.eval_steps"
+
+
+def _note_other_data(merged: Mapping[str, Value], notices: list[str]) -> None:
+    """Note which settings of the quickstart still apply when other rows are trained on."""
+    settings = [f"`{key}: {shown(value.node)}`" for key, value in merged.items() if value.preset == "quickstart"]
+    if settings and any(merged[key].preset != "quickstart" for key in TRAINING if key in merged):
+        notices.append(
+            f"the data are not the quickstart's, whose settings fit its own: {', '.join(settings)}; `run_cpu` is the"
+            " same without them"
+        )
 
 
 def settle_batch(values: dict[str, Value], notices: list[str]) -> None:
