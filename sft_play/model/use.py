@@ -492,6 +492,18 @@ def _size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
 
 
+def _next_steps(out: Path) -> str:
+    """Return commands that use a merged model; one with its own code must be trusted in each of them."""
+    coded = any(out.rglob("*.py"))
+    model = as_typed(out)
+    infer = f"make infer MODEL={model} PROMPT=..." + (
+        " MODEL_TRUST_REMOTE_CODE=true" if coded else f", make serve MODEL={model}"
+    )
+    vllm, python = (" --trust-remote-code", ", trust_remote_code=True") if coded else ("", "")
+    python = f'`AutoModelForCausalLM.from_pretrained("{out}"{python})`'
+    return f"next: {infer}, `vllm serve {shlex.quote(str(out))}{vllm}`, or in Python {python} of transformers"
+
+
 def main(call: Call) -> int:
     """Merge, and show the comparison and the model's folder."""
     if "RUN" not in call.options:
@@ -518,11 +530,7 @@ def main(call: Call) -> int:
         seconds = time.perf_counter() - started
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
         print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
-        model = as_typed(out)
-        tell(
-            f"next: make infer MODEL={model} PROMPT=..., make serve MODEL={model}, `vllm serve {shlex.quote(str(out))}`"
-            f', or in Python `AutoModelForCausalLM.from_pretrained("{out}")` of transformers'
-        )
+        tell(_next_steps(out))
         if (system := common_system(run)) is not None:
             tell(f"note: {needs_system(system)}: prompts need it too")
         if out == run.path / "merged":

@@ -66,11 +66,10 @@ def test_nf4_is_double_quantised_and_leaves_embeddings_head_and_norms_alone(fold
     assert any("embed_tokens" in n for n in types)
 
 
-def test_experts_that_cannot_be_quantised_are_counted_in_a_notice(folders: dict[str, Path], capsys: Any) -> None:
+def test_experts_that_cannot_be_quantised_stay_as_they_are(folders: dict[str, Path]) -> None:
     model = load(folders["mixtral"], mode="qlora")
     experts = [p for n, p in model.named_parameters() if "experts" in n and "lora" not in n]
     assert {p.dtype for p in experts} == {torch.float32}
-    assert f"{sum(p.numel() for p in experts):,} parameters of fused experts stay in float32" in capsys.readouterr().err
 
 
 def test_the_seed_alone_decides_the_fresh_adapters(folders: dict[str, Path]) -> None:
