@@ -279,12 +279,12 @@ def _on_the_host(request: Request, setup: Setup, micro_batch: int, warnings: lis
         if setup.activation_offload:
             warnings.append("`train.activation_offload` moves nothing here: a CPU computes in the machine's memory")
         return
-    held = f"{need / GIB:.1f} GiB for {plural(processes, 'process')}"
+    share = f"{need / GIB:.1f} GiB for {plural(processes, 'process')}"
     if hardware.ram_known:
-        held += f", of {hardware.ram_bytes / GIB:.1f} GiB"
+        share += f", of {hardware.ram_bytes / GIB:.1f} GiB"
     if hardware.ram_known and need > HOST_SHARE * hardware.ram_bytes:
-        held += "; that leaves little for loading and for other programs"
-    warnings.append(f"offloaded to this machine's memory: {held}")
+        share += "; that leaves little for loading and for other programs"
+    warnings.append(f"offloaded to this machine's memory: {share}")
     if not hardware.ram_known or need <= hardware.ram_bytes or request.launch.early:
         return
     what, hint = "offloading", "TUNING_MODE=lora, or a machine with more memory"
