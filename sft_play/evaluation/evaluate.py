@@ -114,6 +114,10 @@ def main(call: Call) -> int:
         from sft_play.evaluation.held_out import score_run
 
         scores = score_run(run, weights.folder, rows.split, folder, step=weights.step, config=config, settings=settings)
+        if run.report.is_file():
+            from sft_play.launch.commands import write_report_of
+
+            write_report_of(run)
     if call.json:
         print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **scores}, indent=2))
     else:

@@ -120,7 +120,7 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             refuse_fewer_steps(loaded.config, before, newest)
         remove_left(run, range(before.world_size))
         if first_node and not run.report.is_file():
-            _write_report(run)
+            write_report_of(run)
         tell(f"{run.path} is complete; nothing is left to train")
         return Outcome(code=0)
     options = options_of_run(call, run, before)
@@ -171,7 +171,7 @@ def end_run(job: Job, run: RunFolder, outcome: Outcome) -> Outcome:
     if job.node.rank == 0:  # several machines may share the folder
         notify(job.loaded.config.launch.notify, run, ended, end_text(run, ended, outcome.message))
         if not removed:
-            _write_report(run)
+            write_report_of(run)
         wait_until_sent()
     return outcome
 
@@ -199,7 +199,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     return outcome.code
 
 
-def _write_report(run: RunFolder) -> None:
+def write_report_of(run: RunFolder) -> None:
     """Write the report of a run that made a step; a failure to write it does not fail the run."""
     if run.metrics.is_file() and run.stamp.is_file():
         from sft_play.report.page import write_report

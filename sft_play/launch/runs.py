@@ -26,7 +26,7 @@ from sft_play.launch.node import is_alive
 from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.plan.show import parse_price
-from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
+from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_scores, runs_folder
 from sft_play.runs.gate import all_runs, check_run, read_facts
 from sft_play.runs.progress import energy_kwh, risen_losses
 from sft_play.runs.stamp import MADE
@@ -204,7 +204,9 @@ class Summary:
     loss: float | None
     """Loss of the last step in `metrics.jsonl`, in nats."""
     best: float | None
-    """Best value of `train.metric_for_best_model` among its evaluations."""
+    """Best value among its evaluations: of `train.metric_for_best_model`, else of the first of `eval.metrics`, else the
+    loss.
+    """
     metric: str | None
     risen: str | None
     """How its loss rose far above that of the first step (`diverged`), or else its held-out loss (`worse`)."""
@@ -274,8 +276,9 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     model = (typed if model.get("source") == MADE else None) or model.get("name") or typed or ""
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
-    scores = _best_scores([row for row in rows if row.get("kind") == "eval"])
-    metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
+    scores = _best_scores([*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)])
+    of_answers = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), "loss")
+    metric = str(config.get("train", {}).get("metric_for_best_model") or of_answers).removeprefix("eval_")
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
     seconds = final.get("training_seconds") or trained or None
@@ -349,6 +352,13 @@ def node_of(run: RunFolder) -> int:
 def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:
     first = node_of(run)
     return [event for event in read_events(run) if event.get("node", 0) == first]
+
+
+def _scored_later(run: RunFolder) -> Iterator[dict[str, Any]]:
+    """Yield what `make eval` scored on the run's own rows, as rows of `metrics.jsonl`."""
+    for folder in run.path.glob("eval/step-*"):
+        if (step := folder.name.removeprefix("step-")).isdecimal() and (scores := read_scores(folder)):
+            yield {"step": int(step), **{f"eval_{name}": value["mean"] for name, value in metrics_of(scores).items()}}
 
 
 def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:

@@ -97,7 +97,7 @@ def decide(request: Request) -> Plan:
         reasons["loader"] = (
             f"loader: {plural(workers, 'process')} per rank, which make batches while the {who} computes"
         )
-    _on_the_host(request, setup, max(division.micro_batches), reasons, warnings)
+    _on_the_host(request, setup, max(division.micro_batches), warnings)
 
     # How long: steps, and the forecast at the end.
     steps, per_epoch = step_count(request, reasons)
@@ -272,18 +272,19 @@ def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tup
     return notes | ({"allocator": EXPANDABLE if setup.expandable_segments else NATIVE} if kind == "cuda" else {})
 
 
-def _on_the_host(
-    request: Request, setup: Setup, micro_batch: int, reasons: dict[str, str], warnings: list[str]
-) -> None:
+def _on_the_host(request: Request, setup: Setup, micro_batch: int, warnings: list[str]) -> None:
     """Report what is kept in host memory. Raise `HardwareError` if that is too small."""
     hardware, processes = request.hardware, request.ranks.local
     if not (need := processes * host_bytes(request.config, request.shape, setup, micro_batch)):
         if setup.activation_offload:
             warnings.append("`train.activation_offload` moves nothing here: a CPU computes in the machine's memory")
         return
-    reasons["offloaded"] = (
-        f"offloaded to this machine's memory: {need / GIB:.1f} GiB for {plural(processes, 'process')}"
-    )
+    share = f"{need / GIB:.1f} GiB for {plural(processes, 'process')}"
+    if hardware.ram_known:
+        share += f", of {hardware.ram_bytes / GIB:.1f} GiB"
+    if hardware.ram_known and need > HOST_SHARE * hardware.ram_bytes:
+        share += "; that leaves little for loading and for other programs"
+    warnings.append(f"offloaded to this machine's memory: {share}")
     if not hardware.ram_known or need <= hardware.ram_bytes or request.launch.early:
         return
     what, hint = "offloading", "TUNING_MODE=lora, or a machine with more memory"

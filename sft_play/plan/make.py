@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
-from sft_play.plan.decide import decide, try_plan
+from sft_play.plan.decide import HOST_SHARE, decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
@@ -58,8 +58,8 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
     """
 
     def remedy_of(text: str, changed: Request) -> Remedy | None:
-        """Return the effect of an override; `None` if it is refused for another reason, saves nothing, or needs more
-        host memory than the machine has.
+        """Return the effect of an override; `None` if it is refused for another reason, is not obeyed, saves nothing,
+        or needs more host memory than offloading may take.
         """
         plan = try_plan(request, changed)
         if plan is None:
@@ -70,7 +70,9 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
             rank = tightest(plan.ranks)
             need, capacity, other, each = rank.peak_bytes, rank.capacity_bytes, plan, rows
         host = changed.ranks.local * host_bytes(changed.config, changed.shape, other, each)
-        if need >= before or (request.hardware.ram_known and host > request.hardware.ram_bytes):
+        if need >= before or (request.hardware.ram_known and host > HOST_SHARE * request.hardware.ram_bytes):
+            return None
+        if changed.config.train.optim not in (request.config.train.optim, other.optim):
             return None
         return Remedy(
             override=text,

@@ -236,7 +236,9 @@ def describe_machines(request: Request) -> dict[str, str]:
         rest = ", ..." if nodes > 8 else ""
         notes["nodes"] = f"{nodes} nodes with {len(ranks.devices)} ranks in all ({named}{rest})"
     elif nodes > 1:
-        notes["nodes"] = f"{nodes} nodes, each with the devices of this one"
+        notes["nodes"] = (
+            f"{nodes} nodes, each with {'these devices' if hardware.described else 'the devices of this one'}"
+        )
     if text and speed and request.typed("launch.network") and network_speed(text, "") != speed:
         notes["launch.network"] = (
             f"`launch.network` {text} does not count: HARDWARE names a network of {rate_in_words(speed)}"

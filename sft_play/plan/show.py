@@ -186,7 +186,9 @@ def show_misfit(error: DoesNotFitError) -> str:
     """Return the memory that a rank would need by part, and each remedy with its saving and its cost in speed."""
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
-    lines.append("to make it fit" if any(remedy.fits for remedy in error.remedies) else "no single change makes it fit")
+    fits = any(remedy.fits for remedy in error.remedies)
+    rows = plural(error.micro_batch, "row")
+    lines.append(f"to make {rows} a micro-batch fit (a plan takes more if it can)" if fits else "no single change fits")
     return typed_here("\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)]))
 
 
@@ -228,7 +230,7 @@ def show_speed(plan: Plan) -> list[str]:
 
 
 def _cost(plan: Plan) -> list[str]:
-    return [f"costs {plan.cost:.2f} at PRICE_PER_HOUR"] if plan.cost is not None else []
+    return [f"costs {figure(plan.cost)} at PRICE_PER_HOUR"] if plan.cost is not None else []
 
 
 def _communication(plan: Plan) -> list[str]:

@@ -174,7 +174,11 @@ def weights_folder(run: RunFolder, checkpoint: str | None) -> Path:
     what = f"no checkpoint `{checkpoint}`" if checkpoint else "neither a final model nor a checkpoint yet"
     raise CheckpointError(
         f"the run `{run.name}` has {what}",
-        hint=f"CHECKPOINT= takes {', '.join(names)}" if names else "wait for its first checkpoint, or train it again",
+        hint=(
+            f"CHECKPOINT= takes {', '.join(names)}"
+            if names
+            else f"wait for its first checkpoint, or if it was stopped: make resume RUN={run.typed}"
+        ),
     )
 
 

@@ -118,10 +118,7 @@ class StopRequest:
                     reason = "nothing is lost: no step has ended since the start"
                 self._leave(reason)
             if time.monotonic() > deadline:
-                self._leave(
-                    f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint; the last one is"
-                    " complete"
-                )
+                self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint")
             time.sleep(LOOK_SECONDS)
         # An interpreter that hangs in its final cleanup must not keep its launcher waiting.
         time.sleep(AFTER_SAVE_SECONDS)

@@ -99,7 +99,10 @@ def test_runs_without_validation_rows_or_of_another_backend_are_refused(place: P
 def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     other, own = place.folder / "other.jsonl", place.folder_of("one", 2) / "scores.json"
     before = own.read_bytes()
+    page = place.folder / "runs" / "one" / "report.html"
+    before_page = page.stat().st_mtime_ns
     scores = place.scores("RUN=one", f"DATA={other}")
+    assert page.stat().st_mtime_ns > before_page, "the report has the scores"
     assert Path(scores["folder"]).name.startswith("step-000002-other-")
     assert scores["chrf"]["n"] == 6
     assert scores["settings"]["data"] == str(other)

@@ -68,7 +68,7 @@ def test_inputs_of_layers_are_moved_where_the_machine_has_the_memory_for_them() 
     plan = plan_of(with_ram("H200", 256), **case)
     assert plan.activation_offload and plan.gradient_checkpointing
     assert "gradient checkpointing on: `train.activation_offload` needs it" in plan.reasons.values()
-    assert "16.0 GiB for 1 process" in plan.reasons["offloaded"]
+    assert "offloaded to this machine's memory: 16.0 GiB for 1 process, of 256.0 GiB" in plan.notices
     assert plan.ranks[0].peak_bytes < plan_of("H200", **case | {"activation_offload": "off"}).ranks[0].peak_bytes
     error = message(HardwareError, with_ram("H200", 12), **case)
     assert "needs 16.0 GiB of this machine's memory for micro-batches of 8 rows, and it has 12.0 GiB" in error

@@ -82,6 +82,11 @@ def test_offloading_needs_enough_known_memory_of_the_machine() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     for machine in (with_ram("2x24GB", 64), "2x24GB"):  # too small, and not known
         message(HardwareError, machine, **FULL_8B)
+    typed = {"command_strategy": "zero", "zero_stage": 3, "offload_optimizer": True, "offload_parameters": True}
+    tight = plan_of(with_ram("2x24GB", 160), **FULL_8B | typed)
+    assert any("leaves little for loading" in notice for notice in tight.notices), tight.notices
+    unfit = message(HardwareError, with_ram("2x24GB", 160), **FULL_8B)
+    assert "adamw_bnb_8bit" not in unfit and "zero3_offload" not in unfit, "neither obeyed nor with a margin"
 
 
 def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:
