@@ -203,14 +203,14 @@ def complete(model: Any, tokenizer: Any, folder: Path) -> None:
         if (base.folder / name).is_file() and not (folder / name).exists():
             shutil.copyfile(base.folder / name, folder / name)
     own, whole = read_json(folder / "config.json"), read_json(base.folder / "config.json")
+    for part in (own, own.get("text_config") or {}):
+        part.update({"use_cache": True} if "use_cache" in part else {})  # training had turned it off
     if own["model_type"] != whole["model_type"] and own["model_type"] == (whole.get("text_config") or {}).get(
         "model_type"
     ):
         # Only the text part was trained; the vision tower is carried over.
-        write_json(
-            folder / "config.json",
-            whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own},
-        )
+        own = whole | {name: own[name] for name in ("dtype", "tie_word_embeddings")} | {"text_config": own}
+    write_json(folder / "config.json", own)
     settings = folder / "generation_config.json"
     before = read_object(base.folder / settings.name, follow=True) or read_object(settings)
     # Otherwise older releases of transformers may replace the file's settings by those of `config.json`.

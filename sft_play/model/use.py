@@ -316,10 +316,6 @@ def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path
     tokenizer = tokenizer_of(partial, prepared.model, settled)
     if not has_tokenizer(partial):
         tokenizer.save_pretrained(partial)
-    config = read_json(partial / "config.json")
-    for part in (config, config.get("text_config") or {}):
-        part.update({"use_cache": True} if "use_cache" in part else {})  # training had turned it off
-    write_json(partial / "config.json", config)
     settings = partial / "generation_config.json"
     write_json(settings, read_object(settings) | ends_of_answers(tokenizer))
     compared = dict.fromkeys(("difference", "saved_difference", "largest_logit"))

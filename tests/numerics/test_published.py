@@ -140,7 +140,8 @@ def test_full_tuning_and_a_merge_publish_the_prediction_layer(cache: Path, tmp_p
             assert before.keys() == after.keys()
             carried = [name for name in before if "layers.2." in name]
             assert len(carried) == 29 and all(torch.equal(before[name], after[name]) for name in carried)
-            assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+            config = json.loads((folder / "config.json").read_text())
+            assert config["num_nextn_predict_layers"] == 1 and config["use_cache"], "which training turns off"
 
 
 def test_transformers_drafts_with_the_head_of_a_merged_model(tmp_path: Path) -> None:
