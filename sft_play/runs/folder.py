@@ -64,19 +64,31 @@ def cache_folder() -> Path:
 
 
 def require_home() -> None:
-    """Raise `HardwareError` for a user without a home to write to, where libraries keep caches."""
+    """Make `~` mean `$SFT_PLAY_CACHE` for a user without a home, as in a container. Raise `HardwareError` without that
+    variable.
+    """
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
         if not os.environ.get("USER"):
             os.environ["USER"] = f"user{os.getuid()}"  # torch asks for a name
-    home = os.path.expanduser("~")  # noqa: PTH111 - `Path.home` raises for a user without one
+    # `Path.home` raises for a user without one.
+    home, cache = os.path.expanduser("~"), os.environ.get("SFT_PLAY_CACHE")  # noqa: PTH111
     place = Path(home, ".cache", "sft_play")
     # `Path`'s questions raise below a folder that this user may not enter.
     there = next(folder for folder in (place, *place.parents) if os.path.exists(folder))  # noqa: PTH110
-    if home == "~" or not os.access(there, os.W_OK | os.X_OK):
-        text = f"HOME is `{home}`, and this user may not write to `{there}`: there is no place for caches"
-        raise HardwareError(text, place="environment", hint="export HOME=/a/folder that this user may write to")
+    if not os.environ.get("HOME") and home == "~":
+        problem = "there is no HOME, and this user has no entry in `/etc/passwd`"
+    elif not os.path.isdir(home):  # noqa: PTH112
+        problem = f"HOME is `{home}`, which is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"HOME is `{home}`, and this user may not write to `{there}`"
+    else:
+        return
+    if not cache:
+        hint = "export SFT_PLAY_CACHE=/a/folder HF_HOME=/a/folder/hub, which this user may write to; or set HOME"
+        raise HardwareError(f"{problem}: there is no place for caches", place="environment", hint=hint)
+    os.environ["HOME"] = str(Path(cache).absolute())
 
 
 class _Inside:
