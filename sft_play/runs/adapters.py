@@ -198,7 +198,7 @@ def _from_hub(name: str, place: str | None) -> Path:
 
     hint = "a run's name, a folder, or the hub id of an adapter; paths count from where you typed the command"
     if name.count("/") != 1 or name[0] in "./~":
-        raise UserError(f"there is neither a run nor a folder `{name}`", place=place, hint=hint)
+        raise UserError(f"the adapter `{name}` is neither a run nor a folder (any more)", place=place, hint=hint)
     for offline in (True, False):
         try:
             return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], local_files_only=offline))

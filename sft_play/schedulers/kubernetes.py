@@ -77,9 +77,10 @@ def main(call: Call) -> int:
         f"{KINDS[spec.settings.kind]} `{spec.name}`: {_pods(spec)}",
         *(f"  {path}" for path in paths),
     ]
-    print("\n".join([*lines, "\nto submit it:", *(f"  {command}" for command in commands)]))
+    print("\n".join(lines), flush=True)
     for note in rendered.notes:
         tell(f"note: {note}")
+    print("\n".join(["\nto submit it:", *(f"  {command}" for command in commands)]))
     return 0
 
 
