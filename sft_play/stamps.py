@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.errors import CheckpointError, UserError, safe_text
-from sft_play.files import typed_path
-from sft_play.launch.run_folder import find_run
+from sft_play.errors import CheckpointError, UserError, safe_text, typed_here
+from sft_play.files import read_json, typed_path
+from sft_play.launch.run_folder import find_run, launches
+from sft_play.plan.plan import COMMANDS
 from sft_play.runs.checkpoints import checkpoint_folder, checkpoint_names
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import LATER, NAME, RULES, Stamp
-from sft_play.text import table
+from sft_play.text import as_typed, table
 
 PURPOSES = ("resume", "merge", "infer", "eval")
 USAGE = (
@@ -68,13 +69,51 @@ def _part(run: RunFolder, part: str) -> Path:
     raise CheckpointError(f"the run `{run.name}` has no `{part}`", hint=hint)
 
 
+def run_again(run: RunFolder) -> str | None:
+    """Return the command that repeats a run from its folder, or `None` if its workers never started.
+
+    The plan's choices that depend on free memory are written out.
+    """
+    try:
+        launch, plan, config = launches(run)[0]["launch"], read_json(run.plan), read_json(run.config)["config"]
+        words = [COMMANDS[launch["command"]], f"CONFIG={run.config}", f"RUN_NAME={run.again}"]
+        many = launch["command"] != "single"
+        unequal = plan.get("node_ranks") or []
+        words += [f"NUM_GPUS={plan['world_size'] // plan['num_nodes']}"] if many and not unequal else []
+        here = f" NUM_GPUS=... (by node: {', '.join(map(str, unequal))})" if unequal else ""
+        words += [f"NUM_NODES={plan['num_nodes']} NODE_RANK=... MASTER_ADDR=...{here}"] if plan["num_nodes"] > 1 else []
+        words += [f"DEEPSPEED_CONFIG={run.deepspeed}"] if launch["deepspeed"] else []
+        if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
+            words.append(f"LAUNCH_STRATEGY={plan['strategy']}")
+        words += _plan_choices(plan, config["train"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return None
+    words = [word if word.startswith("NUM_NODES") else as_typed(word) for word in words]
+    return typed_here(" ".join(["make", *words]))
+
+
+def _plan_choices(plan: Mapping[str, Any], train: Mapping[str, Any]) -> list[str]:
+    """Return the plan's values of `auto` keys that depend on free memory, or that typing one of these would change."""
+    words = []
+    divided = {(rank["micro_batch"], rank["accumulation"]) for rank in plan["ranks"]}
+    if len(divided) == 1 and train["batch_size"] == "auto" and train.get("grad_accum", "auto") == "auto":
+        words.append(f"TRAIN_BATCH_SIZE={divided.pop()[0]}")
+    if train.get("packing", "auto") == "auto":
+        words.append(f"TRAIN_PACKING={'on' if plan.get('pack_tokens') else 'off'}")
+    if train["gradient_checkpointing"] == "auto":
+        words.append(f"TRAIN_GRADIENT_CHECKPOINTING={str(plan['gradient_checkpointing']).lower()}")
+    return words
+
+
 def _show_stamp(call: Call) -> int:
     name = call.options["RUN"]
     folder = find(f"{name}@{call.options['CHECKPOINT']}" if "CHECKPOINT" in call.options else name)
     stamp = Stamp.load(folder)
+    is_run = (folder / "events.jsonl").is_file()
+    again = run_again(RunFolder(folder)) if is_run else None
     if call.json:
         rules = {field: asdict(rule) for field, rule in RULES.items()}
-        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules}, indent=2))
+        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
         return 0
     print(_title(folder, stamp) + "\n")
     rows: list[tuple[str, ...]] = [("", "", *PURPOSES)]
@@ -82,6 +121,8 @@ def _show_stamp(call: Call) -> int:
         rows += _lines(field, tuple(getattr(rule, purpose) for purpose in PURPOSES), getattr(stamp, field))
     print(*table(rows, widest=44), sep="\n")
     print("\nrefuse, warn, allow: what happens when that field differs")
+    if again:
+        print(f"\nrun it again: {_one_line(again)}")
     return 0
 
 

@@ -24,7 +24,6 @@ from sft_play.errors import typed_here
 from sft_play.files import finite, open_plain, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import flat_keys, short_path, summary_of
-from sft_play.plan.plan import command_of
 from sft_play.runs.folder import (
     RunFolder,
     cache_folder,
@@ -36,7 +35,6 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.gate import read_facts
 from sft_play.runs.progress import findings, seconds_left
-from sft_play.text import as_typed
 
 POINTS = 1_500
 """Most points of a curve; each stretch keeps its lowest and highest loss, so that no spike is lost."""
@@ -109,7 +107,6 @@ def record_of(run: RunFolder) -> dict[str, Any]:
             folder.name for folder in run.path.glob("checkpoints/step-*") if (folder / "manifest.json").is_file()
         ),
         "logs": {path.stem: _tail(path) for path in _logs(run)},
-        "repeat": _repeat(run),
         "labels": LABELS,
     }
 
@@ -188,14 +185,6 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
         }
         for row in (predictions.get(evaluations[-1][0], []) if evaluations else [])[:SAMPLES]
     ]
-
-
-def _repeat(run: RunFolder) -> str:
-    """Return the command that repeats the run."""
-    plan = read_facts(run.plan)
-    command, world = command_of(str(plan.get("strategy", "single"))), plan.get("world_size", 1)
-    count = f" NUM_GPUS={world}" if world != 1 and plan.get("num_nodes") == 1 else ""
-    return typed_here(f"make {command} CONFIG={short_path(as_typed(run.config))}{count} RUN_NAME={run.again}")
 
 
 def _prepared(run: RunFolder) -> dict[str, Any]:

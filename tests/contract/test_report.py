@@ -101,7 +101,7 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
             assert shown.value("document.title") == "first – SFT-Play", "what a run wrote is text, never HTML"
         words = shown.value("document.body.innerText")
         assert "finished" in words and "0.5000 [0.4000, 0.6000]" in words and HOSTILE in words
-        assert "make train-distributed CONFIG=" in words and "Other rows, at step 40: others.jsonl" in words
+        assert "make infer RUN=" in words and "Other rows, at step 40: others.jsonl" in words
         heads = shown.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
         assert heads[:3] == ["Scores", "Answers", "Curves"], "what came out of it is above how it went"
         assert "Planned and measured" in heads

@@ -117,3 +117,11 @@ def test_missing_stamps_are_one_clear_error(runs: Path, words: list[str], code: 
     done = ask(runs, *words)
     done.refused(code, "error: ", message)
     assert not done.out
+
+
+def test_the_printed_command_repeats_a_run(tmp_path: Path) -> None:
+    launch = {"command": "zero", "deepspeed": {"zero_optimization": {"stage": 2}}}
+    make_run(tmp_path / "runs", "a $(touch x) run", stamp(), launch, world_size=2)
+    again = ask(tmp_path / "runs", "RUN=a $(touch x) run", "JSON=1").json["again"]
+    assert again.startswith("make train-deepspeed ") and "NUM_GPUS=2" in again and "DEEPSPEED_CONFIG=" in again
+    assert "$$(touch x)" in again and "'" in again, "as a shell and make take it verbatim"

@@ -245,7 +245,6 @@ def test_a_model_from_scratch_is_the_same_in_every_way(
         (["NUM_GPUS=2", "LAUNCH_STAGES=2"], "LAUNCH_STRATEGY=pipeline"),
         ([PP], "make train-distributed"),
         (["NUM_GPUS=2", PP, "SOURCE=probe"], "`SOURCE=probe` measures complete models"),
-        (["NUM_GPUS=2", "LAUNCH_STRATEGY=zero2", "TRAIN_SPIKE_GUARD=skip"], "DeepSpeed makes the update before"),
     ],
 )
 def test_conflicting_options_are_refused_before_the_launch(

@@ -247,7 +247,6 @@ function runView(record, home) {
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
     el("h2", {}, "Use it"), el("pre", {}, Object.values(record.use).join("\n")),
-    el("h2", {}, "Repeat it"), el("pre", {}, record.repeat),
     el("h2", {}, "Details"),
     fold("Configuration, with the origin of each value", tableOf([{ name: "key" }, { name: "value" }, { name: "from" }], record.config.map((one) => [one.key, setting(one.value), one.origin]))),
     fold("Stamp: versions and hashes", el("pre", {}, JSON.stringify(record.stamp, null, 1))),
