@@ -430,6 +430,9 @@ HINTS: dict[str, list[Row]] = {
     ],
     "roles": [{"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]}],
     "roles of sharegpt": [{"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot", "value": "a"}]}],
+    "role with a blank": [{"messages": [{"role": "User ", "content": "q"}, ANSWER]}],
+    "role with a colon": [{"messages": [{"role": "user: a, b #1", "content": "q"}, ANSWER]}],
+    "number as text": [{**PAIR, "score": "4,5"}],
     "keys of turns": [{"messages": [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]}],
     "names of turns": [{"thread": [{"who": "x", "body": "q"}, {"who": "y", "body": "a"}]}],
     "read names of turns": [{"dialog": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}],
@@ -479,11 +482,7 @@ def typed(hint: str) -> list[dict[str, Any]]:
     settings = []
     for piece in re.findall(r"`([^`]+)`", hint):
         if re.match(r"(?:columns|format|filter|data\.sources): ", piece):
-            read = (
-                {"filter": piece.partition(": ")[2]}
-                if piece.startswith("filter")
-                else parse_yaml(piece, "hint").plain()
-            )
+            read = parse_yaml(piece, "hint").plain()
             settings.append({k: v for k, v in read.get("data.sources", [read])[0].items() if k != "path"})
         elif piece == "DATA_BAD_ROWS=drop":
             settings.append({"bad_rows": "drop"})
