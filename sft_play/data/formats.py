@@ -25,6 +25,7 @@ from sft_play.data.turns import (
     calls_undescribed,
     chat_turns,
     describes_tools,
+    doubtful_calls,
     end_at_answer,
     is_filled,
     looks_like_a_mask,
@@ -250,8 +251,8 @@ def _text(row: Row) -> Parts:
     if speaker := next((name for name in speakers if str(row[name]).lower() in ROLE_NAMES), None):
         raise DataError(
             f"`{speaker}` is `{row[speaker]}`: the row seems to be a turn of a conversation",
-            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': speaker})}` learns turns"
-            " alone",
+            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': speaker})}`"
+            " learns turns alone",
         )
     if not text or text.isspace():
         raise DataError("`text` is empty", hint="`filter: not blank(text)` skips such rows")
@@ -463,8 +464,8 @@ def _refuse_fragments(row: Row, form: str, messages: Sequence[Message]) -> None:
         raise DataError(
             f"`{later}` is {row[later]}: the row seems to continue the conversation of an earlier one, and would be"
             " learnt without it",
-            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': later})}` learns each row"
-            " alone",
+            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': later})}`"
+            " learns each row alone",
         )
 
 
@@ -499,7 +500,7 @@ def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[s
         tools = tools or described
     called = any(turn.get("tool_calls") for turn in messages)
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
-    doubts = (FILLED,) if filled else ()
+    doubts = (*((FILLED,) if filled else ()), *doubtful_calls(messages, tools or ()))
     if tools or not called:
         return tools, doubts
     if column := next((name for name, value in row.items() if describes_tools(value)), None):

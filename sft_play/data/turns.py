@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -486,7 +486,10 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
         if role not in FOLLOWERS[before]:
             order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
             after = f"after {before}" if before else "at the start"
-            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; join the two turns of one role, or omit one"
+            way = "join the two turns of one role, or omit one"
+            if index and turns[index - 1].get("tool_calls"):
+                way = f"the result (a `tool` turn) of the call in turn {index} is missing"
+            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; {way}"
             raise DataError(
                 f"the roles are out of order: {role} {after} (turn {index + 1}); expected {order}", hint=hint
             )
@@ -498,6 +501,22 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
     while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
         turns.pop()
     return turns
+
+
+OTHER_CALLS = "calls of functions that the row's tools do not describe"
+OTHER_RESULTS = "results whose `tool_call_id` is that of no call of their row"
+
+
+def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the calls of a row have that cannot be."""
+    calls = [call for turn in messages for call in turn.get("tool_calls", ())]
+    functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
+    names = [function.get("name") for function in functions]
+    if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
+        yield OTHER_CALLS
+    ids = {None, *(call.get("id") for call in calls)}
+    if any(turn["role"] == "tool" and turn.get("tool_call_id") not in ids for turn in messages):
+        yield OTHER_RESULTS
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:

@@ -149,6 +149,9 @@ def test_calls_without_tools_are_counted_and_an_unread_description_is_refused() 
     assert UNDESCRIBED in read(row).doubts and not read(called({"a": 1})).doubts
     instructed = {"messages": [{"role": "system", "content": "You may call add(a)."}, *row["messages"]]}
     assert not read(instructed).doubts, "a text describes it"
+    turns = called({})["messages"]
+    error = refused({"messages": [turns[0], turns[1], turns[3]], "tools": [TOOL]})
+    assert "the result (a `tool` turn) of the call in turn 2 is missing" in (error.hint or "")
     error = refused({**row, "api": json.dumps([TOOL])})
     assert "`api` describes tools" in error.message and "`columns: {tools: api}`" in (error.hint or "")
 
