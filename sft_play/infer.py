@@ -20,7 +20,7 @@ from sft_play.config.reader import names_of
 from sft_play.data import Message
 from sft_play.data.answers import call_text
 from sft_play.data.formats import FORMATS, understand
-from sft_play.data.readers import TABLES, Placed, read_file
+from sft_play.data.readers import TABLES, Placed, csv_marks, read_file
 from sft_play.data.sources import Faults, rename
 from sft_play.data.streams import kind, open_bytes, to_utf8
 from sft_play.data.turns import CALLS, ROLE_NAMES, part_by_name
@@ -213,13 +213,16 @@ def _answer_file(call: Call, ready: Ready, rows: Sequence[Question], output: Pat
     from sft_play.evaluation.generation import answer_all
 
     asked = [row for row in rows if row.messages]
+    source, ending = Path(call.options["INPUT"]), output.suffix.lower()
+    alike = ending in (".csv", ".tsv") and kind(source) == ending
+    write = _separated(*csv_marks(source)) if alike else WRITERS[ending]
     with bar("answering", "answers") as show:
         answers = answer_all(*ready, _prompts(ready, asked), progress=show)
     coming = iter(answers)
     output_rows = [_output_row(ready, row, next(coming).parts if row.messages else None) for row in rows]
     replaced = ", which replaces an older file" if output.exists() else ""
     try:
-        write_text(output, WRITERS[output.suffix.lower()](output_rows))
+        write_text(output, write(output_rows))
     except OSError as error:
         raise UserError(f"`OUTPUT` cannot be written: {error.strerror}", place=str(output)) from error
     cut = _tell_cut(answers, ready)
@@ -278,8 +281,8 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f"{_json_text(row)}\n" for row in rows)
 
 
-def _separated(separator: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
-    """Return a function that writes rows as a table, with lists and mappings as JSON."""
+def _separated(separator: str, start: str = "") -> Callable[[Sequence[Mapping[str, Any]]], str]:
+    """Return a function that writes rows as a table that begins with `start`, with lists and mappings as JSON."""
 
     def write(rows: Sequence[Mapping[str, Any]]) -> str:
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -295,7 +298,7 @@ def _separated(separator: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
             {name: _json_text(cell) if isinstance(cell, (list, dict)) else cell for name, cell in row.items()}
             for row in rows
         )
-        return text.getvalue()
+        return start + text.getvalue()
 
     return write
 
@@ -494,10 +497,13 @@ def _question(placed: Placed, columns: Sequence[Mapping[str, str]]) -> Question:
             break
     asks = next((column for column in ASKS if row.get(column) is not None), None)
     if asks is None:
+        own = [names[column] for names in columns for column in ASKS if column in names]
+        expected = f"{names_of(dict.fromkeys(own))} as in the run's `columns`, or " if own else ""
         raise DataError(
-            f"no column contains a prompt: expected {', '.join(f'`{c}`' for c in ASKS)};"
+            f"no column contains a prompt: expected {expected}{', '.join(f'`{c}`' for c in ASKS)};"
             f" the columns are {names_of(row)}",
-            hint="rename the column of the prompts to `prompt`, or give a text file with one prompt a line",
+            hint=f"rename the column of the prompts to `{[*own, 'prompt'][0]}`,"
+            " or give a text file with one prompt a line",
         )
     form, answer = ASKS[asks]
     others = {

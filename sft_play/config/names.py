@@ -11,7 +11,7 @@ from pathlib import Path
 from sft_play.config.keys import REFUSED, extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.reader import fields_of, shown
 from sft_play.config.schema import DataSource
-from sft_play.config.yaml_files import YamlNode
+from sft_play.config.yaml_files import YamlNode, scalar_text
 from sft_play.errors import HUB_LOGIN, SECRET, UserError
 
 SECRETS_HINT = (
@@ -312,9 +312,8 @@ def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
         return refused
     section, _, leaf = key.rpartition(".")
     if section == "data" and leaf in fields_of(DataSource):
-        hint = (
-            f"it belongs to a source: `data.sources: [{{path: FILE, {leaf}: {shown(node)}}}]` instead of `train_path`"
-        )
+        source = scalar_text([{"path": "FILE", leaf: node.plain()}])
+        hint = f"it belongs to a source: `data.sources: {source}` instead of `train_path`"
         return UserError(f"unknown key `{key}`", place=place, hint=hint)
     better = suggest(leaf, section)
     hint = hint_elsewhere(leaf) or (f"did you mean `{better}`?" if better else "docs/configuration.md lists every key")

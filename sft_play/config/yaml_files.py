@@ -215,7 +215,7 @@ def fill(part: Any, facts: Mapping[str, Any]) -> Any:
 # Writing YAML: block style throughout and multi-line texts as literals, so that readers of YAML 1.1 and 1.2 agree.
 
 
-PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=-]*( [A-Za-z0-9_/.+@=-]+)*")
+PLAIN = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+@=()<>!|\"-]*( [A-Za-z0-9_/.+@=()<>!|\"-]+)*")
 OLD_BOOLEANS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 LITERAL = re.compile(r"[\x21-\x7e\xa1-\u2027\u2030-\ud7ff][\t\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*")
 """Texts that may be literal blocks: printable, and not beginning with a space, from which the indentation would be
@@ -235,7 +235,8 @@ class _Dumper(yaml.SafeDumper):
     def text(self, value: str) -> yaml.ScalarNode:
         plain = PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS
         literal = self.literal and "\n" in value and LITERAL.fullmatch(value)
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if literal else None if plain else '"')
+        quote = "'" if '"' in value and value.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if literal else None if plain else quote)
 
 
 class _LineDumper(_Dumper):

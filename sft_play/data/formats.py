@@ -25,6 +25,7 @@ from sft_play.data.turns import (
     calls_undescribed,
     chat_turns,
     describes_tools,
+    doubtful_calls,
     end_at_answer,
     is_filled,
     looks_like_a_mask,
@@ -150,7 +151,7 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         filled = (name for name, value in row.items() if not is_blank(value))
         answers = (name for name in filled if LAST_ANSWER.fullmatch(in_snake_case(name)))
         if waits and (after := next(answers, None)):
-            way = f"`columns: {{prompt: {column}, completion: {after}}}` learns it alone"
+            way = f"`columns: {scalar_text({'prompt': column, 'completion': after})}` learns it alone"
             raise not_read(after, f"seems to be the answer to the last of `{column}`, and is not read", way)
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
@@ -250,7 +251,8 @@ def _text(row: Row) -> Parts:
     if speaker := next((name for name in speakers if str(row[name]).lower() in ROLE_NAMES), None):
         raise DataError(
             f"`{speaker}` is `{row[speaker]}`: the row seems to be a turn of a conversation",
-            hint=f"make one row of each conversation, `messages`; `columns: {{note: {speaker}}}` learns turns alone",
+            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': speaker})}`"
+            " learns turns alone",
         )
     if not text or text.isspace():
         raise DataError("`text` is empty", hint="`filter: not blank(text)` skips such rows")
@@ -462,7 +464,8 @@ def _refuse_fragments(row: Row, form: str, messages: Sequence[Message]) -> None:
         raise DataError(
             f"`{later}` is {row[later]}: the row seems to continue the conversation of an earlier one, and would be"
             " learnt without it",
-            hint=f"make one row of each conversation, `messages`; `columns: {{note: {later}}}` learns each row alone",
+            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': later})}`"
+            " learns each row alone",
         )
 
 
@@ -497,13 +500,13 @@ def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[s
         tools = tools or described
     called = any(turn.get("tool_calls") for turn in messages)
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
-    doubts = (FILLED,) if filled else ()
+    doubts = (*((FILLED,) if filled else ()), *doubtful_calls(messages, tools or ()))
     if tools or not called:
         return tools, doubts
     if column := next((name for name, value in row.items() if describes_tools(value)), None):
         raise DataError(
             f"`{column}` describes tools, and is not read: calls would be learnt without them",
-            hint=f"`columns: {{tools: {column}}}` reads it",
+            hint=f"`columns: {scalar_text({'tools': column})}` reads it",
         )
     return None, (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts
 
@@ -570,6 +573,5 @@ def _suggest_columns(row: Row, form: str) -> str:
         if len(row[texts[1]]) > 2 * len(row[texts[0]]):  # a label before its text
             texts.reverse()
         alike = dict(zip(("prompt", "completion"), texts, strict=True))
-    columns = dict.fromkeys(FORMATS[form][0], "NAME") | alike
-    listed = ", ".join(f"{new}: {scalar_text(old)}" for new, old in columns.items() if new != old)
-    return f"`data.sources: [{{path: FILE, columns: {{{listed}}}}}]`"
+    columns = {new: old for new, old in (dict.fromkeys(FORMATS[form][0], "NAME") | alike).items() if new != old}
+    return f"`data.sources: {scalar_text([{'path': 'FILE', 'columns': columns}])}`"

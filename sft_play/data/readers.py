@@ -245,7 +245,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(2**31 - 1)
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as stream:
         # Strict: else a quote that is never closed takes in all that follows.
-        mark = _separator(path)
+        mark, _ = csv_marks(path)
         reader = csv.DictReader(stream, strict=True, delimiter=mark)
         last = 0
         try:
@@ -315,19 +315,22 @@ def _problem_of(row: Mapping[Any, Any], header: Sequence[str], mark: str) -> tup
     return None
 
 
-def _separator(path: Path) -> str:
-    """Return what separates the columns: the first mark that gives the header several and the row after it as many,
-    else a comma, or a tab in a `.tsv`.
+def csv_marks(path: Path) -> tuple[str, str]:
+    """Return what separates the columns, and the byte-order mark or nothing.
+
+    They are separated by the first mark that gives the header several and the row after it as many, else by a comma, or
+    a tab in a `.tsv`.
     """
     marks = "\t,;|" if kind(path) == ".tsv" else ",;\t|"
     with open_bytes(path) as stream:
-        beginning = stream.read(HEADER_BYTES).decode("utf-8-sig", "replace")
-    widths = {}
+        text = stream.read(HEADER_BYTES).decode("utf-8", "replace")
+    beginning, widths = text.removeprefix("\ufeff"), {}
     for mark in marks:
         rows = list(islice((row for row in csv.reader(io.StringIO(beginning, newline=""), delimiter=mark) if row), 2))
         widths[mark] = [len(row) for row in rows]
     several = [mark for mark, columns in widths.items() if columns and columns[0] > 1]
-    return next((mark for mark in several if len(set(widths[mark])) == 1), several[0] if several else marks[0])
+    mark = next((mark for mark in several if len(set(widths[mark])) == 1), several[0] if several else marks[0])
+    return mark, text[: len(text) - len(beginning)]
 
 
 def _read_document(path: Path, skip: Callable[[str, str], None]) -> Iterator[Placed]:

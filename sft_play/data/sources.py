@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, in_filter, look_up
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
-from sft_play.config.yaml_files import is_writable
+from sft_play.config.yaml_files import is_writable, scalar_text
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import FORMATS
 from sft_play.data.judged import good, keepers, says_what_is_good, speaks_against
@@ -376,7 +376,9 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
             judgements = _judgements(unread, chat)
             if judged := next((parts for parts in judgements if parts[1] and parts[0] not in heeded), None):
                 column, condition = judged
-                weighs = f"`columns: {{weight: {column}}}` weighs by it, " if "weight" in column.lower() else ""
+                weighs = (
+                    f"`columns: {scalar_text({'weight': column})}` weighs by it, " if "weight" in column.lower() else ""
+                )
                 has = f"has({in_filter(column)})"
                 if "has(" in condition or "blank(" in condition:  # good rows have nothing there
                     has = f"{has} or not {has}"
@@ -385,7 +387,8 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                     DataError(
                         f"`{column}` seems to say whether to learn the row, and is not read",
                         place=place,
-                        hint=f"{weighs}`filter: {condition}` keeps what is good, `filter: {has}` all",
+                        hint=f"{weighs}`filter: {scalar_text(condition)}` keeps what is good,"
+                        f" `filter: {scalar_text(has)}` all",
                     ),
                 )
                 continue
@@ -416,11 +419,11 @@ def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]],
     listed = list_some(
         [f"{'nothing' if value is None else f'`{value}`'} ({count:,})" for value, count in counts.most_common()], 8
     )
-    keeps = good(in_filter(column), [value for value in counts if value is not None])
+    keeps = scalar_text(good(in_filter(column), [value for value in counts if value is not None]))
     raise DataError(
         f"`{column}` marks some rows and not others, and is not read: {listed}",
         place=place,
-        hint=f"`filter: {keeps}` keeps those with a mark, `filter: {has} or not {has}` all",
+        hint=f"`filter: {keeps}` keeps those with a mark, `filter: {scalar_text(f'{has} or not {has}')}` all",
     )
 
 
@@ -477,12 +480,12 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     row = {**row, **{name: value for name in columns.values() if (value := look_up(row, name)) is not MISSING}}
     missing = sorted({name for name in columns.values() if name not in row})
     if missing:
-        swapped = ", ".join(f"{new}: {old}" for old, new in columns.items())
+        swapped = scalar_text({new: old for old, new in columns.items()})
         raise DataError(
             f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are"
             f" {names_of(row)}",
             hint=(
-                f"the other way round: `columns: {{{swapped}}}`; files with these names need their own source"
+                f"the other way round: `columns: {swapped}`; files with these names need their own source"
                 if all(name in row for name in columns)
                 else "write `columns: {question: name in the file}`"
             ),

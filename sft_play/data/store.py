@@ -61,6 +61,8 @@ class SourceTally:
     """Of those, how many lost what: kinds of turns, or parts of one."""
     doubts: Counter[str] = field(default_factory=Counter)
     """What the author of kept rows may not know of them -> in how many."""
+    doubt_places: dict[str, str] = field(default_factory=dict)
+    """Each doubt -> the place of its first row."""
     columns_unread: Counter[str] = field(default_factory=Counter)
     """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
     split: int = 0
@@ -85,6 +87,7 @@ class SourceTally:
         self.cut += bool(outcome.lost)
         self.lost.update(outcome.lost)
         self.doubts.update(outcome.doubts)
+        self.doubt_places = dict.fromkeys(outcome.doubts, outcome.place) | self.doubt_places
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
@@ -258,7 +261,11 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
         if columns:
             lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
     doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
-    return [*lines, *(f"  {doubt}: {plural(rows, 'row')}" for doubt, rows in sorted(doubts.items()))]
+    first = {doubt: place for source in reversed(sources) for doubt, place in source["doubt_places"].items()}
+    return [
+        *lines,
+        *(f"  {doubt}: {plural(rows, 'row')}, first {first[doubt]}" for doubt, rows in sorted(doubts.items())),
+    ]
 
 
 def _source_line(source: Mapping[str, Any], name: str) -> str:

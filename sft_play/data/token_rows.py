@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of
+from sft_play.config.yaml_files import scalar_text
 from sft_play.data import IGNORED
 from sft_play.data.readers import LEAVE_OUT
 from sft_play.data.turns import WEIGHT, marks_what_is_not_learnt, weight_of
@@ -80,7 +81,7 @@ def _refuse_unread(row: Row, ids: Sequence[int]) -> None:
         if mask and alike:
             weights = all(isinstance(part, (bool, int, float)) and 0 <= part <= 1 for part in value)
             other = "loss_mask" if all(part in (0, 1) for part in value) else WEIGHT if weights else "labels"
-            way = f"`columns: {{{other}: {name}}}` if it does"
+            way = f"`columns: {scalar_text({other: name})}` if it does"
             if name not in MASKS and other == "loss_mask" and marks_what_is_not_learnt(name.removesuffix("_mask")):
                 way = "where it is 1 for what is not learnt, write `labels`, -100 there"
             raise not_read(name, "seems to mark which tokens are learnt, and is not read", way)

@@ -11,11 +11,12 @@ import ctypes
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
+from sft_play.config.yaml_files import scalar_text
 from sft_play.data import Message
 from sft_play.data.judged import speaks_against
 from sft_play.data.readers import LEAVE_OUT, Filled, parse_json
@@ -236,7 +237,7 @@ def _refuse_parts(others: Mapping[str, Any], texts: Sequence[str], name: str, ro
         if what and belongs and key not in TOOL_NAMES and not is_blank(value) and lacks(value, texts):
             can_be_read = what == "a thought" and isinstance(value, str)
             way = (
-                f"`columns: {{{column}.reasoning_content: {key}}}` reads it"
+                f"`columns: {scalar_text({f'{column}.reasoning_content': key})}` reads it"
                 if can_be_read
                 else "write it into the text"
             )
@@ -268,7 +269,7 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
             roles.setdefault(role, []).append(sender)
         before = role
     entries |= {f"{new}.{role_key}.{role}": "|".join(names) for role, names in roles.items()}
-    return f"`columns: {{{', '.join(f'{name}: {old}' for name, old in entries.items())}}}`" if entries else ""
+    return f"`columns: {scalar_text(entries)}`" if entries else ""
 
 
 MEDIA = re.compile(
@@ -354,7 +355,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             flags[key] = bool(value)
         elif looks_like_a_mask(key) or (role == "assistant" and key.lower() in JUDGES):
             read = "train" if isinstance(value, bool) else WEIGHT
-            way = f"where 1 or true means that the turn is learnt, `columns: {{{column}.{read}: {key}}}`"
+            way = f"where 1 or true means that the turn is learnt, `columns: {scalar_text({f'{column}.{read}': key})}`"
             if marks_what_is_not_learnt(key):
                 way = "where it marks what is not learnt, write `train: false` into those turns"
             problem = "seems to mark which part of the turn is learnt, and is not read"
@@ -363,7 +364,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
             problem = "seems to say that the turn is no good, and is not read"
             raise not_read(f"{name}.{key}", problem, "leave such rows out (an answer: `train: false`)")
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
-            way = f"`columns: {{{column}.tool_calls: {key}}}` reads them"
+            way = f"`columns: {scalar_text({f'{column}.tool_calls': key})}` reads them"
             raise not_read(f"{name}.{key}", "seems to contain tool calls, and is not read", way)
     if role != "assistant" and flags.get(WEIGHT) is True:
         del flags[WEIGHT]  # what OpenAI's files have where nothing is said; only answers are weighed there
@@ -485,7 +486,10 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
         if role not in FOLLOWERS[before]:
             order = ", ".join(t["role"] for t in turns[: index + 3]) + (", ..." if len(turns) > index + 3 else "")
             after = f"after {before}" if before else "at the start"
-            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; join the two turns of one role, or omit one"
+            way = "join the two turns of one role, or omit one"
+            if index and turns[index - 1].get("tool_calls"):
+                way = f"the result (a `tool` turn) of the call in turn {index} is missing"
+            hint = f"{after} comes {' or '.join(FOLLOWERS[before])}; {way}"
             raise DataError(
                 f"the roles are out of order: {role} {after} (turn {index + 1}); expected {order}", hint=hint
             )
@@ -497,6 +501,22 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
     while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
         turns.pop()
     return turns
+
+
+OTHER_CALLS = "calls of functions that the row's tools do not describe"
+OTHER_RESULTS = "results whose `tool_call_id` is that of no call of their row"
+
+
+def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the calls of a row have that cannot be."""
+    calls = [call for turn in messages for call in turn.get("tool_calls", ())]
+    functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
+    names = [function.get("name") for function in functions]
+    if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
+        yield OTHER_CALLS
+    ids = {None, *(call.get("id") for call in calls)}
+    if any(turn["role"] == "tool" and turn.get("tool_call_id") not in ids for turn in messages):
+        yield OTHER_RESULTS
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:
@@ -548,6 +568,6 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
         elif what == "a part of the prompt" and len(read) > 1 and texts_alone:
             parts = (name, read[0]) if name.lower().startswith("instruction") else (read[0], name)
             columns = dict(zip(("instruction", "input", "output"), (*parts, read[-1]), strict=True))
-        listed = ", ".join(f"{new}: {old}" for new, old in columns.items() if new != old)
-        reads = f"`columns: {{{listed}}}` reads it" if listed else "write it into a turn"
+        columns = {new: old for new, old in columns.items() if new != old}
+        reads = f"`columns: {scalar_text(columns)}` reads it" if columns else "write it into a turn"
         raise not_read(name, f"seems to be {what}, and is not read: its text is in no turn", reads)

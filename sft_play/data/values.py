@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.config.reader import kind_of
+from sft_play.config.yaml_files import scalar_text
 from sft_play.data.readers import LEAVE_OUT, parse_json
 from sft_play.errors import DataError
 
@@ -111,7 +112,7 @@ def not_read(place: str, problem: str, way: str = "") -> DataError:
     """
     turn = re.fullmatch(r"(.+?)\[\d+\]\.(.+)", place)
     new, old = (f"{turn[1]}.note", turn[2]) if turn else ("note", re.sub(r"\[\d+\]\Z", "", place))
-    away = f"`columns: {{{new}: {old}}}` gives it a name that is not read"
+    away = f"`columns: {scalar_text({new: old})}` gives it a name that is not read"
     return DataError(f"`{place}` {problem}", hint=f"{way}; {away}" if way else away)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from sft_play.runs.folder import (
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, count_trained
 from sft_play.runs.stamp import Stamp, compare, refuse
-from sft_play.text import tell
+from sft_play.text import as_typed, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -257,7 +256,7 @@ def read_settings(call: Call) -> LoadedConfig:
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
     loaded = override_config(loaded, overrides)
     rows = loaded.config.data
-    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), rows.sources)):
+    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), loaded.config)):
         if form["filter"]:
             tell(f"note: only rows that pass the run's filter are scored: {form['filter']}")
         rows = replace(rows, validation=[replace(source, **form) for source in rows.validation])
@@ -266,27 +265,42 @@ def read_settings(call: Call) -> LoadedConfig:
     return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
 
 
-def _read_as(path: Path, sources: Sequence[DataSource]) -> dict[str, Any]:
-    """Return `columns` and `filter` of the first of the run's sources that suits a table's first row."""
-    from sft_play.config.data_rules import Condition
+def _read_as(path: Path, config: Config) -> dict[str, Any]:
+    """Return `columns` and `filter` of the first of the run's sources that suits a table's first row.
+
+    Raise `DataError` for a table that has the columns of no source, and of no format that the task takes.
+    """
+    from sft_play.config.data_rules import MISSING, Condition, look_up, refused_format
+    from sft_play.config.yaml_files import scalar_text
+    from sft_play.data.formats import FORMATS
     from sft_play.data.readers import TABLES, read_file
     from sft_play.data.sources import rename
     from sft_play.data.streams import kind
 
-    named = [source for source in sources if source.columns or source.filter]
+    named = [source for source in config.data.sources if source.columns or source.filter]
     if not named or kind(path) not in TABLES or not path.is_file():
         return {}
     row = next((row for _, row in read_file(path) if not isinstance(row, DataError)), {})
+    problem = None
     for source in named:
         rule = source.filter
-        with contextlib.suppress(DataError):
+        try:
             renamed = rename(row, source.columns)
-            try:
-                rule and Condition(rule)({**row, **renamed})
-            except DataError:  # the table lacks what the filter reads
-                rule = None
-            if source.columns or rule:
-                return {"columns": source.columns, "filter": rule}
+        except DataError as error:
+            problem = problem or (error.message, source.columns)
+            continue
+        try:
+            rule and Condition(rule)({**row, **renamed})
+        except DataError:  # the table lacks what the filter reads
+            rule = None
+        if source.columns or rule:
+            return {"columns": source.columns, "filter": rule}
+    forms = [form for form, (columns, _) in FORMATS.items() if row.keys() >= set(columns)]
+    if row and problem and all(refused_format(config.tuning.task, form) for form in forms):
+        message, names = problem
+        columns = {new: "NAME" if look_up(row, old) is MISSING else old for new, old in names.items()}
+        typed = as_typed(scalar_text([{"path": str(path), "columns": columns}]))
+        raise DataError(f"the run's {message}", place=str(path), hint=f"with the file's names: DATA_VALIDATION={typed}")
     return {}
 
 

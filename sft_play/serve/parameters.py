@@ -4,6 +4,7 @@ table.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -64,6 +65,22 @@ def of_type(kind: type, name: str) -> Check:
         if not isinstance(value, kind):
             raise ValueError(name)
         return value
+
+    return check
+
+
+def functions(key: str | None) -> Check:
+    """Take tools that are functions, described under a key of each or in it."""
+    form = '{"type": "function", "function": {"name": "..."}}' if key else '{"type": "function", "name": "..."}'
+
+    def check(value: Any) -> Any:
+        tools = value if isinstance(value, list) else [value]
+        for tool in tools:
+            function = tool.get(key) if key and isinstance(tool, dict) else tool
+            named = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if not named or tool.get("type") != "function":
+                raise ValueError(f"a list of `{form}`")
+        return tools
 
     return check
 
@@ -161,7 +178,6 @@ ALL: dict[str, Check] = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), anything),
 }
 CHATTING: dict[str, Check] = {
-    "tools": of_type(list, "a list of functions"),
     "tool_choice": only("auto", "none"),
     "parallel_tool_calls": only(True),
     "chat_template_kwargs": _template_variables,
@@ -174,6 +190,7 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | SEVERAL
     | {
         "messages": of_type(list, "a list of messages"),
+        "tools": functions("function"),
         "max_tokens": whole(1),
         "max_completion_tokens": whole(1),
         "logprobs": BOOLEAN,
@@ -199,6 +216,7 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | {
         **{name: SAMPLING[name] for name in ("temperature", "top_p")},
         "input": anything,
+        "tools": functions(None),
         "instructions": of_type(str, "a text"),
         "max_output_tokens": whole(1),
         "text": _text,
@@ -239,5 +257,5 @@ def require(parameters: Mapping[str, Any], name: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:59]}\N{HORIZONTAL ELLIPSIS}"

@@ -196,8 +196,6 @@ def _messages_of(value: Any, instructions: str | None) -> Any:
 
 def _functions_of(tools: Any) -> Any:
     """Return the functions of `tools` as a chat has them: one level deeper."""
-    if any(not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools or ()):
-        raise Refused("`tools` contains another type than `function`", param="tools")
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in tools or ()

@@ -574,8 +574,23 @@ def test_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
     rows = [{"prompt": f"how {answer}", "completion": answer} for answer in ("pos", "neg", "It&#39;s")]
     path = write_rows(tmp_path / "t.jsonl", rows)
     done = data(f"data.sources: [{{path: {path}}}]", words=())
-    assert "texts with letters as HTML writes them (`&amp;`, `&#39;`): 1 row" in done.err
+    assert f"texts with letters as HTML writes them (`&amp;`, `&#39;`): 1 row, first {path}:3\n" in done.err
     assert list(data(f"data.sources: [{{path: {path}}}]").json["train"]["sources"][0]["doubts"].values()) == [1]
+
+
+def test_calls_that_cannot_be_are_counted_with_the_first_place(data: Data, tmp_path: Path) -> None:
+    def row(number: int, name: str = "f", result: str = "1") -> dict[str, Any]:
+        call = {"id": "1", "function": {"name": name, "arguments": {}}}
+        turns = [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "tool_calls": [call]}]
+        turns += [{"role": "tool", "tool_call_id": result, "content": "r"}, {"role": "assistant", "content": "a"}]
+        return {"messages": turns, "tools": [{"type": "function", "function": {"name": "f"}}]}
+
+    rows = [row(1), row(2), row(3, name="g"), row(4, result="2"), row(5, name="h")]
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    done = data(f"data.train_path: {path}", "data.chat_template: qwen3", "model.max_seq_len: 512", words=())
+    assert done.code == 0, done.err
+    assert f"calls of functions that the row's tools do not describe: 2 rows, first {path}:3\n" in done.err
+    assert f"results whose `tool_call_id` is that of no call of their row: 1 row, first {path}:4\n" in done.err
 
 
 def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(

@@ -168,6 +168,9 @@ def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
     ("options", "message", "param"),
     [
         ({"max_tokens": 0}, "`max_tokens` is `0`; expected an integer from 1", "max_tokens"),
+        ({"max_tokens": "8"}, '`max_tokens` is `"8"`; expected an integer from 1', "max_tokens"),
+        ({"tools": [{"name": "f"}]}, 'expected a list of `{"type": "function", "function": ', "tools"),
+        ({"tools": "f"}, 'expected a list of `{"type": "function", "function": ', "tools"),
         ({"messages": []}, "`messages` is empty", "messages"),
         ({"messages": [{"role": "user"}]}, "lacks `role` or `content`", "messages"),
         ({"messages": [*QUESTION, {"role": "assistant", "content": "A"}]}, "not continued", "messages"),
@@ -264,6 +267,7 @@ def ask(url: str, body: bytes | None = None) -> Any:
         ("/chat/completions", b"{}", 400),
         ("/completions", b'{"model": "demo", "prompt": [99999]}', 400),
         ("/responses", b'{"model": "demo", "input": 5}', 400),
+        ("/responses", b'{"input": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}', 400),
         ("/embeddings", b"{}", 404),
         ("/chat/completions", None, 405),
         ("/models/another", None, 404),

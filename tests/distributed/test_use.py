@@ -76,14 +76,15 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(place: Place, tmp_path: Pat
 
 def test_answers_carry_the_other_columns_into_the_file_that_is_named(place: Place, tmp_path: Path, why: str) -> None:
     questions, output = tmp_path / "asked.csv", tmp_path / "answers.csv"
-    with questions.open("w", newline="") as stream:
-        csv.writer(stream).writerows(
+    with questions.open("w", newline="", encoding="utf-8-sig") as stream:
+        csv.writer(stream, delimiter=";").writerows(
             [["id", "prompt", "answer", "note"], ["7", "Why?", "old", 'a, "b"\nc'], ["8", "", "x", ""]]
         )
     done = place.call("infer", "RUN=demo", "CHECKPOINT=last", f"INPUT={questions}", f"OUTPUT={output}")
     assert done.code == 0, done.err
-    with output.open(newline="") as stream:
-        written = list(csv.DictReader(stream))
+    assert output.read_bytes().startswith(b"\xef\xbb\xbfid;"), "the separator and the mark of the questions"
+    with output.open(newline="", encoding="utf-8-sig") as stream:
+        written = list(csv.DictReader(stream, delimiter=";"))
     assert written == [
         {"id": "7", "input.answer": "old", "note": 'a, "b"\nc', "prompt": "Why?", "answer": why.removesuffix("\n")},
         {"id": "8", "input.answer": "x", "note": "", "prompt": "", "answer": ""},

@@ -149,6 +149,9 @@ def test_calls_without_tools_are_counted_and_an_unread_description_is_refused() 
     assert UNDESCRIBED in read(row).doubts and not read(called({"a": 1})).doubts
     instructed = {"messages": [{"role": "system", "content": "You may call add(a)."}, *row["messages"]]}
     assert not read(instructed).doubts, "a text describes it"
+    turns = called({})["messages"]
+    error = refused({"messages": [turns[0], turns[1], turns[3]], "tools": [TOOL]})
+    assert "the result (a `tool` turn) of the call in turn 2 is missing" in (error.hint or "")
     error = refused({**row, "api": json.dumps([TOOL])})
     assert "`api` describes tools" in error.message and "`columns: {tools: api}`" in (error.hint or "")
 
@@ -430,6 +433,9 @@ HINTS: dict[str, list[Row]] = {
     ],
     "roles": [{"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]}],
     "roles of sharegpt": [{"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot", "value": "a"}]}],
+    "role with a blank": [{"messages": [{"role": "User ", "content": "q"}, ANSWER]}],
+    "role with a colon": [{"messages": [{"role": "user: a, b #1", "content": "q"}, ANSWER]}],
+    "number as text": [{**PAIR, "score": "4,5"}],
     "keys of turns": [{"messages": [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]}],
     "names of turns": [{"thread": [{"who": "x", "body": "q"}, {"who": "y", "body": "a"}]}],
     "read names of turns": [{"dialog": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}],
@@ -479,11 +485,7 @@ def typed(hint: str) -> list[dict[str, Any]]:
     settings = []
     for piece in re.findall(r"`([^`]+)`", hint):
         if re.match(r"(?:columns|format|filter|data\.sources): ", piece):
-            read = (
-                {"filter": piece.partition(": ")[2]}
-                if piece.startswith("filter")
-                else parse_yaml(piece, "hint").plain()
-            )
+            read = parse_yaml(piece, "hint").plain()
             settings.append({k: v for k, v in read.get("data.sources", [read])[0].items() if k != "path"})
         elif piece == "DATA_BAD_ROWS=drop":
             settings.append({"bad_rows": "drop"})

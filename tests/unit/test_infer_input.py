@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,32 @@ def test_other_rows_are_scored_with_the_columns_and_filter_of_the_run(
         [source] = cast(list[DataSource], read_settings(call).config.data.validation)
         assert (source.path, source.columns, source.filter) == (name, columns, rule)
         assert ("the run's filter are scored: number(ok) == 1" in capsys.readouterr().err) == (rule is not None)
+
+
+def test_a_table_without_the_runs_columns_is_answered_with_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    columns = {"prompt": "Nachricht", "completion": "Abteilung"}
+    Path("my.yaml").write_text(
+        f"model: {{name: a/b}}\ndata: {{sources: [{{path: t.csv, columns: {json.dumps(columns)}}}]}}\n"
+    )
+    save_config(load_config(Path("my.yaml")), Path("runs/one/config.json"))
+    Path("new.csv").write_text("text,Nachricht,Ziel\n1,Hallo,a\n")
+    with pytest.raises(DataError, match="the run's `columns` names `Abteilung`, which the row lacks") as caught:
+        read_settings(parse_call(["eval", "RUN=runs/one", "DATA=new.csv"], COMMANDS))
+    typed = "DATA_VALIDATION=[{path: new.csv, columns: {prompt: Nachricht, completion: NAME}}]"
+    assert caught.value.place == "new.csv" and shlex.split((caught.value.hint or "").partition(": ")[2]) == [typed]
+    word = typed.replace("NAME", "Ziel")
+    [source] = cast(
+        list[DataSource],
+        read_settings(parse_call(["eval", "RUN=runs/one", word], COMMANDS)).config.data.validation,
+    )
+    assert source.columns == {"prompt": "Nachricht", "completion": "Ziel"}
+    Path("new.csv").write_text("Text\nHallo\n")
+    with pytest.raises(DataError, match="expected `Nachricht` as in the run's `columns`, or `messages`") as caught:
+        read_questions(Path("new.csv"), [columns])
+    assert "rename the column of the prompts to `Nachricht`" in (caught.value.hint or "")
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
