@@ -76,6 +76,8 @@ wheel (`setup.py`).
 """
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""
+DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feather")
+"""Endings of data files; `.json` may be a configuration too."""
 
 
 def config_path(name: str) -> Path:
@@ -85,6 +87,9 @@ def config_path(name: str) -> Path:
         return preset
     if path.is_dir():
         raise UserError(f"`{name}` is a folder; expected a YAML file")
+    if path.suffix.lower() in DATA:
+        hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
+        raise UserError(f"`{name}` contains rows and is not a configuration", hint=hint)
     if not path.exists():
         near = names.closest_file(path, PRESETS)
         hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
