@@ -24,7 +24,7 @@ from sft_play.text import tell
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-SHOWN_ANSWERS = 5
+SHOWN_ANSWERS = 2
 
 
 def main(call: Call) -> int:

@@ -107,11 +107,8 @@ def test_serve_refuses_an_open_address_without_a_token(in_process: Program) -> N
 
 def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
     for words, message in (
-        ("HOST=127.0.0.2", "TensorBoard listens on 127.0.0.1 only"),
-        ("HOST=::1", "TensorBoard listens on 127.0.0.1 only"),
         ("TENSORBOARD_PORT=70000", "expected a port, 1 to 65535"),
-        ("HOST=everywhere", "expected an IP address"),
-        ("HOST=0.0.0.0 TENSORBOARD_PORT=7007", "ssh -L 7007:127.0.0.1:7007"),
+        ("HOST=0.0.0.0 TENSORBOARD_PORT=7007", "`tensorboard` takes no `HOST`"),
     ):
         in_process("tensorboard", *words.split()).refused(2, message)
 
@@ -119,8 +116,8 @@ def test_tensorboard_stays_on_this_machine(in_process: Program) -> None:
 @pytest.mark.parametrize(
     ("typed", "key", "message"),
     [
-        ("MASTER_KEY=typed-for-all-to-see", "", "read from the environment only"),
-        ("", "short-one", "`MASTER_KEY` has 9 characters"),
+        ("MASTER_KEY=typed-for-all-to-see", "", "come from the environment"),
+        ("", "short-one", "`MASTER_KEY` has 9 characters; "),
     ],
 )
 def test_a_runs_key_is_neither_typed_nor_weak_nor_repeated(
@@ -131,5 +128,5 @@ def test_a_runs_key_is_neither_typed_nor_weak_nor_repeated(
     node = ("NUM_NODES=2", "RUN_NAME=keyed", "NODE_RANK=1", "MASTER_ADDR=127.0.0.1", "NUM_GPUS=1")
     own = (f"MODEL_NAME={tiny}", f"DATA_TRAIN_PATH={tmp_path}/d.jsonl")
     done = in_process("train-distributed", "CONFIG=quickstart", *node, *own, *filter(None, [typed]))
-    done.refused(2, message, "openssl rand")
+    done.refused(2, "`MASTER_KEY`", message)
     assert "for-all-to-see" not in done.err and "short-one" not in done.err
