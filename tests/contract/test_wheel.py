@@ -115,15 +115,15 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
     assert "configs/run_bnb.yaml:" in shown and "77" in shown, "the copy counts, which may have been changed"
     assert "a$b 'c" in shown
     assert "takes no PYTHON" in run("make", "plan", "VENV=x", code=2)
-    assert "works in a clone only" in run("make", "install", code=1)
+    assert "works in a clone only" in run("make", "install", code=2)
     for page in (tmp_path / "examples").glob("*/README.md"):
         for link in re.findall(r"\]\(((?:\.\./)+[^)#]*)", page.read_text()):
             assert (page.parent / link).exists(), (page, link)
-    hint = run("make", "config", "CONFIG=my.yaml", "TRAIN_X=1", code=1)
+    hint = run("make", "config", "CONFIG=my.yaml", "TRAIN_X=1", code=2)
     pages = re.findall(r"docs/[a-z-]+\.md", hint)
     assert pages and all((tmp_path / name).is_file() for name in pages), hint
     assert (tmp_path / "deepspeed" / "zero3_offload.json").is_file(), "the plan's remedies name it"
-    assert "did you mean `make plan`" in run("make", "plann", code=1)
+    assert "did you mean `make plan`" in run("make", "plann", code=2)
     assert "your files are not replaced" in run("sft-play", "init", code=2)
 
 
