@@ -204,8 +204,8 @@ class Summary:
     loss: float | None
     """Loss of the last step in `metrics.jsonl`, in nats."""
     best: float | None
-    """Best value among its evaluations: of `train.metric_for_best_model`, else of the first of `eval.metrics`, else the
-    loss.
+    """Best value among its evaluations: of `train.metric_for_best_model`, or where that is the loss, of the first of
+    `eval.metrics`.
     """
     metric: str | None
     risen: str | None
@@ -277,8 +277,9 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     scores = _best_scores([*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)])
-    of_answers = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), "loss")
-    metric = str(config.get("train", {}).get("metric_for_best_model") or of_answers).removeprefix("eval_")
+    metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
+    if metric == "loss":
+        metric = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), metric)
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
     seconds = final.get("training_seconds") or trained or None

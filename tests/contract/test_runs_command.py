@@ -112,7 +112,13 @@ def test_the_list_has_what_runs_reached_and_cost(in_process: Program, tmp_path: 
     assert "3.00 GiB" in text and "2 kWh" in text and "30.0 min" in text and "lora" in text and "sums.jsonl" in text
     write_json(run.training_metrics, {"training_seconds": 7e-05})
     assert "< 0.1 s" in in_process("runs").out
-    write_json(run.config, {"config": config | {"eval": {"metrics": ["accuracy"]}}, "origins": {}})
+    write_json(
+        run.config,
+        {
+            "config": config | {"eval": {"metrics": ["accuracy"]}, "train": {"metric_for_best_model": "eval_loss"}},
+            "origins": {},
+        },
+    )
     scores = {"accuracy": {"mean": 0.75, "low": 0.5, "high": 1.0, "n": 8}}
     for folder, content in (("step-000000", {}), ("step-000003", scores), ("step-000003-other-0123abcd", {})):
         write_json(run.path / "eval" / folder / "scores.json", content)
