@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the words of `python -m sft_play`: `words` and the place that the scheduler sets for this container.
 
-    Typed words win.
+    Typed words win. Raise `UserError` for a place that is not a number.
     """
     if not words or words[0] not in LAUNCHED:
         return list(words)
@@ -89,11 +89,22 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
     return [*words, *(f"{name}={value}" for name, value in place.items() if value and name not in typed)]
 
 
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return a number from the pod's environment, or `None` if it is not set. Raise `UserError`."""
+    text = environ.get(name, "")
+    if text and not text.isdecimal():
+        hint = "omit `elasticPolicy`: the number of pods is fixed" if ":" in text else "correct it in the manifest"
+        raise UserError(f"`{name}` is `{text}`; expected an integer", place="environment", hint=hint)
+    return int(text) if text else None
+
+
 def place_of(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return this container's place, as its scheduler sets it, as variables of our command; `None` for those it does
-    not set.
+    not set. Raise `UserError`: `PET_NNODES` of a job with an `elasticPolicy` is a range.
     """
     get = environ.get
+    for name in ("PET_NNODES", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX"):
+        _number(environ, name)
     if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):  # an indexed Job
         return {
             "NODE_RANK": get("JOB_COMPLETION_INDEX"),
@@ -102,11 +113,11 @@ def place_of(environ: Mapping[str, str]) -> dict[str, str | None]:
         }
     # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods
     # times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
-    each, world = get("PET_NPROC_PER_NODE", ""), get("WORLD_SIZE", "")
+    each, world = get("PET_NPROC_PER_NODE", ""), None if get("PET_NNODES") else _number(environ, "WORLD_SIZE")
     processes = each if each.isdecimal() else None  # with `auto` and `gpu` we choose
     master = get("PET_MASTER_ADDR") or get("MASTER_ADDR")
     return {
-        "NUM_NODES": get("PET_NNODES") or (str(int(world) // int(processes or 1)) if world.isdecimal() else None),
+        "NUM_NODES": get("PET_NNODES") or (str(world // int(processes or 1)) if world else None),
         "NODE_RANK": get("PET_NODE_RANK") or get("RANK"),
         # Some operators set `localhost` on the master itself, which the others would look for on their own machine.
         "MASTER_ADDR": get("POD_IP", master) if master in ("localhost", "127.0.0.1") else master,
@@ -163,7 +174,7 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
     Launches of pods that the kernel killed count too; one that was stopped, or ended for good, begins a new row.
     """
     typed = _typed(words)
-    limit, name = environ.get(LIMIT), typed.get("RUN_NAME")
+    limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
     if not limit or not name or typed.get("NODE_RANK", "0") != "0":
         return
     run, tries, memory = RunFolder(runs_folder() / name), 0, False
@@ -174,8 +185,8 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
         elif event["event"] in ("started", "resumed"):
             tries += 1
         elif event["event"] == "failed":
-            memory = event.get("cause") == OUT_OF_MEMORY
-    if memory or tries > int(limit):
+            memory = tries > 0 and event.get("cause") == OUT_OF_MEMORY
+    if memory or tries > limit:
         why = "memory ran out" if memory else f"`kubernetes.max_restarts` is {limit}"
         error = HardwareError(
             f"{plural(tries, 'attempt')} in a row made no newer checkpoint, and {why}",

@@ -67,3 +67,12 @@ def test_memory_that_ran_out_is_not_tried_again(run: RunFolder, capsys: pytest.C
         main(WORDS) == 3
         and "1 attempt in a row made no newer checkpoint, and memory ran out" in capsys.readouterr().err
     )
+
+
+def test_memory_that_ran_out_after_a_newer_checkpoint_is_tried_again(run: RunFolder) -> None:
+    record_event(run, "started")
+    run.checkpoint(10).mkdir(parents=True)
+    os.utime(run.checkpoint(10), (read_events(run)[0]["time"] + 1e-3,) * 2)
+    time.sleep(0.01)
+    record_event(run, "failed", code=LOST, cause="out_of_memory")
+    assert main(WORDS) == 175
