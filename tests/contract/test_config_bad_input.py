@@ -45,6 +45,7 @@ CASES = {
         GOOD + "launch: {strategy: deepspeed}\n", [],
         "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
     ),
+    "a section by another name": (GOOD + "training: {epochs: 3}\n", [], "did you mean `train`?"),
     "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
     "nearly a tracker": (
         GOOD + "train: {report_to: wandbb}\n", [],
