@@ -12,13 +12,16 @@ launches in a row made no newer checkpoint, by the run's events.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.process import end_by_signals, hear_signals
@@ -43,7 +46,7 @@ TRAINING = frozenset(
 )
 """Commands that start a run and, with `launch.auto_resume`, continue it."""
 LAUNCHED = TRAINING | {"resume"}
-FOR_KUBERNETES = 175
+FOR_KUBERNETES, KILLED = 175, 128 + signal.SIGKILL
 LIMIT = "SFT_PLAY_MAX_RESTARTS"
 """Variable of a pod: most restarts in a row without a newer checkpoint (`kubernetes.max_restarts`)."""
 JOIN_SECONDS = 600
@@ -52,12 +55,12 @@ JOIN_SECONDS = 600
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command at this container's place and return its exit code: 175 for 75, or 3 after too many tries."""
-    words = list(sys.argv[1:] if words is None else words)
+    words, mark = list(sys.argv[1:] if words is None else words), None
     try:
         with end_by_signals():  # process 1 of a container only receives signals that it handles
             command = complete_command(words, os.environ)
             if words and words[0] in LAUNCHED:
-                require_progress(command, os.environ)
+                mark = require_progress(command, os.environ)
                 _wait_for_master(_typed(command))
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
             code = supervise([sys.executable, "-m", "sft_play", *command])
@@ -68,6 +71,8 @@ def main(words: Sequence[str] | None = None) -> int:
         code = 130
     except SystemExit as stop:  # a signal before the command started
         code = stop.code if isinstance(stop.code, int) else 1
+    if mark and code != KILLED:
+        mark.unlink(missing_ok=True)
     return FOR_KUBERNETES if code == LOST else code
 
 
@@ -168,16 +173,18 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
         time.sleep(1)
 
 
-def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
+def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> Path | None:
     """Raise `HardwareError` on node 0 if more launches than the limit, in a row, made no newer checkpoint.
 
-    Launches of pods that the kernel killed count too; one that was stopped, or ended for good, begins a new row.
+    Launches that the kernel killed count too; one that was stopped, or ended for good, begins a new row. Return the
+    mark that only such a launch leaves, next to the run: one that is killed while it prepares data records no event.
     """
     typed = _typed(words)
     limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
     if not limit or not name or typed.get("NODE_RANK", "0") != "0":
-        return
+        return None
     run, tries, memory = RunFolder(runs_folder() / name), 0, False
+    mark = run.path.with_name(f".{name}.killed")
     saved = max((path.stat().st_mtime for path in list_checkpoints(run)), default=0.0)
     for event in (event for event in read_events(run) if event.get("node", 0) == 0):
         if event["time"] < saved or (event["event"] in FINAL_EVENTS and event.get("code") != LOST):
@@ -186,6 +193,8 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
             tries += 1
         elif event["event"] == "failed":
             memory = tries > 0 and event.get("cause") == OUT_OF_MEMORY
+    killed = mark.stat().st_size if mark.is_file() and mark.stat().st_mtime > saved else 0
+    tries = max(tries, killed)
     if memory or tries > limit:
         why = "memory ran out" if memory else f"`kubernetes.max_restarts` is {limit}"
         error = HardwareError(
@@ -193,8 +202,14 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
             place=f"run {run.name}",
             hint=f"the reasons are in `{run.events}`; the count starts over for a job that is submitted again",
         )
-        record_event(run, "failed", code=error.exit_code, error=error.message)
+        mark.unlink(missing_ok=True)
+        if run.path.is_dir():
+            record_event(run, "failed", code=error.exit_code, error=error.message)
         raise error
+    with contextlib.suppress(OSError):  # a full disk ends the run with its own error
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_bytes(b"." * (killed + 1))
+    return mark
 
 
 if __name__ == "__main__":
