@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -68,10 +69,13 @@ def train(call: Call) -> int:
 
 
 def start(call: Call) -> int:
-    """Start TensorBoard and print its URL once it answers; a running one is kept."""
-    if server := find_server():
+    """Start TensorBoard and print its URL once it answers; a running one is kept, unless another port is typed."""
+    typed, server = call.port("TENSORBOARD_PORT"), find_server()
+    if server and typed in (None, urlsplit(server.url).port):
         return _say(call, server, "already runs; `make tensorboard-stop` ends it")
-    folder, asked = runs_folder().resolve(), call.port("TENSORBOARD_PORT") or DEFAULT_PORT
+    if server:
+        _end(server)
+    folder, asked = runs_folder().resolve(), typed or DEFAULT_PORT
     folder.mkdir(parents=True, exist_ok=True)
     port = next_free_port(asked, HOST, "TENSORBOARD_PORT")
     taken = f"port {asked} is taken; " if port != asked else ""
@@ -80,19 +84,23 @@ def start(call: Call) -> int:
 
 def stop(call: Call) -> int:
     """End the TensorBoard that this project started."""
-    server = find_server()
-    if server is not None and (process := server.process) is not None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS)
-        except psutil.TimeoutExpired:
-            process.kill()
+    if server := find_server():
+        _end(server)
     pid_file().unlink(missing_ok=True)
     if call.json:
         print(json.dumps({"stopped": server is not None, "pid": server.pid if server else None}))
     else:
         print(f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs")
     return 0
+
+
+def _end(server: TensorBoardServer) -> None:
+    if process := server.process:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            process.kill()
 
 
 def find_server() -> TensorBoardServer | None:

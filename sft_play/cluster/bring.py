@@ -189,6 +189,7 @@ def send_code(host: Host, files: Sequence[str]) -> None:
     deliver(host, project(), host.folder, files, marker=f"{host.folder}/{MARKER}", hint=hint, aside=aside)
     removal = [
         "-r",
+        "--out-format=%i %n",
         "--delete",
         "--exclude=__pycache__",
         "--existing",
@@ -196,7 +197,10 @@ def send_code(host: Host, files: Sequence[str]) -> None:
         "--backup",
         f"--backup-dir=../{aside}/sft_play",
     ]
-    rsync(host, [*removal, f"{project()}/sft_play/", remote(host, f"{host.folder}/sft_play/")])
+    out = rsync(host, [*removal, f"{project()}/sft_play/", remote(host, f"{host.folder}/sft_play/")])
+    if gone := re.findall(r"^\*deleting +(.*[^/\n])$", out.decode(errors="replace"), re.MULTILINE):
+        names = _listed([f"sft_play/{name}" for name in gone])
+        tell(f"host `{host.name}`: {names} not here; moved to `{host.folder}/{aside}`")
 
 
 # ---- Environment

@@ -237,11 +237,16 @@ def refused_format(kind: str, form: str) -> tuple[str, str] | None:
 
 
 def entries(config: Config) -> Iterator[Conflict]:
-    """Refuse a `filter` that cannot be parsed, and two sources with one name."""
+    """Refuse empty texts, which would be no choice at all, a `filter` that cannot be parsed, and two sources with one
+    name.
+    """
     for key, index, source in sources(config):
         name = f"{key}[{index}]"
+        for field in ("filter", "split", "config", "revision"):
+            if (text := getattr(source, field)) is not None and not text.strip():
+                yield Conflict(key, f"`{name}.{field}` is empty", "omit it")
         try:
-            Condition(source.filter) if source.filter else None
+            Condition(source.filter) if source.filter and source.filter.strip() else None
         except DataError as error:
             yield Conflict(key, f"`{name}.filter` {error.message.removeprefix('`filter` ')}", error.hint)
     for key in ("data.sources", "data.validation"):  # scores and counts are reported by name

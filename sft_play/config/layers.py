@@ -175,7 +175,7 @@ def leaves(node: YamlNode, prefix: str = "") -> Iterator[tuple[str, YamlNode]]:
 
 def saved_layer(saved: Mapping[str, Any], place: str, problems: list[UserError], *, of_run: bool) -> Layer:
     """Return the layer of a configuration saved by `config.load.saved_form`, which is complete: this version's defaults
-    do not apply to an existing run.
+    do not apply to an existing run. A key that this version lacks is an error, unless it had its default.
     """
     tree, origins, layer = dict(saved["config"]), saved["origins"], Layer()
     train = {**tree["train"], **tree["train"]["extra"]}
@@ -183,7 +183,7 @@ def saved_layer(saved: Mapping[str, Any], place: str, problems: list[UserError],
     for key, node in leaves(wrap(tree | {"train": train})):
         if find_key(key):
             layer.append((key, Value(node, str(origins.get(key, DEFAULT)), literal=True, of_run=of_run)))
-        else:
+        elif str(origins.get(key, DEFAULT)) != DEFAULT:
             problems.append(UserError(f"`{key}` is not a key of this version", place=place))
     return layer
 

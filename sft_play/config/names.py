@@ -316,5 +316,8 @@ def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
         hint = f"it belongs to a source: `data.sources: {source}` instead of `train_path`"
         return UserError(f"unknown key `{key}`", place=place, hint=hint)
     better = suggest(leaf, section)
+    if isinstance(node.value, dict):  # a section by another name, such as `training`
+        named = (n for n in sections() if n not in ("", section) and leaf.lower().startswith(n.rpartition(".")[2]))
+        better = next(named, better)
     hint = hint_elsewhere(leaf) or (f"did you mean `{better}`?" if better else "docs/configuration.md lists every key")
     return UserError(f"unknown key `{key}`", place=place, hint=hint)

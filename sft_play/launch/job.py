@@ -6,6 +6,7 @@ All of it is known before a run folder is touched, except for facts of other mac
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +77,10 @@ def read_options(
 
     A `rehearsal` starts nothing, so several nodes need no address, rank or name.
     """
+    threads = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if threads and not threads.isdecimal():
+        text = f"`OMP_NUM_THREADS` is `{threads}`; expected a number of threads"
+        raise UserError(text, place="environment", hint="export OMP_NUM_THREADS=4, or unset it: the plan chooses it")
     path = _accelerate_config(call, loaded, asked_strategy)
     choices = read_accelerate_config(path) if path else AccelerateChoices()
     loaded = _with_choices(loaded, choices)
@@ -341,6 +346,11 @@ def refuse_early(job: Job) -> None:
         if job.node.count == 1 or job.has_met:
             raise
         return
+    here = {name for _, name in socket.if_nameindex()}
+    asked = os.environ.get("GLOO_SOCKET_IFNAME") or ""
+    if plan.world_size > 1 and (missing := [name for name in asked.split(",") if name and name not in here]):
+        text = f"`GLOO_SOCKET_IFNAME` names `{missing[0]}`, but this machine has {', '.join(sorted(here))}"
+        raise HardwareError(text, place="environment", hint="unset it: the launcher chooses the interface")
     for name in ("sitecustomize.py", "usercustomize.py") if plan.zero else ():
         if (file := Path.cwd() / name).exists():  # accelerate adds this folder to the PYTHONPATH of DeepSpeed's workers
             text = "DeepSpeed's workers would run it at their start"

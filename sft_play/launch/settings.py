@@ -43,7 +43,7 @@ TAKEN: Mapping[str, Any] = {
     "machine_rank": FromZero | None,
     "main_process_ip": str | None,
     "main_process_port": Annotated[int, Range(minimum=0, maximum=LARGEST_PORT)] | None,
-    "mixed_precision": Literal["no", "bf16", "fp16"] | None,
+    "mixed_precision": Literal["no", "bf16", "fp16"] | bool | None,
     "deepspeed_config": dict | None,
     "deepspeed_config.deepspeed_config_file": str | None,
     "fsdp_config": dict | None,
@@ -168,6 +168,11 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
 
     _check_types(source, settings, refuse)
     kind = str(settings.get("distributed_type"))
+    for old in sorted(settings.keys() & PRECISIONS.keys()):  # accelerate still reads it
+        means = old if settings.pop(old) is True else "no"
+        refuse(
+            old, f"`{old}` is the old spelling of `mixed_precision`", f"write `mixed_precision: '{means}'` in its place"
+        )
     _check(settings, "", ONLY, TAKEN.keys(), refuse)
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
     if processes is not None and processes % machines:
@@ -176,7 +181,11 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
             " machine"
         )
         refuse("num_processes", text)
+    if settings.get("num_machines") and (rank := settings.get("machine_rank") or 0) >= machines:
+        refuse("machine_rank", f"`machine_rank` is {rank}; expected 0 to {machines - 1}, by `num_machines: {machines}`")
     mixed = settings.get("mixed_precision")
+    if mixed is True:
+        refuse("mixed_precision", "`mixed_precision` is `true`; expected `no`, `bf16` or `fp16`")
     train: dict[str, Any] = {} if mixed is None else {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
     notices: list[str] = []
     deepspeed, fsdp = None, {}

@@ -292,12 +292,13 @@ def _fetch_config(model: ModelConfig) -> Path:
         raise DataError("there is no such model folder", place=model.name)
     if not hub_reachable():
         raise hub_refusal(model)
+    import httpx2
     from huggingface_hub import hf_hub_download
 
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, httpx2.HTTPError) as error:  # such as that of a proxy that refuses
         raise hub_refusal(model, error) from error
 
 
@@ -342,8 +343,8 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     return as_trained(config)
 
 
-TRACE_VERSION = 10
-"""Increase this when a trace or a count changes, so that cached results of the older one are not used."""
+TRACE_VERSION = 11
+"""Increase this when a trace, a count or a probe changes, so that cached results of the older one are not used."""
 
 
 def key_of(question: Mapping[str, Any]) -> str:

@@ -275,6 +275,7 @@ class Plan(Setup):
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
+        value = {name: part for name, part in value.items() if name in Plan.__dataclass_fields__}  # some were dropped
         lists = {name: tuple(items) for name, items in value.items() if isinstance(items, list)}
         work = value["work"] and record_of(value["work"], Work)
         return Plan(**{**value, **lists, "work": work, "ranks": tuple(RankPlan(**rank) for rank in value["ranks"])})

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 from sft_play.config.metrics import OF_LOSS, label_of_metric
 from sft_play.errors import without_tokens
@@ -229,6 +230,17 @@ def end_text(run: RunFolder, event: str, message: str) -> str:
     return f"{subject}: {message}" if message else subject
 
 
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect to another host or from HTTPS to HTTP."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
+        before, after = urlsplit(req.full_url), urlsplit(newurl)
+        same = after.hostname == before.hostname and after.scheme in (before.scheme, "https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl) if same else None
+
+
 def _send(target: str, body: str) -> None:
     try:
         variable = VARIABLE.fullmatch(target)
@@ -237,7 +249,7 @@ def _send(target: str, body: str) -> None:
             request = urllib.request.Request(
                 target, body.encode(), {"Content-Type": "application/json", "User-Agent": "sft-play"}
             )
-            urllib.request.urlopen(request, timeout=SECONDS).close()
+            urllib.request.build_opener(_SameHost).open(request, timeout=SECONDS).close()
         elif variable:  # only from a variable: a command in a run's folder is never run
             _run(target, body)
         else:

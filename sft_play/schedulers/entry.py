@@ -12,13 +12,16 @@ launches in a row made no newer checkpoint, by the run's events.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.process import end_by_signals, hear_signals
@@ -43,7 +46,7 @@ TRAINING = frozenset(
 )
 """Commands that start a run and, with `launch.auto_resume`, continue it."""
 LAUNCHED = TRAINING | {"resume"}
-FOR_KUBERNETES = 175
+FOR_KUBERNETES, KILLED = 175, 128 + signal.SIGKILL
 LIMIT = "SFT_PLAY_MAX_RESTARTS"
 """Variable of a pod: most restarts in a row without a newer checkpoint (`kubernetes.max_restarts`)."""
 JOIN_SECONDS = 600
@@ -52,12 +55,12 @@ JOIN_SECONDS = 600
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command at this container's place and return its exit code: 175 for 75, or 3 after too many tries."""
-    words = list(sys.argv[1:] if words is None else words)
+    words, mark = list(sys.argv[1:] if words is None else words), None
     try:
         with end_by_signals():  # process 1 of a container only receives signals that it handles
             command = complete_command(words, os.environ)
             if words and words[0] in LAUNCHED:
-                require_progress(command, os.environ)
+                mark = require_progress(command, os.environ)
                 _wait_for_master(_typed(command))
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
             code = supervise([sys.executable, "-m", "sft_play", *command])
@@ -68,13 +71,15 @@ def main(words: Sequence[str] | None = None) -> int:
         code = 130
     except SystemExit as stop:  # a signal before the command started
         code = stop.code if isinstance(stop.code, int) else 1
+    if mark and code != KILLED:
+        mark.unlink(missing_ok=True)
     return FOR_KUBERNETES if code == LOST else code
 
 
 def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the words of `python -m sft_play`: `words` and the place that the scheduler sets for this container.
 
-    Typed words win.
+    Typed words win. Raise `UserError` for a place that is not a number.
     """
     if not words or words[0] not in LAUNCHED:
         return list(words)
@@ -89,11 +94,22 @@ def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[s
     return [*words, *(f"{name}={value}" for name, value in place.items() if value and name not in typed)]
 
 
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return a number from the pod's environment, or `None` if it is not set. Raise `UserError`."""
+    text = environ.get(name, "")
+    if text and not text.isdecimal():
+        hint = "omit `elasticPolicy`: the number of pods is fixed" if ":" in text else "correct it in the manifest"
+        raise UserError(f"`{name}` is `{text}`; expected an integer", place="environment", hint=hint)
+    return int(text) if text else None
+
+
 def place_of(environ: Mapping[str, str]) -> dict[str, str | None]:
     """Return this container's place, as its scheduler sets it, as variables of our command; `None` for those it does
-    not set.
+    not set. Raise `UserError`: `PET_NNODES` of a job with an `elasticPolicy` is a range.
     """
     get = environ.get
+    for name in ("PET_NNODES", "PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX"):
+        _number(environ, name)
     if get("JOB_COMPLETION_INDEX") and not get("PET_NNODES"):  # an indexed Job
         return {
             "NODE_RANK": get("JOB_COMPLETION_INDEX"),
@@ -102,11 +118,11 @@ def place_of(environ: Mapping[str, str]) -> dict[str, str | None]:
         }
     # PyTorchJob (Training Operator v1) and TrainJob (Trainer v2). `RANK` is a pod's number there, and `WORLD_SIZE` pods
     # times `PET_NPROC_PER_NODE`: with one process a pod it counts pods.
-    each, world = get("PET_NPROC_PER_NODE", ""), get("WORLD_SIZE", "")
+    each, world = get("PET_NPROC_PER_NODE", ""), None if get("PET_NNODES") else _number(environ, "WORLD_SIZE")
     processes = each if each.isdecimal() else None  # with `auto` and `gpu` we choose
     master = get("PET_MASTER_ADDR") or get("MASTER_ADDR")
     return {
-        "NUM_NODES": get("PET_NNODES") or (str(int(world) // int(processes or 1)) if world.isdecimal() else None),
+        "NUM_NODES": get("PET_NNODES") or (str(world // int(processes or 1)) if world else None),
         "NODE_RANK": get("PET_NODE_RANK") or get("RANK"),
         # Some operators set `localhost` on the master itself, which the others would look for on their own machine.
         "MASTER_ADDR": get("POD_IP", master) if master in ("localhost", "127.0.0.1") else master,
@@ -157,16 +173,18 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
         time.sleep(1)
 
 
-def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
+def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> Path | None:
     """Raise `HardwareError` on node 0 if more launches than the limit, in a row, made no newer checkpoint.
 
-    Launches of pods that the kernel killed count too; one that was stopped, or ended for good, begins a new row.
+    Launches that the kernel killed count too; one that was stopped, or ended for good, begins a new row. Return the
+    mark that only such a launch leaves, next to the run: one that is killed while it prepares data records no event.
     """
     typed = _typed(words)
-    limit, name = environ.get(LIMIT), typed.get("RUN_NAME")
+    limit, name = _number(environ, LIMIT), typed.get("RUN_NAME")
     if not limit or not name or typed.get("NODE_RANK", "0") != "0":
-        return
+        return None
     run, tries, memory = RunFolder(runs_folder() / name), 0, False
+    mark = run.path.with_name(f".{name}.killed")
     saved = max((path.stat().st_mtime for path in list_checkpoints(run)), default=0.0)
     for event in (event for event in read_events(run) if event.get("node", 0) == 0):
         if event["time"] < saved or (event["event"] in FINAL_EVENTS and event.get("code") != LOST):
@@ -174,16 +192,24 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
         elif event["event"] in ("started", "resumed"):
             tries += 1
         elif event["event"] == "failed":
-            memory = event.get("cause") == OUT_OF_MEMORY
-    if memory or tries > int(limit):
+            memory = tries > 0 and event.get("cause") == OUT_OF_MEMORY
+    killed = mark.stat().st_size if mark.is_file() and mark.stat().st_mtime > saved else 0
+    tries = max(tries, killed)
+    if memory or tries > limit:
         why = "memory ran out" if memory else f"`kubernetes.max_restarts` is {limit}"
         error = HardwareError(
             f"{plural(tries, 'attempt')} in a row made no newer checkpoint, and {why}",
             place=f"run {run.name}",
             hint=f"the reasons are in `{run.events}`; the count starts over for a job that is submitted again",
         )
-        record_event(run, "failed", code=error.exit_code, error=error.message)
+        mark.unlink(missing_ok=True)
+        if run.path.is_dir():
+            record_event(run, "failed", code=error.exit_code, error=error.message)
         raise error
+    with contextlib.suppress(OSError):  # a full disk ends the run with its own error
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_bytes(b"." * (killed + 1))
+    return mark
 
 
 if __name__ == "__main__":

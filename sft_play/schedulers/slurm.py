@@ -252,6 +252,15 @@ def submit(script: Path) -> str:
     return answer.rpartition("\n")[2].partition(";")[0]
 
 
+def overriding(environ: Mapping[str, str]) -> list[str]:
+    """Return the shell's variables that Slurm's programs read as options, which override those of a script.
+
+    Inside a job `SLURM_` variables are ignored, since most of them describe that job.
+    """
+    inside = "SLURM_JOB_ID" in environ
+    return sorted(name for name in environ if name.startswith(OPTIONS) or (not inside and OF_JOBS.fullmatch(name)))
+
+
 def _shell() -> dict[str, str]:
     """Return this shell's variables without those that Slurm's programs read as options."""
     return {
@@ -402,6 +411,10 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str]) -> list[str]:
             else "HARDWARE= describes others"
         )
         notes.append(f"planned for nodes like this machine; {what}")
+    if theirs := overriding(os.environ):
+        notes.append(
+            f"{', '.join(theirs)} of this shell would win over the script's options: the job is to be submitted without"
+        )
     if withheld:
         notes.append(
             f"{', '.join(withheld)} looks like a secret and is not written into the script; set it in a file that"
@@ -427,7 +440,8 @@ def _show(job: BatchJob, script: Path) -> str:
 
 def _next(job: BatchJob, script: Path, number: str | None) -> str:
     if number is None:
-        return f"  submit   sbatch {shlex.quote(str(script))}"
+        without = "".join(f"-u {name} " for name in overriding(os.environ))
+        return f"  submit   {f'env {without}' if without else ''}sbatch {shlex.quote(str(script))}"
     task = f"{number}_{first_index(job.slurm.array)}" if job.slurm.array else number
     return (
         f"\nsubmitted: job {number}\n  state    squeue --job {number}\n  output   tail -F"

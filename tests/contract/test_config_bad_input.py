@@ -45,6 +45,9 @@ CASES = {
         GOOD + "launch: {strategy: deepspeed}\n", [],
         "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`",
     ),
+    "a filter that is empty": (TWO + "filter: ''}]\n", [], "`data.sources[0].filter` is empty"),
+    "a revision that is empty": (TWO + "revision: ' '}]\n", [], "`data.sources[0].revision` is empty"),
+    "a section by another name": (GOOD + "training: {epochs: 3}\n", [], "did you mean `train`?"),
     "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
     "nearly a tracker": (
         GOOD + "train: {report_to: wandbb}\n", [],

@@ -46,7 +46,9 @@ def test_tensorboard_starts_once_and_stops(tensorboard: Program, tmp_path: Path)
     again = tensorboard("tensorboard").out
     assert "already runs" in again and first["url"] in again
 
-    assert str(first["pid"]) in tensorboard("tensorboard-stop").out and ended(first["pid"])
+    second = tensorboard("tensorboard", f"TENSORBOARD_PORT={taken}", "JSON=1").json
+    assert ended(first["pid"]) and second["url"].endswith(f":{taken}/"), "a typed port counts"
+    assert str(second["pid"]) in tensorboard("tensorboard-stop").out and ended(second["pid"])
     assert "no TensorBoard" in tensorboard("tensorboard-stop").out
 
 

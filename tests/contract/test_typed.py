@@ -256,6 +256,17 @@ def test_typed_options_win_over_the_environment_and_empty_ones_are_ignored(in_pr
     assert done.code == 0 and done.json["train.seed"], done.err
 
 
+def test_a_number_of_threads_that_is_none_is_refused_before_accelerate_reads_it(in_process: Program) -> None:
+    done = in_process("train", "CONFIG=smoke", env={"OMP_NUM_THREADS": "4,2"})
+    done.refused(2, "environment: `OMP_NUM_THREADS` is `4,2`; expected a number of threads")
+
+
+def test_a_network_interface_that_this_machine_lacks_is_named(in_process: Program, tmp_path: Path, tiny: Path) -> None:
+    words = ("train-distributed", "NUM_GPUS=2", f"CONFIG={tiny_config(tmp_path, tiny)}")
+    done = in_process(*words, env={"GLOO_SOCKET_IFNAME": "lo,eth99"})
+    done.refused(3, "environment: `GLOO_SOCKET_IFNAME` names `eth99`, but this machine has ", "unset it")
+
+
 @pytest.mark.parametrize("words", [["help"], ["config", "CONFIG=smoke", "JSON=1"]])
 def test_output_to_a_full_disk_is_one_error(words: list[str], cache: Path, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:

@@ -121,6 +121,16 @@ def test_a_receiver_that_does_not_answer_causes_one_warning(
     )
 
 
+def test_a_redirect_is_followed_on_the_same_host_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with webhook() as (url, messages):
+        for path, followed in (("here", True), ("away", False)):
+            notify(f"{url}/{path}", RunFolder(tmp_path / "run"), "finished", "done")
+            wait_until_sent()
+            assert (messages == [{"followed": "/elsewhere"}]) is followed
+            assert ("was not sent" in capsys.readouterr().err) is not followed
+            messages.clear()
+
+
 @pytest.mark.parametrize("target", ["ftp://host/x", "rm -rf /", "$(id)"])
 def test_a_command_in_a_configuration_is_refused(target: str, in_process: Program) -> None:
     in_process("config", "CONFIG=quickstart", f"LAUNCH_NOTIFY={target}").refused(

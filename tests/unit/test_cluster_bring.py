@@ -102,10 +102,9 @@ def test_replaced_and_removed_files_are_backed_up(there: Path, here: Path, capsy
     assert (there / "a.py").read_text() == "second, longer" and (there / "own.py").exists() and cached.exists()
     (aside,) = (there / SET_ASIDE).iterdir()
     assert (aside / "a.py").read_text() == "edited on the host"
-    assert (
-        f"host `old`: `a.py` replaced; the old files are in `~/sft-play/{SET_ASIDE}/{aside.name}`"
-        in capsys.readouterr().err
-    )
+    notes = capsys.readouterr().err
+    assert f"host `old`: `a.py` replaced; the old files are in `~/sft-play/{SET_ASIDE}/{aside.name}`" in notes
+    assert f"host `old`: `{odd[-1]}` not here; moved to `~/sft-play/{SET_ASIDE}/{aside.name}`" in notes
     moved = {str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()}
     assert moved == {"a.py", odd[-1]} and not (there / odd[-1]).exists() and (there / "sft_play" / "x.py").exists()
 

@@ -175,6 +175,19 @@ def test_a_run_keeps_its_values_when_defaults_change_and_overrides_replace_what_
         assert config.train.warmup_steps == 3 and config.train.extra["adam_beta1"] == 0.6
 
 
+def test_a_run_of_an_older_version_is_read_unless_a_key_was_typed_that_is_gone(write: Write, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    save_config(load(write("data: {train_path: a}\n")), path)
+    saved = json.loads(path.read_text())
+    saved["config"]["train"]["spike_guard"] = "off"
+    path.write_text(json.dumps(saved))
+    assert read_config(path).config.data.train_path == "a"
+    saved["origins"]["train.spike_guard"] = "x.yaml:4"
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"`train\.spike_guard` is not a key of this version"):
+        read_config(path)
+
+
 def test_every_key_of_the_schema_can_be_typed(write: Write) -> None:
     """Each default, written as a variable, gives the same configuration."""
     path = write("")

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from sft_play.schedulers.entry import complete_command, supervise
+from sft_play.errors import UserError
+from sft_play.schedulers.entry import complete_command, require_progress, supervise
 from tests.conftest import ROOT
 
 WORDS = ("train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo")
@@ -70,6 +71,28 @@ def test_each_schedulers_variables_become_options(
     environ: dict[str, str], words: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     assert added(words, environ) == expected | {"LAUNCH_AUTO_RESUME": "true", "ACCELERATE_CONFIG": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "auto", "RANK": "0"}, "`WORLD_SIZE` is `auto`; expected an integer"),
+        (
+            {"PET_NNODES": "1:3", "PET_NODE_RANK": "0"},
+            "`PET_NNODES` is `1:3`; expected an integer\n\nhint: omit `elasticPolicy`",
+        ),
+        ({"JOB_COMPLETION_INDEX": "first"}, "`JOB_COMPLETION_INDEX` is `first`"),
+    ],
+)
+def test_variables_of_a_pod_that_are_no_numbers_are_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        complete_command(WORDS, environ)
+    assert f"environment: {message}" in caught.value.render()
+
+
+def test_a_limit_of_restarts_must_be_a_number() -> None:
+    with pytest.raises(UserError, match="`SFT_PLAY_MAX_RESTARTS` is `ten`; expected an integer"):
+        require_progress(WORDS, {"SFT_PLAY_MAX_RESTARTS": "ten"})
 
 
 def test_commands_that_do_not_train_are_unchanged() -> None:

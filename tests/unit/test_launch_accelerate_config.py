@@ -136,6 +136,7 @@ def test_refusals_say_why(tmp_path: Path, extra: str, kind: str, words: tuple[st
         ("num_machines: 0", "MULTI_GPU", "`num_machines` is `0`; expected an integer >= 1"),
         ("num_processes: 0", "MULTI_GPU", "`num_processes` is `0`; expected an integer >= 1"),
         ("num_processes: true", "MULTI_GPU", "`num_processes` is `true`; expected an integer >= 1"),
+        ("machine_rank: 1", "MULTI_GPU", "`machine_rank` is 1; expected 0 to 0, by `num_machines: 1`"),
         ("machine_rank: -1", "MULTI_GPU", "`machine_rank` is `-1`; expected an integer >= 0"),
         ("use_cpu: 'yes'", "MULTI_GPU", "`use_cpu` is `yes`"),
         (

@@ -195,3 +195,9 @@ def test_an_unknown_name_or_revision_of_the_hub_is_refused(code: str, revision: 
     with serve(RefusingHandler, status=404, code=code, tokens=[]) as hub:
         done = ask(hub, revision=revision)
     assert done.returncode == 4 and f"error: someone/small: {message}" in done.stderr
+
+
+def test_a_proxy_that_refuses_is_an_unreachable_hub(ask: Ask) -> None:
+    with serve(RefusingHandler, status=403, code="", tokens=[]) as proxy:  # which knows no `CONNECT`
+        done = ask("https://huggingface.co", HTTPS_PROXY=proxy, https_proxy=proxy)
+    assert done.returncode == 4 and "error: someone/small: no such folder, and the hub cannot be reached" in done.stderr

@@ -476,11 +476,16 @@ def test_variables_of_the_shell_do_not_change_options_of_the_job(in_process: Pro
     def seen() -> list[str]:
         return sorted((tmp_path / "seen").read_text().splitlines())
 
+    done = command(in_process, tmp_path, env=env)
+    without = "-u SBATCH_EXPORT -u SBATCH_PARTITION -u SBATCH_TIMELIMIT -u SLURM_CLUSTERS"
+    assert f"submit   env {without} sbatch {tmp_path}/runs/demo/slurm/job.sbatch" in done.out
     done = command(in_process, tmp_path, "SUBMIT=1", env=env)
     assert done.code == 0 and seen() == ["SLURM_CONF=/etc/slurm.conf"] * 2 + ["SLURM_JWT=secret"] * 2
+    assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT, SLURM_CLUSTERS of this shell would win" in done.err
     inside = {**env, "SLURM_JOB_ID": "5", "SLURM_MEM_PER_CPU": "100", "SLURM_TIMELIMIT": "1"}
     done = command(in_process, tmp_path, "SUBMIT=1", env=inside)
     assert done.code == 0 and seen() == ["SLURM_CONF=/etc/slurm.conf"] * 4 + ["SLURM_JWT=secret"] * 4
+    assert "note: SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT of this shell" in done.err
 
 
 def test_scripts_written_in_the_same_second_have_different_runs(

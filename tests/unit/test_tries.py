@@ -10,7 +10,7 @@ import pytest
 
 from sft_play.launch.run_folder import read_events, record_event
 from sft_play.runs.folder import RunFolder
-from sft_play.schedulers.entry import LIMIT, main
+from sft_play.schedulers.entry import LIMIT, main, require_progress
 
 WORDS = ["train-distributed", "CONFIG=/config/config.json", "RUN_NAME=demo", "NUM_GPUS=1", "LAUNCH_JOIN_SECONDS=1"]
 LOST = 75
@@ -47,6 +47,16 @@ def test_restarts_end_with_a_permanent_code(run: RunFolder, capsys: pytest.Captu
     assert main(WORDS) == 175, "who submits again has looked at it"
 
 
+def test_pods_that_the_kernel_kills_while_they_prepare_data_count_too(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.path.rmdir()  # no launch gets so far as to make it
+    for _ in range(3):
+        require_progress(WORDS, os.environ)  # and never ends
+    assert main(WORDS) == 3 and "3 attempts in a row made no newer checkpoint" in capsys.readouterr().err
+    assert [main(WORDS), main(WORDS)] == [175, 175], "who submits again has looked at it"
+
+
 def test_a_newer_checkpoint_or_a_stop_begins_a_new_row(run: RunFolder) -> None:
     for _ in range(2):
         launch(run)
@@ -67,3 +77,12 @@ def test_memory_that_ran_out_is_not_tried_again(run: RunFolder, capsys: pytest.C
         main(WORDS) == 3
         and "1 attempt in a row made no newer checkpoint, and memory ran out" in capsys.readouterr().err
     )
+
+
+def test_memory_that_ran_out_after_a_newer_checkpoint_is_tried_again(run: RunFolder) -> None:
+    record_event(run, "started")
+    run.checkpoint(10).mkdir(parents=True)
+    os.utime(run.checkpoint(10), (read_events(run)[0]["time"] + 1e-3,) * 2)
+    time.sleep(0.01)
+    record_event(run, "failed", code=LOST, cause="out_of_memory")
+    assert main(WORDS) == 175
