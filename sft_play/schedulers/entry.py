@@ -160,7 +160,7 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
 def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise `HardwareError` on node 0 if more launches than the limit, in a row, made no newer checkpoint.
 
-    Launches of pods that the kernel killed count too; one that was stopped, or ended for good, begins a new row.
+    Launches of pods that the kernel killed count too; one that was stopped, or ended for good, restarts the count.
     """
     typed = _typed(words)
     limit, name = environ.get(LIMIT), typed.get("RUN_NAME")
