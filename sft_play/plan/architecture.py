@@ -341,7 +341,7 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     return as_trained(config)
 
 
-TRACE_VERSION = 10
+TRACE_VERSION = 11
 """Increase this when a trace or a count changes, so that cached results of the older one are not used."""
 
 
