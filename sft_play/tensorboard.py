@@ -96,7 +96,7 @@ def stop(call: Call) -> int:
 
 
 def find_server() -> TensorBoardServer | None:
-    """Return the running server of the pid file, else remove the file."""
+    """Return the running server of the pid file, or `None`."""
     try:
         server = TensorBoardServer(**read_json(pid_file()))
     except (OSError, TypeError, json.JSONDecodeError):
