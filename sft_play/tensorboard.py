@@ -104,7 +104,7 @@ def _end(server: TensorBoardServer) -> None:
 
 
 def find_server() -> TensorBoardServer | None:
-    """Return the running server of the pid file, else remove the file."""
+    """Return the running server of the pid file, or `None`."""
     try:
         server = TensorBoardServer(**read_json(pid_file()))
     except (OSError, TypeError, json.JSONDecodeError):

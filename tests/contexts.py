@@ -9,7 +9,6 @@ from typing import Any, cast
 from sft_play.config.schema import Config, ModelConfig
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.stamp import Stamp
-from sft_play.training.metrics import MetricsFile
 from sft_play.training.process import Activity
 from sft_play.training.ranks import Ranks, TrainContext
 from tests.plans import simple_plan
@@ -22,7 +21,6 @@ def context_of(
     ranks: Ranks = ALONE,
     *,
     plan: Any = None,
-    metrics: MetricsFile | None = None,
     **config: dict[str, Any],
 ) -> TrainContext:
     """Return the context of a run in `folder`; `config`: section -> keys that are not the default."""
@@ -35,5 +33,5 @@ def context_of(
         stamp=cast(Stamp, None),
         ranks=ranks,
         activity=Activity(),
-        metrics=metrics,
+        metrics=None,
     )

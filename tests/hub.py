@@ -118,14 +118,12 @@ class Repository:
     name: str = ""
     private: bool | None = None
     files: dict[str, bytes] = field(default_factory=dict)
-    readers: set[str] = field(default_factory=set)
-    """Tokens that may read only."""
 
 
 @contextmanager
-def serve_repository(**facts: Any) -> Iterator[Repository]:
-    """Yield an empty hub, or one with a repository that is `known`."""
-    repository = Repository(**facts)
+def serve_repository() -> Iterator[Repository]:
+    """Yield an empty hub."""
+    repository = Repository()
     with serve(RepositoryHandler, repository=repository) as repository.url:
         yield repository
 
@@ -134,17 +132,7 @@ class RepositoryHandler(HubHandler):
     repository: Repository
 
     def do_GET(self) -> None:
-        if self.path.startswith("/api/whoami"):
-            permitted = self._token() in {TOKEN, *self.repository.readers}
-            self.json(
-                {"name": "me", "type": "user"} if permitted else {"error": "Invalid credentials"},
-                200 if permitted else 401,
-            )
-        elif self.repository.name and self.path.startswith(f"/api/models/{self.repository.name}"):
-            files = [{"rfilename": name} for name in self.repository.files]
-            self.json({"id": self.repository.name, "private": self.repository.private, "siblings": files, "tags": []})
-        else:
-            self.refuse(404, "RepoNotFound")
+        self.refuse(404, "RepoNotFound")
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

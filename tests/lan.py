@@ -126,19 +126,6 @@ class Lan:
                 keeper, "tc", *f"qdisc replace dev {device} root tbf rate {mbit:g}mbit burst 256kb latency 30ms".split()
             )
 
-    @contextlib.contextmanager
-    def second_network(self) -> Iterator[None]:
-        """Join all hosts by another switch too, which is as fast as the machine: their `eth1`, at 192.168.88.11 and so
-        on.
-        """
-        _inside(self.switch, "ip", "link", "add", "br1", "up", "type", "bridge")
-        for k, host in enumerate(self.hosts, start=1):
-            _plug(host.keeper, self.switch, f"q{k}", f"192.168.88.{10 + k}", "eth1", "br1")
-        yield
-        for host in self.hosts:
-            _inside(host.keeper, "ip", "link", "del", "eth1")
-        _inside(self.switch, "ip", "link", "del", "br1")
-
     def sent_bytes(self, k: int) -> int:
         """Return how many bytes host `k`'s interface has sent so far, headers included."""
         for line in Path(f"/proc/{self.hosts[k].keeper}/net/dev").read_text().splitlines():
@@ -286,12 +273,12 @@ def _build(net: Lan, nodes: int, private: Sequence[Path]) -> None:
         net.rate(k, 1000)
 
 
-def _plug(keeper: int, switch: int, end: str, address: str, device: str = "eth0", bridge: str = "br0") -> None:
+def _plug(keeper: int, switch: int, end: str, address: str) -> None:
     """Join a host and the switch by a cable, of which `end` is the switch's."""
-    _inside(switch, *f"ip link add name {device} netns {keeper} type veth peer name {end} netns {switch}".split())
-    _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", device)
-    _inside(keeper, "ip", "link", "set", device, "up")
-    _inside(switch, "ip", "link", "set", end, "master", bridge, "up")
+    _inside(switch, *f"ip link add name eth0 netns {keeper} type veth peer name {end} netns {switch}".split())
+    _inside(keeper, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+    _inside(keeper, "ip", "link", "set", "eth0", "up")
+    _inside(switch, "ip", "link", "set", end, "master", "br0", "up")
 
 
 def _keep(net: Lan, name: str, hosts_file: Path | None, private: Mapping[Path, Path]) -> int:

@@ -105,16 +105,14 @@ def rank_plan(rank: int = 0, **changes: Any) -> RankPlan:
     return RankPlan(rank=rank, **(values | changes))
 
 
-def prepared_rows(
-    rows: int = 320, *, longest: int = 100, each: int = 60, trained: int = 20, **changes: Any
-) -> Prepared:
-    """Return the prepared facts of rows of `each` tokens, `trained` of them labels."""
+def prepared_rows(rows: int, *, longest: int = 100, each: int = 60, **changes: Any) -> Prepared:
+    """Return the prepared facts of rows of `each` tokens, 20 of them labels."""
     values: dict[str, Any] = {
         "path": "train",
         "rows": rows,
         "dropped": 0,
         "tokens": rows * each,
-        "label_tokens": rows * trained,
+        "label_tokens": rows * 20,
         "longest": longest,
         "median": each,
         "fingerprint": "f",

@@ -56,9 +56,7 @@ class Trial:
     """Of the training rows, in turn."""
 
 
-def make_rows(
-    folder: Path, count: int, *, seed: int, vocab: int = 1024, weights: Sequence[float | None] = ()
-) -> PreparedSplit:
+def make_rows(folder: Path, count: int, *, seed: int, weights: Sequence[float | None] = ()) -> PreparedSplit:
     """Write `count` ragged rows of random tokens; the trained share differs much between rows, and one row has one
     target. `weights`: in turn, of all of a row's tokens.
     """
@@ -68,7 +66,7 @@ def make_rows(
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "row": [], "prompt_ids": [], "reference": []}
     for row in range(count):
         length = chooser.randint(4, 40)
-        ids = [chooser.randrange(4, vocab) for _ in range(length)]
+        ids = [chooser.randrange(4, 1024) for _ in range(length)]
         start = length - 1 if row == 0 else chooser.randrange(1, length)
         columns["input_ids"].append(ids)
         columns["labels"].append([-100] * start + ids[start:])

@@ -97,7 +97,7 @@ def deliver(
     if marker and state != "ours":
         write_there(host, marker, "")
     if size > WORTH_SAYING_BYTES:
-        tell(f"{host.name} | {gib(size)} come to `{there}`")
+        tell(f"{host.name} | copying {gib(size)} to `{there}`")
     backup = ["--backup", f"--backup-dir={aside}"] if aside else []
     rsync(host, ["--partial", *backup, *words], names=names)
     if aside and replaced:

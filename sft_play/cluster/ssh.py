@@ -257,7 +257,7 @@ CAUSES = (
         "unknown-host-key",
         OF_SSH,
         ("host key verification failed", "host key is known", "has changed"),
-        "the host key of `{target}` is not the known one",
+        "`{target}` has a host key that is not known here",
         "log in once and compare the fingerprint: `{login}`",
     ),
     Cause(

@@ -24,7 +24,7 @@ PAIRS = (*TRUTHS, ("1", "-1"))
 
 
 def _truth(value: Any) -> bool | None:
-    """Return what a table means that writes `value` for true or false; `None` for other values."""
+    """Return whether a table's `value` means true or false; `None` if it means neither."""
     if isinstance(value, str):
         word = value.strip().lower()
         return True if word == "x" else next((word == pair[0] for pair in PAIRS if word in pair), None)

@@ -149,10 +149,8 @@ SECONDS = 30
 """How long the hub may take to say which commit a revision is."""
 
 
-def read_hub(source: DataSource, hint: str, skipped: LeftOut) -> Iterator[Placed]:
-    """Yield the rows of a hub dataset, whose commit `left` keeps. Raise `DataError`; `hint` says how paths of files are
-    meant.
-    """
+def read_hub(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
+    """Yield the rows of a hub dataset, whose commit `skipped` keeps. Raise `DataError`."""
     import datasets
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -178,7 +176,7 @@ def read_hub(source: DataSource, hint: str, skipped: LeftOut) -> Iterator[Placed
         httpx2.HTTPError,
         datasets.exceptions.DatasetsError,
     ) as error:
-        raise _problem(source, error, number, hint) from error
+        raise _problem(source, error, number) from error
 
 
 def _commit(source: DataSource) -> str | None:
@@ -193,7 +191,7 @@ def _commit(source: DataSource) -> str | None:
     return str(HfApi().dataset_info(source.path, revision=source.revision, timeout=SECONDS).sha)
 
 
-def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> DataError:
+def _problem(source: DataSource, error: Exception, rows: int) -> DataError:
     first = first_line(error)
     if rows:
         return DataError(f"reading stopped after row {rows:,}: {first}", place=source.path, hint="try again")
@@ -201,7 +199,7 @@ def _problem(source: DataSource, error: Exception, rows: int, hint: str) -> Data
         return DataError(
             "there is no such file, and the hub cannot be reached",
             place=source.path,
-            hint=f"check the network, or HF_HOME with a cached copy; {hint}",
+            hint=f"check the network, or HF_HOME with a cached copy; {PATHS_COUNT}",
         )
     return DataError(
         f"neither a file nor a hub dataset that can be loaded: {first}",
@@ -326,7 +324,7 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
         return
     files = files_of(source)
     if files is None:
-        yield from read_hub(source, PATHS_COUNT, skipped)
+        yield from read_hub(source, skipped)
         return
     folder = Path(source.path).expanduser()
     saved = folder.is_dir() and saved_splits(folder) is not None

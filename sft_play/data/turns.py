@@ -508,7 +508,7 @@ OTHER_RESULTS = "results whose `tool_call_id` is that of no call of their row"
 
 
 def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what the calls of a row have that cannot be."""
+    """Yield doubts about the calls of a row and their results."""
     calls = [call for turn in messages for call in turn.get("tool_calls", ())]
     functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
     names = [function.get("name") for function in functions]

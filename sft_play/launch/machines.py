@@ -433,6 +433,4 @@ def _for_others(error: BaseException, name: str) -> list[UserError]:
             for e in (error.problems if isinstance(error, Problems) else (error,))
         ]
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
-    return [
-        KINDS.get(code or LOST, RetryableError)(f"{name} has left before its workers started; its own output says why")
-    ]
+    return [KINDS.get(code or LOST, RetryableError)(f"{name} left before its workers started; its own output says why")]

@@ -26,7 +26,6 @@ from sft_play.plan.shape import DEFAULT_ATTENTION, ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
 from sft_play.runs.prepared import Prepared
 
-SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
 LONG_POSITIONS = 4096
 ROPE_THETA, LONG_ROPE_THETA = 10_000.0, 500_000.0
 

@@ -306,7 +306,7 @@ def _check_loading(request: Request, setup: Setup) -> None:
             f"`{label(config.model)}` cannot be loaded under {setup.strategy}: each of {plural(processes, 'process')}"
             f" holds all weights {'in fp32' if config.tuning.mode == 'full' else 'quantised'} before they are"
             f" sharded, {need / GIB:.1f} GiB of this machine's memory, which has {hardware.ram_bytes / GIB:.1f} GiB",
-            hint="TUNING_MODE=lora; or make train-deepspeed CONFIG=... LAUNCH_STRATEGY=zero3, where the shards fit",
+            hint="TUNING_MODE=lora; or make train-deepspeed CONFIG=... LAUNCH_STRATEGY=zero3, if the shards fit",
         )
 
 

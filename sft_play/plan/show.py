@@ -183,7 +183,7 @@ def _part_bars(parts: Mapping[str, int], scale: int) -> list[str]:
 
 
 def show_misfit(error: DoesNotFitError) -> str:
-    """Return the memory that a rank would need by part, and each remedy with its saving and its cost in speed."""
+    """Return the memory that a rank would need by part, and each remedy with its saving."""
     need = sum(error.parts.values())
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     fits = any(remedy.fits for remedy in error.remedies)

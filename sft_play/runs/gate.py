@@ -42,9 +42,7 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
 
 
 def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the entries below a folder, skipping what vanishes and, unless `writes`, unreadable
-    folders.
-    """
+    """Yield the entries below a folder, skipping what vanishes and, unless `writes`, unreadable folders."""
     waiting = [str(folder)]
     while waiting:
         place = waiting.pop()

@@ -176,7 +176,7 @@ def _wait_for_master(typed: Mapping[str, str]) -> None:
 def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> Path | None:
     """Raise `HardwareError` on node 0 if more launches than the limit, in a row, made no newer checkpoint.
 
-    Launches that the kernel killed count too; one that was stopped, or ended for good, begins a new row. Return the
+    Launches that the kernel killed count too; one that was stopped, or ended for good, restarts the count. Return the
     mark that only such a launch leaves, next to the run: one that is killed while it prepares data records no event.
     """
     typed = _typed(words)

@@ -1,5 +1,5 @@
-"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and
-answers each with a line of results.
+"""`python -m sft_play.trace`: reads lines of JSON, each a list of cases to trace and models to count, and answers each
+with a line of results.
 
 A separate process, since the plan must not import torch, and torch aborts where fake tensors of an absent device meet
 autograd.

@@ -29,7 +29,7 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_tensorboard_starts_once_and_stops(tensorboard: Program, tmp_path: Path) -> None:
+def test_tensorboard_starts_once_and_stops(tensorboard: Program) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()

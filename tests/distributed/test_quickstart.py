@@ -66,4 +66,4 @@ def test_the_whole_quickstart_teaches_something(program: Program) -> None:
     result = done.json
     before, after = result["scores"]["rougeL"]
     assert result["losses"]["loss"][1] < result["losses"]["loss"][0] and after["low"] > before["high"]
-    assert len(result["rows"]) == 5 and result["seconds"] < 600
+    assert result["rows"] and result["seconds"] < 600

@@ -180,8 +180,7 @@ function planBesideFigures(record) {
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
     ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
-    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", "–", energy(final.energy_kwh), ""],
-    ["cost", known(plan.cost) ? number(plan.cost) : "–", known(final.cost) ? number(final.cost) : "–", ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
+    ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", "–", energy(final.energy_kwh), ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
   return tableOf([{ name: "" }, { name: "planned", n: true }, { name: "measured", n: true }, { name: "difference", n: true }], rows);
 }
 function event(one) {

@@ -175,12 +175,6 @@ def _zero12(zero: Any, names: dict[int, str]) -> Layout:
 
 def _zero3(zero: Any, names: dict[int, str]) -> Layout:
     """Return the layout of ZeRO-3: each parameter in equal parts, the last padded; a rank's parts in one buffer."""
-    if zero.swap_optimizer or zero.params_in_nvme_and_cpu:
-        raise CheckpointError(
-            "states that DeepSpeed keeps on NVMe (`offload_optimizer.device` or `offload_param.device`) cannot be"
-            " saved",
-            hint="set both to `cpu`, or `train.save_strategy: no`",
-        )
     bundles = []
     for index, (parameters, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
         rank, world = zero._get_sub_group_partition_rank(index), zero._get_sub_group_partition_count(index)

@@ -105,12 +105,6 @@ def nvmlDeviceGetCudaComputeCapability(handle):
     return tuple(_card(handle)["capability"])
 
 
-def nvmlDeviceGetEnforcedPowerLimit(handle):
-    if len(handle) > 1:
-        raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
-    return 700_000
-
-
 def nvmlDeviceGetUtilizationRates(handle):
     if _card(handle)["slices"] is not None:  # as the driver does, for a slice and for the card that is split
         raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
