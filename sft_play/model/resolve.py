@@ -109,7 +109,6 @@ def _cached(model: ModelConfig) -> Path | None:
 
 def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
     """Download a model, or `only` the files of these patterns. Raise `DataError`."""
-    import httpx2
     from huggingface_hub import HfApi, snapshot_download
 
     if not hub_reachable():
@@ -122,7 +121,7 @@ def _download(model: ModelConfig, only: list[str] | None = None) -> Path:
         return Path(
             snapshot_download(model.name, revision=model.revision, allow_patterns=patterns, ignore_patterns=UNWANTED)
         )
-    except (ValueError, OSError, httpx2.HTTPError) as error:
+    except Exception as error:
         raise hub_refusal(model, error) from error
 
 

@@ -291,13 +291,12 @@ def _fetch_config(model: ModelConfig) -> Path:
         raise DataError("there is no such model folder", place=model.name)
     if not hub_reachable():
         raise hub_refusal(model)
-    import httpx2
     from huggingface_hub import hf_hub_download
 
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")
     try:
         return Path(hf_hub_download(model.name, "config.json", revision=model.revision))
-    except (ValueError, OSError, httpx2.HTTPError) as error:  # such as that of a proxy that refuses
+    except Exception as error:
         raise hub_refusal(model, error) from error
 
 
