@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,13 @@ class Launcher:
     def in_namespace(self, option: str, script: str, *words: str, **environment: str) -> Done:
         """Run the program as the arguments of a shell script in its own namespace, by an option of `unshare`."""
         command = ["unshare", option, "sh", "-c", script, "sh", sys.executable, "-m", "sft_play", *words]
+        return self.run_command(command, self.environment | environment)
+
+    def run_command(self, command: Sequence[str], environment: Mapping[str, str]) -> Done:
+        """Run any program in this folder, with this environment and no other."""
         done = subprocess.run(
             command,
-            env=self.environment | environment,
+            env=environment,
             cwd=self.folder,
             capture_output=True,
             text=True,

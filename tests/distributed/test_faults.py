@@ -155,16 +155,7 @@ def as_stranger(launcher: Launcher, *words: str, **environment: str) -> Done:
         for k, v in launcher.environment.items()
         if k not in ("HOME", "USER", "LOGNAME", "SFT_PLAY_CACHE", "HF_HOME")
     }
-    done = subprocess.run(
-        [*STRANGER, sys.executable, "-m", "sft_play", *words],
-        env=readable | environment,
-        cwd=launcher.folder,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return launcher.run_command([*STRANGER, sys.executable, "-m", "sft_play", *words], readable | environment)
 
 
 @pytest.mark.parametrize("home", [None, "/gone", "/proc"])
