@@ -32,7 +32,18 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     messages: list[dict[str, Any]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # whoever follows a redirect asks so
+            messages.append({"followed": self.path})
+            self.send_response(204)
+            self.end_headers()
+
         def do_POST(self) -> None:
+            if "away" in self.path or "here" in self.path:
+                host = "localhost" if "away" in self.path else "127.0.0.1"
+                self.send_response(302)
+                self.send_header("Location", f"http://{host}:{self.server.server_address[1]}/elsewhere")
+                self.end_headers()
+                return
             messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             for _ in range(100 if "drips" in self.path else 0):  # each byte in time, and never all of them
                 self.wfile.write(b"H")
