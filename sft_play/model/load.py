@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -34,7 +33,7 @@ from sft_play.errors import CheckpointError, DataError, HardwareError, UserError
 from sft_play.model import kernels, lora, published
 from sft_play.model.parallel import all_layers, freeze_others, keep_outline, stage_class
 from sft_play.model.published import model_class
-from sft_play.model.resolve import code_not_trusted, is_about_trust, quantisation_of, refuse_embedded_adapter, runs_code
+from sft_play.model.resolve import code_not_trusted, is_about_trust, quantization_in, refuse_embedded_adapter, runs_code
 from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
@@ -126,10 +125,10 @@ def require_embeddings(tokenizer: Any, embeddings: int, prepared: Prepared) -> N
 def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
     """Return the base model for training: in the plan's type, or quantised."""
     folder = Path(prepared.model.path)
-    existing = quantisation_of(folder)
+    existing = quantization_in(folder)
     settings = None
-    if existing is not None:
-        tell(check_quantised_base(existing, config.tuning, plan.strategy))
+    if existing:
+        tell(quantisation_note(existing, config.tuning))
     elif config.tuning.mode == "qlora":
         settings = bnb_settings(config.tuning, plan)
     return read_model(
@@ -230,8 +229,8 @@ def read_model(
             place=str(folder),
             hint="the files are incomplete, or `config.json` names another architecture: download the model again",
         )
-    existing = quantisation_of(folder)
-    plain = existing is None or quantisation_method(existing) == "bitsandbytes"
+    existing = quantization_in(folder)
+    plain = not existing or existing.startswith("bitsandbytes")
     published.note_base(model, folder, takes_code=trust, stage=layers is not None, plain=plain)
     keep_quantised_weights(model)
     if quantization_config is not None and device in (None, "cpu"):
@@ -283,49 +282,12 @@ def tell(*notes: str) -> None:
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def quantisation_method(quantisation: dict[str, Any]) -> str:
-    """Return the name of the method: `bitsandbytes`, `gptq`, `awq`, ..."""
-    method = str(quantisation.get("quant_method") or "")
-    if method in ("", "bitsandbytes_4bit", "bitsandbytes_8bit"):
-        return (
-            "bitsandbytes"
-            if method or quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit")
-            else "unknown"
-        )
-    return method
-
-
-def check_quantised_base(quantisation: dict[str, Any], tuning: TuningConfig, strategy: str) -> str:
-    """Return a note for the user about a base that is already quantised.
-
-    Raise `UserError` for `full` tuning, which needs plain weights, for another library than bitsandbytes, and for a
-    strategy that cannot hold quantised weights.
-    """
-    method = quantisation_method(quantisation)
-    if tuning.mode == "full":
-        raise UserError(
-            f"the base model is quantised ({method}), and `tuning.mode: full` cannot train quantised weights",
-            hint="use `tuning.mode: qlora`, or the model's unquantised version",
-        )
-    if method != "bitsandbytes":
-        raise UserError(
-            f"the base model is quantised by `{method}`, and adapters over such a base are not supported",
-            hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
-        )
-    as_it_is = replace(tuning, mode="qlora", quantization="int8" if quantisation.get("load_in_8bit") else "nf4")
-    conflict = conflict_for(as_it_is, strategy)
-    if conflict:
-        raise UserError(f"the base model is quantised ({quantisation_name(quantisation)}). {conflict}")
-    note = f"the base is quantised ({quantisation_name(quantisation)}): it is used as it is and not quantised again"
+def quantisation_note(quantisation: str, tuning: TuningConfig) -> str:
+    """Return a note for the user about a base that is already quantised."""
+    note = f"the base is quantised ({quantisation}): it is used as it is and not quantised again"
     if tuning.mode == "qlora":
         note += f"; `tuning.quantization: {tuning.quantization}` has no effect"
     return note
-
-
-def quantisation_name(quantisation: dict[str, Any]) -> str:
-    """Describe a quantisation by bitsandbytes in two words."""
-    kind = "int8" if quantisation.get("load_in_8bit") else quantisation.get("bnb_4bit_quant_type", "fp4")
-    return f"bitsandbytes {kind}"
 
 
 def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
@@ -450,9 +412,8 @@ def _load_unsloth(config: Config, plan: Plan, prepared: Prepared, tokenizer: Any
     The tokenizer is ours, because Unsloth would change its own. Raise `UserError` for adapters that it does not make.
     """
     folder, tuning = Path(prepared.model.path), config.tuning
-    if existing := quantisation_of(folder):
-        check_quantised_base(existing, tuning, plan.strategy)
-    four_bit = quantisation_name(existing).startswith("bitsandbytes nf4") if existing else tuning.mode == "qlora"
+    existing = quantization_in(folder)
+    four_bit = existing == "bitsandbytes nf4" if existing else tuning.mode == "qlora"
     # Unsloth patches transformers when it is imported, so this import is the switch and must not happen elsewhere.
     from unsloth import FastLanguageModel
 

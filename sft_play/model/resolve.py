@@ -18,7 +18,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
-from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded
+from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, quantization_of
 from sft_play.runs.adapters import check_adapter, made_folder
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of, is_state_file
@@ -184,11 +184,9 @@ def check_folder(folder: Path, place: str) -> None:
         raise DataError("the model has no tokenizer", place=place, hint="it needs `tokenizer.json`")
 
 
-def quantisation_of(folder: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a model folder, or `None` for plain weights."""
-    value = read_json(folder / "config.json")
-    quantisation = value.get("quantization_config") or (value.get("text_config") or {}).get("quantization_config")
-    return dict(quantisation) if quantisation else None
+def quantization_in(folder: Path) -> str:
+    """Return how the weights in a model folder are quantised, as in `ModelShape.quantization`; empty for plain ones."""
+    return quantization_of(read_json(folder / "config.json"))
 
 
 def check_trained(folder: Path, *, ours: bool = True) -> None:

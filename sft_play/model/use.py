@@ -37,14 +37,13 @@ from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
     COMPUTE_TYPES,
     bnb_settings,
-    quantisation_name,
     read_model,
     tell,
 )
 from sft_play.model.resolve import (
     check_trained,
     count_numbers,
-    quantisation_of,
+    quantization_in,
     refuse_untrusted_code,
     resolve_model,
     runs_code,
@@ -207,7 +206,7 @@ def read_base(config: Config, plan: Plan, base: ResolvedModel, device: str) -> A
     """Return the base as in training, on `device`: quantised in the same way, or plain."""
     folder = Path(base.path)
     settings = None
-    if config.tuning.mode == "qlora" and quantisation_of(folder) is None:
+    if config.tuning.mode == "qlora" and not quantization_in(folder):
         settings = bnb_settings(config.tuning, replace(plan, strategy="single"))
     return read_model(
         folder,
@@ -346,9 +345,9 @@ def write_with_new_tokens(config: Config, base: ResolvedModel, target: Path) -> 
             f"`data.new_tokens` names `{present}`, which the vocabulary of `{base.name}` has",
             hint="omit it: it is one token",
         )
-    if existing := quantisation_of(folder):
+    if existing := quantization_in(folder):
         raise DataError(
-            f"`data.new_tokens` needs plain embeddings, and the base is quantised ({quantisation_name(existing)})",
+            f"`data.new_tokens` needs plain embeddings, and the base is quantised ({existing})",
             hint="use the unquantised model; `tuning.mode: qlora` quantises it",
         )
     dtype = stored_dtype(folder)
@@ -385,7 +384,7 @@ def _merge_adapter(config: Config, folder: Path, weights: Path, tokenizer: Any, 
         f"merged in float32: logits differ by at most {difference:.2e} from the adapter model's (allowed"
         f" {EXACT * scale:.2e})"
     )
-    dtype = "float32" if quantisation_of(folder) else stored_dtype(folder)
+    dtype = "float32" if quantization_in(folder) else stored_dtype(folder)
     parameters = sum(p.numel() for p in model.parameters())
     _save(model, tokenizer, partial, dtype)
     del model
@@ -406,25 +405,22 @@ def _merge_adapter(config: Config, folder: Path, weights: Path, tokenizer: Any, 
 
 def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     """Return the base in float32, from its own weights, or from quantised ones if there are no others."""
-    existing = quantisation_of(folder)
-    parameters = count_numbers(folder, four_bit=bool(existing and existing.get("load_in_4bit")))
+    existing = quantization_in(folder)
+    parameters = count_numbers(folder, four_bit=existing.startswith("bitsandbytes") and not existing.endswith("int8"))
     if (needed := 4 * parameters) > (free := ram_bytes()[1]):
         raise HardwareError(
             f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",
             hint="merge on a machine with more memory; `infer` and `eval` work without merging",
         )
     _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
-    if existing is None:
+    if not existing:
         if config.tuning.mode == "qlora":
             tell(
                 "QLoRA: the base is read again unquantised; the adapters, trained and scored on its quantised form, are"
                 " merged into that, and answer a little differently"
             )
         return read_model(folder, config.model, dtype=torch.float32)
-    tell(
-        f"the base exists only quantised ({quantisation_name(existing)}): its weights are dequantised to float32 and"
-        " merged"
-    )
+    tell(f"the base exists only quantised ({existing}): its weights are dequantised to float32 and merged")
     return read_model(folder, config.model, dtype=torch.float32).dequantize()
 
 

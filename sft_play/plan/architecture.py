@@ -235,7 +235,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         norms_per_layer=4 if kind in ("gemma2", "gemma3_text") else 2,
         qk_norm=kind in ("gemma3_text", "qwen3"),
         gated=kind != "arcee",
-        quantized_bits=quantized_bits(config.get("quantization_config")),
+        quantization=quantization_of(config),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
         sliding_window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0,
         moving_rope=has_moving_rope(config),
@@ -261,9 +261,15 @@ def asks_for_router_loss(config: Mapping[str, Any]) -> bool:
     return any(bool(part.get("output_router_logits")) for part in (config, config.get("text_config") or {}))
 
 
-def quantized_bits(settings: Mapping[str, Any] | None) -> int:
-    """Return the bits of a linear weight under a `quantization_config`; 0 without one."""
-    return 0 if not settings else 8 if settings.get("load_in_8bit") else 4
+def quantization_of(config: Mapping[str, Any]) -> str:
+    """Return how a parsed `config.json` says that weights are quantised, as in `ModelShape.quantization`."""
+    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    method = str(settings.get("quant_method") or "")
+    if settings.get("load_in_8bit"):
+        return "bitsandbytes int8"
+    if settings.get("load_in_4bit"):
+        return f"bitsandbytes {settings.get('bnb_4bit_quant_type', 'fp4')}"
+    return method or ("an unknown method" if settings else "")
 
 
 @cache

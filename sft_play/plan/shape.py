@@ -114,8 +114,8 @@ class ModelShape:
     experts_per_token: int = 0
     vision_parameters: int = 0
     """Parameters of a vision tower and projector, which stay frozen."""
-    quantized_bits: int = 0
-    """Bits of a linear weight in a checkpoint that is already quantised; otherwise 0."""
+    quantization: str = ""
+    """How a checkpoint is already quantised: `bitsandbytes int8`, `bitsandbytes nf4`, `gptq`, ...; or empty."""
     attention_dropout: float = 0.0
     """Share of attention weights dropped in training."""
     sliding_window: int = 0
@@ -137,6 +137,11 @@ class ModelShape:
             matrices = tuple(Matrices(**matrix) for matrix in counted["matrices"])
             fields["counted"] = Counted(**{**counted, "matrices": matrices})
         return ModelShape(**fields)
+
+    @property
+    def quantized_bits(self) -> int:
+        """Bits of a linear weight in a checkpoint that is already quantised; otherwise 0."""
+        return 0 if not self.quantization else 8 if self.quantization.endswith("int8") else 4
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:

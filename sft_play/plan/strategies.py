@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import cast
 
 from sft_play.config.rules import network_keys
@@ -60,8 +61,12 @@ def _check(request: Request, chosen: str) -> None:
     if quantises and not hardware.described and not has_bitsandbytes():
         raise HardwareError("`tuning.backend: bnb` needs the package `bitsandbytes`, which is missing")
     strategy = "pipeline" if chosen == "ddp" and config.launch.strategy == "pipeline" else chosen
-    if conflict := conflict_for(config.tuning, strategy, len(config.data.new_tokens)):
-        raise UserError(conflict)
+    tuning, base = config.tuning, request.shape.quantization
+    if base:
+        _check_quantised(config, base)
+        tuning = replace(tuning, mode="qlora", quantization="int8" if base.endswith("int8") else "nf4")
+    if conflict := conflict_for(tuning, strategy, len(config.data.new_tokens)):
+        raise UserError(f"the base model is quantised ({base}). {conflict}" if base else conflict)
     if tensor > 1 and chosen.startswith("zero"):
         raise UserError(
             f"`launch.tensor_parallel` is {tensor}, but {chosen} shards the weights itself",
@@ -81,6 +86,20 @@ def _check(request: Request, chosen: str) -> None:
         raise UserError(
             f"`{key}` is {value}, but {chosen} has its own way to exchange",
             hint=f"use `make train-distributed`, where every rank holds a replica, or omit `{key}`",
+        )
+
+
+def _check_quantised(config: Config, base: str) -> None:
+    """Raise `UserError` for a base that is quantised by another library than bitsandbytes, and for full tuning."""
+    if config.tuning.mode == "full":
+        raise UserError(
+            f"the base model is quantised ({base}), and `tuning.mode: full` cannot train quantised weights",
+            hint="use `tuning.mode: qlora`, or the model's unquantised version",
+        )
+    if not base.startswith("bitsandbytes"):
+        raise UserError(
+            f"the base model is quantised by `{base}`, and adapters over such a base are not supported",
+            hint="use the model's unquantised version; `tuning.mode: qlora` quantises it",
         )
 
 

@@ -20,7 +20,7 @@ from sft_play.errors import DataError
 from sft_play.model import lora
 from sft_play.model.load import settings_of
 from sft_play.model.parallel import Skipped
-from sft_play.plan.architecture import quantized_bits
+from sft_play.plan.architecture import quantization_of
 from sft_play.plan.shape import Counted, Matrices, ModelShape, pattern_of
 from sft_play.plan.sources import Case
 from sft_play.trace import build
@@ -185,7 +185,7 @@ def count(architecture: dict[str, Any]) -> dict[str, Any]:
         experts=number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") if experts else 0,
         experts_per_token=number(*PER_TOKEN) if experts else 0,
         vision_parameters=sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        quantized_bits=quantized_bits(architecture.get("quantization_config")),
+        quantization=quantization_of(architecture),
         attention_dropout=float(getattr(text, "attention_dropout", None) or getattr(text, "attn_pdrop", None) or 0.0),
         sliding_window=number("sliding_window") if getattr(text, "use_sliding_window", True) else 0,
         attention=tuple(name for name, computes in kernels.items() if computes),

@@ -235,11 +235,11 @@ def import_libraries(config: Config, plan: Plan, prepared: Prepared) -> None:
 
 def uses_bitsandbytes(config: Config, plan: Plan, prepared: Prepared) -> bool:
     """Return whether weights are, or may be, quantised (QLoRA, Unsloth, the base itself), or optimizer states are."""
-    from sft_play.model.resolve import quantisation_of
+    from sft_play.model.resolve import quantization_in
 
     return (
         config.tuning.mode == "qlora"
         or config.tuning.backend == "unsloth"
         or OPTIMIZERS[plan.optim].bitsandbytes
-        or quantisation_of(Path(prepared.model.path)) is not None
+        or quantization_in(Path(prepared.model.path)) != ""
     )

@@ -71,6 +71,26 @@ def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
     assert done.code == 4 and f"error: {tmp_path}/config.json: " in done.err and message in done.err, done.err
 
 
+@pytest.mark.parametrize(
+    ("settings", "words", "message"),
+    [
+        ({"load_in_4bit": True}, ["TUNING_MODE=full"], "(bitsandbytes fp4), and `tuning.mode: full` cannot train"),
+        ({"load_in_8bit": True}, ["TUNING_MODE=lora", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero3"], "int8 and ZeRO-3"),
+        ({"quant_method": "fbgemm_fp8"}, ["TUNING_MODE=lora"], "by `fbgemm_fp8`, and adapters over such a base"),
+        ({"quant_method": "gptq", "bits": 4}, ["TUNING_MODE=qlora"], "by `gptq`, and adapters over such a base"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_a_quantised_base_that_cannot_be_tuned_so_is_refused_before_its_weights(
+    family: str, settings: dict[str, object], words: list[str], message: str, in_process: Program, tmp_path: Path
+) -> None:
+    config = tiny_model(family, "meta").config.to_dict() | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    in_process(*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula", *words).refused(
+        2, "the base model is quantised", message
+    )
+
+
 def test_typed_targets_of_one_layer_count_once_and_a_shared_head_is_refused(program: Program, tmp_path: Path) -> None:
     tiny_model("llama", "meta", tie_word_embeddings=True).config.save_pretrained(tmp_path)
     words = (*PLAN, f"MODEL_NAME={tmp_path}", "SOURCE=formula", "TUNING_MODE=lora", "TUNING_LORA_R=2")

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TrainConfig, TuningConfig
 from sft_play.data.rows import write_rows
 from sft_play.errors import CheckpointError, DataError, UserError
-from sft_play.model.load import check_quantised_base, load_for_training
-from sft_play.model.resolve import quantisation_of
+from sft_play.model.load import load_for_training
+from sft_play.model.resolve import quantization_in
 from sft_play.runs.prepared import SourceFacts
 from tests.families import build_family
 from tests.plans import prepared_model, prepared_rows, simple_plan
@@ -96,39 +96,13 @@ def quantised_base(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 def test_a_quantised_base_is_recognised_and_never_quantised_twice(
     folders: dict[str, Path], quantised_base: Path, mode: str, capsys: Any
 ) -> None:
-    assert quantisation_of(folders["llama"]) is None
+    assert quantization_in(folders["llama"]) == ""
     model = load(quantised_base, mode=mode)
     assert "is quantised (bitsandbytes nf4): it is used as it is and not quantised again" in capsys.readouterr().err
     fresh = load(folders["llama"], mode="qlora")
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():
         assert torch.allclose(model(input_ids=ids).logits, fresh(input_ids=ids).logits, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("base", "mode", "strategy", "words"),
-    [
-        ({"load_in_4bit": True}, "full", "single", "cannot train quantised weights"),
-        ({"load_in_8bit": True}, "lora", "zero3", "is quantised.*`CB`"),
-        (
-            {"quant_method": "fbgemm_fp8"},
-            "lora",
-            "single",
-            "is quantised by `fbgemm_fp8`, and adapters over such a base are not supported",
-        ),
-        (
-            {"quant_method": "gptq", "bits": 4},
-            "qlora",
-            "single",
-            "is quantised by `gptq`, and adapters over such a base are not supported",
-        ),
-    ],
-)
-def test_a_quantised_base_that_cannot_be_tuned_so_is_refused(
-    base: dict[str, Any], mode: Any, strategy: str, words: str
-) -> None:
-    with pytest.raises(UserError, match=words):
-        check_quantised_base(base, TuningConfig(mode=mode), strategy)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
