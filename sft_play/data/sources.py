@@ -152,7 +152,6 @@ SECONDS = 30
 def read_hub(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
     """Yield the rows of a hub dataset, whose commit `skipped` keeps. Raise `DataError`."""
     import datasets
-    import httpx2
     from huggingface_hub.errors import HfHubHTTPError
 
     split = source.split or DEFAULT_SPLIT
@@ -169,11 +168,9 @@ def read_hub(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
             number += 1
             yield placed
     except (
-        OSError,
+        *HfHubHTTPError.__bases__,  # `OSError` and the errors of the HTTP library that the client uses
         ValueError,
         RuntimeError,
-        HfHubHTTPError,
-        httpx2.HTTPError,
         datasets.exceptions.DatasetsError,
     ) as error:
         raise _problem(source, error, number) from error

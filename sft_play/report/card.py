@@ -313,7 +313,6 @@ def _upload(repo: str, private: bool, message: str, files: dict[str, Path | byte
 
     Raise `DataError` or `HardwareError`.
     """
-    import httpx2
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -327,7 +326,7 @@ def _upload(repo: str, private: bool, message: str, files: dict[str, Path | byte
         return str(api.create_commit(repo, operations, commit_message=message).commit_url)
     except HfHubHTTPError as error:
         raise _refused(repo, error) from error
-    except (OSError, httpx2.HTTPError) as error:
+    except HfHubHTTPError.__bases__ as error:  # `OSError` and the errors of the HTTP library that the client uses
         raise HardwareError(
             "the hub cannot be reached; nothing was changed there",
             hint="check the network, HF_ENDPOINT and HF_HUB_OFFLINE",
