@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -164,7 +163,7 @@ def served(runs: Path, *words: str, **variables: str) -> Iterator[str]:
         try:
             yield json.loads(process.stdout.readline())["url"]
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # SIGINT is ignored in a job that a script started with `&`
 
 
 def asked(url: str, **headers: str) -> tuple[int, str]:
