@@ -347,7 +347,7 @@ def architecture_of(model: ModelConfig, prepared: Prepared | None = None) -> dic
     return as_trained(config)
 
 
-TRACE_VERSION = 11
+TRACE_VERSION = 12
 """Increase this when a trace, a count or a probe changes, so that cached results of the older one are not used."""
 
 
