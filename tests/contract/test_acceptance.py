@@ -49,6 +49,7 @@ def test_a_smaller_card_skips_what_does_not_fit_it(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_a_failed_step_is_reported_and_a_later_call_completes_the_page(accept, tiny: Path, tmp_path: Path) -> None:
     work, written = tmp_path / "work", tmp_path / "page.md"
     done = accept("STEPS=11", f"SMALL={tiny}", "SECONDS=200")
@@ -64,6 +65,7 @@ def test_a_failed_step_is_reported_and_a_later_call_completes_the_page(accept, t
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_steps_of_the_small_model_run_at_once(accept, tiny: Path, tmp_path: Path) -> None:
     assert accept("STEPS=1,5,12", f"SMALL={tiny}", "SECONDS=400", "AT_ONCE=1").code in (0, 1)
     results = json.loads((tmp_path / "work" / "results.json").read_text(encoding="utf-8"))
@@ -73,6 +75,7 @@ def test_steps_of_the_small_model_run_at_once(accept, tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_a_stopped_call_stops_its_trainings_and_keeps_its_rows(cache: Path, tiny: Path, tmp_path: Path) -> None:
     places = [f"FOLDER={tmp_path / 'work'}", f"WRITE={tmp_path / 'page.md'}", f"SMALL={tiny}", "STEPS=0,4,5"]
     env, results = (

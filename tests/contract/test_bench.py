@@ -18,6 +18,7 @@ def tiny_config(tmp_path: Path, tiny: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_bench_shows_its_steps_next_to_the_plan_and_corrects_it(
     program: Program, tiny_config: Path, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_no_command_follows_what_a_stranger_put_into_a_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONTENTS)
+@pytest.mark.broad
 def test_no_file_of_a_run_ends_a_command_with_a_traceback(
     kind: str, complete: Path, tmp_path: Path, in_process: Program
 ) -> None:

@@ -159,6 +159,7 @@ def test_the_documented_environment_for_unsloth_sees_the_wheel_and_its_libraries
 
 
 @pytest.mark.cold
+@pytest.mark.broad
 def test_files_of_the_working_folder_shadow_no_library(run: Run, tmp_path: Path, tiny: Path) -> None:
     run("sft-play", "init")
     config = tiny_config(tmp_path, tiny, rows=8, steps=2)

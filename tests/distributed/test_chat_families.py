@@ -15,7 +15,7 @@ from tests.chat_families import CHAT_FAMILIES, TOOL, asked, call, save_family
 from tests.families import tiny_model
 from tests.places import Place
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.broad]
 BASE_STOP = 7
 
 

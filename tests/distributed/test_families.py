@@ -13,16 +13,21 @@ from scripts.render_models import KEPT, PAGE, adapted_cell, kept_cells, read_tab
 from tests.families import FAMILIES
 from tests.family_runs import Road, travel, weights
 
-IN_MAKE_TEST = ("deepseek_v3", "gemma3", "gemma4_text", "gpt2", "gpt_oss", "llama", "nemotron_h", "qwen3_5_text")
+IN_MAKE_TEST = ("gemma4_text", "llama", "qwen3_5_text")
+IN_CI = (*IN_MAKE_TEST, "deepseek_v3", "gemma3", "gpt2", "gpt_oss", "nemotron_h")
 """One of each kind: latent attention and experts that PEFT would adapt, an image tower, embeddings of each layer,
 `Conv1D`, sinks, packed rows, a state space, linear attention.
 """
 ROWS = read_table(PAGE.read_text(encoding="utf-8"))
 """Family -> rows, what LoRA adapts, what `full` trains."""
+
+
+def tier(name: str) -> pytest.MarkDecorator | tuple[()]:
+    return () if name in IN_MAKE_TEST else pytest.mark.broad if name in IN_CI else pytest.mark.long
+
+
 CASES = [
-    pytest.param(
-        name, mode, id=f"{name}-{mode}", marks=[] if name in IN_MAKE_TEST and mode == "lora" else pytest.mark.long
-    )
+    pytest.param(name, mode, id=f"{name}-{mode}", marks=tier(name) if mode == "lora" else pytest.mark.long)
     for name in FAMILIES
     for mode in ("lora", "full")
 ] + [
@@ -57,8 +62,6 @@ def test_a_family_trains_resumes_merges_and_answers(name: str, mode: str, cache:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_MAKE_TEST else pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tier(name)) for name in FAMILIES])
 def test_each_family_matches_its_row_in_the_table(name: str) -> None:
     assert kept_cells(name) == read_table(PAGE.read_text(encoding="utf-8"), KEPT)[name]

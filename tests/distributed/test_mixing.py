@@ -43,6 +43,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(way, marks=pytest.mark.long) for way in WAYS if way != "ddp")]
 )
+@pytest.mark.broad
 def test_weights_are_what_is_trained_and_resume_is_exact_under_every_strategy(
     strategy: str, config: Path, cache: Path, tmp_path: Path
 ) -> None:

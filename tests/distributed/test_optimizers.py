@@ -142,6 +142,7 @@ RUNNING = [word for word in OPTIMIZERS if word != "auto" and not OPTIMIZERS[word
         for word in RUNNING
     ],
 )
+@pytest.mark.broad
 def test_an_optimizer_runs_and_is_restored(word: str, tiny: Path, tmp_path: Path) -> None:
     chosen = OPTIMIZERS[word]
     if chosen.module and not importlib.util.find_spec(chosen.module):

@@ -33,6 +33,7 @@ def corpus(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_documents_and_conversations_in_one_run(tiny: Path, program: Program, tmp_path: Path) -> None:
     chat = ragged_rows(tmp_path / "chat.jsonl", 40)
     config = tmp_path / "mixed.yaml"

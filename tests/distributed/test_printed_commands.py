@@ -60,6 +60,7 @@ def desk(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Desk:
     return Desk(folder, cache)
 
 
+@pytest.mark.broad
 def test_printed_commands_work_where_they_were_printed(desk: Desk) -> None:
     done = desk.typed("train", "CONFIG=my.yaml", "RUN_NAME=one")
     assert done.code == 0, done.err

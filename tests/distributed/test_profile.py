@@ -17,6 +17,7 @@ from tests.launcher import Launcher
 from tests.tiny_models import build_tiny_llama
 
 
+@pytest.mark.broad
 def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     config = f"CONFIG={launcher.config}"

@@ -108,6 +108,7 @@ THREE = [
 
 
 @pytest.mark.parametrize(("command", "words"), THREE)
+@pytest.mark.broad
 def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, words: tuple[str, ...]) -> None:
     """13 rows of chat and 5 documents in batches of 2: the last round has fewer batches than ranks."""
     name = f"{command}-again"

@@ -14,6 +14,7 @@ from tests.launcher import Launcher
 from tests.tiny_models import build_tiny_llama
 
 
+@pytest.mark.broad
 def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
     (tmp_path / "rates.yaml").write_text(

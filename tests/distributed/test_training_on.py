@@ -83,6 +83,7 @@ def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Pa
     "way",
     [pytest.param(way, marks=pytest.mark.long if way in ("ddp", "zero2") else []) for way in WAYS if way != "single"],
 )
+@pytest.mark.broad
 def test_it_continues_the_same_under_every_strategy(place: Place, second: Path, way: str) -> None:
     command, words = WAYS[way]
     run = place.train(f"second-{way}", "MODEL_ADAPTER=first", *words, command=command)
@@ -342,6 +343,7 @@ def shaped(place: Place) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("shape", "way"), [*SPREAD, *(pytest.param(*pair, marks=pytest.mark.long) for pair in SPREAD_TOO)]
 )
+@pytest.mark.broad
 def test_a_shape_trains_the_same_under_every_strategy(
     place: Place, shaped: dict[str, Path], shape: str, way: str
 ) -> None:
@@ -351,6 +353,7 @@ def test_a_shape_trains_the_same_under_every_strategy(
 
 
 @pytest.mark.parametrize("shape", SHAPED)
+@pytest.mark.broad
 def test_a_shape_is_resumed_merged_and_trained_on(place: Place, shaped: dict[str, Path], shape: str) -> None:
     run, name = shaped[shape], f"{shape}-copy"
     scores = place.scores(f"RUN={shape}")["loss"]

@@ -167,6 +167,7 @@ def test_a_rank_at_half_speed_gets_fewer_rows(half_speed: RunFolder, heavy_alone
     assert re.search(notice, output), output
 
 
+@pytest.mark.broad
 def test_a_run_continues_in_mid_epoch_with_other_shares(heavier: Path, heavy_alone: RunFolder, tmp_path: Path) -> None:
     """A resumed run uses the shares of its plan until ranks are measured again."""
     unequal = must_train(make_run(tmp_path / "unequal", heavier, heavy(named=False)))

@@ -64,6 +64,7 @@ def on_a_terminal(launcher: Launcher, *words: str) -> Iterator[tuple[Terminal, s
             process.wait(240)
 
 
+@pytest.mark.broad
 def test_a_slowed_rank_is_named_live_on_the_page_and_in_the_report(tmp_path: Path, tiny: Path) -> None:
     launcher = Launcher(tmp_path, tiny)
     words = (

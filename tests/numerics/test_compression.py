@@ -26,6 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results_of_ranks("exchange_ranks", tmp_path_factory.mktemp("exchange"), 2, [], inside=ALONE)
 
 
+@pytest.mark.broad
 def test_fp16_and_bf16_halve_the_bytes_on_the_wire(results: list[dict[str, Any]]) -> None:
     sent = results[0]["sent"]
     whole = 2 * 4 * results[0]["numbers"]  # each of two ranks sends all of it once: 2 (N - 1) / N of it, N times
@@ -34,6 +35,7 @@ def test_fp16_and_bf16_halve_the_bytes_on_the_wire(results: list[dict[str, Any]]
         assert 0.45 < sent[kind] / sent["none"] < 0.55, sent
 
 
+@pytest.mark.broad
 def test_outer_steps_are_torchs_nesterov_on_the_token_weighted_mean(results: list[dict[str, Any]]) -> None:
     for outer in (result["outer"] for result in results):
         assert outer["gap"] < 1e-6 and outer["back"]
