@@ -227,13 +227,14 @@ def page(results: Mapping[str, Any]) -> str:
     )
     lines = [introduction("benchmarks-gpu.md"), "", machine]
     not_run = [f"{n} {step.title}" for n, step in sorted(STEPS.items()) if str(n) not in steps]
-    lines += ["", "## Not run yet", "", f"{'; '.join(not_run)}."] if not_run else []
+    lines += ["", f"Not run yet: {'; '.join(not_run)}."] if not_run else []
+    rows = list[Mapping[str, Any]]()
     for number, result in sorted(steps.items(), key=lambda item: int(item[0])):
-        step, reason = STEPS[int(number)], f": {result['reason']}" if result["reason"] else ""
-        lines += ["", f"## {number}. {step.title}", ""]
+        reason = f": {result['reason']}" if result["reason"] else ""
         took = f"{result['seconds']:.0f} s, {result['date']}, commit {result['commit']}"
-        lines += [f"{result['state']}{reason} ({took})", "", *table(result["rows"])]
-    return "\n".join(lines) + "\n"
+        head = Row(f"**{number}. {STEPS[int(number)].title}**", f"{result['state']}{reason} ({took})")
+        rows += [asdict(head), *result["rows"]]
+    return "\n".join([*lines, "", *table(rows)]) + "\n"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Write the tables of families in `docs/models.md` by running tiny models of them.
+"""Write the table of families in `docs/models.md` by running tiny models of them.
 
-`python -m scripts.render_models [kept] [FAMILY ...]` takes half an hour for all families; with names, only their rows
-are measured again. `kept` writes only the second table, in two minutes.
+`python -m scripts.render_models [FAMILY ...]` takes half an hour for all families; with names, only their rows are
+measured again.
 """
 
 from __future__ import annotations
@@ -11,42 +11,20 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.families import FAMILIES
-from tests.family_facts import facts_of
 from tests.family_runs import Road, travel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+BEGIN = "<!-- begin families -->\n"
+HEAD = "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|"
 END = "\n<!-- end -->"
-
-
-class Table(NamedTuple):
-    """A table of the page."""
-
-    begin: str
-    head: str
-
-
-TUNED = Table(
-    "<!-- begin families -->\n", "| families | rows | LoRA `auto` adapts | `full` trains |\n|---|---|---|---|"
-)
-COLUMNS = (
-    "families",
-    "base's own, known to its class",
-    "stops",
-    "router loss",
-    "rotary angles",
-    "decayed without a matrix",
-)
-KEPT = Table("<!-- begin kept -->\n", f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
-
 SHORT = {"MLP": "down_proj, gate_proj, up_proj", "attention": "k_proj, o_proj, q_proj, v_proj"}
 """Short name in the table -> layers that most families have."""
 
 
 def cells(name: str) -> tuple[str, ...]:
-    """Return a family's cells of the first table."""
+    """Return a family's cells of the table."""
     with tempfile.TemporaryDirectory() as folder:
         lora, full = (travel(name, mode, Path(folder), Path(folder) / "cache") for mode in ("lora", "full"))
         plan = lora.plan or full.plan
@@ -54,29 +32,23 @@ def cells(name: str) -> tuple[str, ...]:
         return rows, adapted_cell(lora), trained_cell(full)
 
 
-def kept_cells(name: str) -> tuple[str, ...]:
-    """Return a family's cells of the second table."""
-    with tempfile.TemporaryDirectory() as folder:
-        return facts_of(name, Path(folder))
-
-
-def read_table(page: str, table: Table = TUNED) -> dict[str, tuple[str, ...]]:
+def read_table(page: str) -> dict[str, tuple[str, ...]]:
     """Return family -> its cells on the page."""
-    lines = page.partition(table.begin)[2].partition(END)[0].splitlines()[2:]
+    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
     split = [line.strip("| ").split(" | ") for line in lines]
     return {name: tuple(rest) for first, *rest in split for name in re.findall(r"`(\w+)`", first)}
 
 
-def write_table(table: Table, cells_of: Mapping[str, tuple[str, ...]]) -> None:
+def write_table(cells_of: Mapping[str, tuple[str, ...]]) -> None:
     """Write the table into the page, with one row for all families that have the same cells."""
     same_cells: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
         if family in cells_of:
             same_cells.setdefault(tuple(cells_of[family]), []).append(f"`{family}`")
     rows = "\n".join(
-        [table.head, *(f"| {' | '.join([', '.join(names), *row_cells])} |" for row_cells, names in same_cells.items())]
+        [HEAD, *(f"| {' | '.join([', '.join(names), *row_cells])} |" for row_cells, names in same_cells.items())]
     )
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(table.begin)
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + begin + rows + END + rest.partition(END)[2], encoding="utf-8")
 
 
@@ -110,12 +82,10 @@ def _stopped(road: Road) -> str:
 
 def main(words: list[str]) -> None:
     """Measure the rows of these families again, and write each as soon as it is known."""
-    names = [word for word in words if word != "kept"]
-    for name in names or FAMILIES:
-        for table, make_cells in ((KEPT, kept_cells), *(() if "kept" in words else ((TUNED, cells),))):
-            cells_of = read_table(PAGE.read_text(encoding="utf-8"), table) | {name: make_cells(name)}
-            print(f"{name}: {' | '.join(cells_of[name])}", flush=True)
-            write_table(table, cells_of)
+    for name in words or FAMILIES:
+        cells_of = read_table(PAGE.read_text(encoding="utf-8")) | {name: cells(name)}
+        print(f"{name}: {' | '.join(cells_of[name])}", flush=True)
+        write_table(cells_of)
 
 
 if __name__ == "__main__":

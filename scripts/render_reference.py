@@ -1,4 +1,4 @@
-"""Render the table of `TrainingArguments`, `docs/configuration.md`, `configs/schema.json` and `AGENTS.md` from code.
+"""Render the table of `TrainingArguments`, `docs/configuration.md` and `configs/schema.json` from code.
 
 Run `python scripts/render_reference.py` after each change of the schema or of the transformers pin. The table lets
 layer 1 check `train.*` without importing torch; `tests/contract/test_config_command.py` detects drift.
@@ -17,7 +17,6 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from sft_play.__main__ import COMMANDS  # noqa: E402
-from sft_play.config.call import Command  # noqa: E402
 from sft_play.config.keys import Key, extra_keys, schema_keys, sections  # noqa: E402
 from sft_play.config.reader import (  # noqa: E402
     Range,
@@ -113,9 +110,9 @@ def render_table() -> str:
 RENDERED = "<!-- Rendered by `make render`; edit `sft_play/config/schema.py`. -->"
 INTRODUCTION = """# Configuration
 
-One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Mistakes are reported
-together, each with its place. Defaults are **bold**; a key without a default is null. For `auto` the plan decides and
-gives the reason. An integer is at least 1 unless its row says otherwise.
+One YAML file describes a run. Only `model.name` is required ([not from scratch](pretraining.md)). Defaults are
+**bold**; a key without a default is null. For `auto` the plan decides and gives the reason. An integer is at least 1
+unless its row says otherwise.
 
 ```bash
 make config CONFIG=configs/quickstart.yaml TRAIN_LEARNING_RATE=1e-4
@@ -126,8 +123,8 @@ This prints every key with the origin of its value.
 - **Overrides**: `SECTION_KEY=value` sets `section.key`: `TRAIN_BATCH_SIZE=1`,
   `DATA_SOURCES='[{path: a.jsonl}, {path: b.jsonl}]'`. Nothing after `=` means null, if the key takes null.
 - **Order**, later wins: defaults, `extends:` parents, the file, `SFT_SECTION_KEY` in the environment, the command line.
-- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml`, or of a file next to yours. If you set
-  training data, the preset's validation data are dropped too.
+- **Presets**: `extends: run_bnb` takes the keys of `configs/run_bnb.yaml`, or of a file next to yours; not its
+  validation data if you set training data.
 - **YAML 1.2**: only `true` and `false` are booleans, `2e-4` is a number. `${section.key}` is another key's value.
 - **Editors**: begin a file with `# yaml-language-server: $schema=configs/schema.json`.
 """
@@ -189,16 +186,17 @@ def _values(key: Key) -> str:
 
 def _expected(key: Key) -> str:
     words = literals(key.annotation)
-    if len(words) > 12:
-        return f"one of {len(words)} words, such as `{words[0]}`"
+    if len(words) > 8:
+        return f"one of {len(words)} words"
     return _short(describe(key.annotation))
 
 
 def _short(expected: str) -> str:
-    """Shorten a description for a table cell: without articles, and without the minimum that most integers have."""
-    return re.sub(r"integer >= 1(?!\d| and)", "integer", re.sub(r"\b(an?) (?!list)", "", expected)).replace(
-        " or ", ", "
-    )
+    """Shorten a description for a table cell: the form of lists and mappings, no articles, not the minimum of most
+    integers.
+    """
+    forms = re.sub(r"\ba (list|mapping)( of mappings)? such as ", "", expected)
+    return re.sub(r"integer >= 1(?!\d| and)", "integer", re.sub(r"\ban? ", "", forms)).replace(" or ", ", ")
 
 
 def _cell(text: str) -> str:
@@ -281,56 +279,12 @@ def _json_part(part: Any, limits: Range) -> dict[str, Any]:
     return schema
 
 
-# AGENTS.md, for agents that write code here.
-
-
-AGENTS = """<!-- Rendered by `make render`; edit `scripts/render_reference.py`. -->
-# For coding agents
-
-[docs/development.md](docs/development.md) shows the tree, the call path of a training run and the tests,
-[CONTRIBUTING.md](CONTRIBUTING.md) where new things go and how messages and commits are written.
-
-```bash
-make check
-make test TESTS=tests/unit/test_config.py
-.venv/bin/python -m pytest -x -q tests/unit/test_config.py -k name
-make render
-```
-
-`make render` belongs to a change of keys, commands, presets or launch files.
-
-- Imports point down only (`pyproject.toml`); `config`, `runs`, `plan`, `launch` do not import torch. Decide in pure
-  functions, act in others.
-- A user's mistake is a `UserError` (`sft_play/errors.py`), without a traceback. Report all problems at once. Our own
-  bugs get a traceback.
-- Nothing that a user typed is ignored. Defaults are in `sft_play/config/schema.py` and nowhere else. A fallback is a
-  reason in the plan.
-- Names carry units (`memory_bytes`). Comments say why. Docstrings are one imperative sentence.
-- Tests do not mock our own code.
-
-## Commands
-
-`.venv/bin/python -m sft_play NAME --help` lists a command's variables. Where each is:
-
-"""
-
-
-def render_agents(commands: Mapping[str, Command]) -> str:
-    """Return the text of AGENTS.md."""
-    modules: dict[str, list[str]] = {}
-    for name, row in commands.items():
-        modules.setdefault(row.target.partition(":")[0], []).append(f"`{name}`")
-    lines = [f"- `{module}`: {', '.join(names)}" for module, names in modules.items()]
-    return AGENTS + "\n".join(lines) + "\n"
-
-
 def main() -> int:
     """Write all rendered files."""
     TABLE.write_text(render_table(), encoding="utf-8")
     (ROOT / "docs" / "configuration.md").write_text(render_document(), encoding="utf-8")
     (ROOT / "configs").mkdir(exist_ok=True)
     (ROOT / "configs" / "schema.json").write_text(render_schema(), encoding="utf-8")
-    (ROOT / "AGENTS.md").write_text(render_agents(COMMANDS), encoding="utf-8")
     return 0
 
 

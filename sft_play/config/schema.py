@@ -37,7 +37,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; `auto`: by hardware and mode."""
     attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
-    """[Attention kernel](training.md#what-is-fast); `auto`: the fastest that is installed and supported."""
+    """[Attention kernel](training.md#what-is-fast); `auto`: the fastest possible."""
     trust_remote_code: bool = False
     """Run the model's own Python code; a hub model then needs a full commit as `model.revision`."""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -65,25 +65,25 @@ class LoraSettings:
     dropout: Share = 0.0
     """Dropout before the adapter."""
     target_modules: Auto | list[str] = "auto"
-    """Linear layers with an adapter, also as `q_proj,v_proj`. `auto` (or `all-linear`): [all
-    but](models.md#adapters-tuninglora) the head, routers and experts.
+    """Layers with an adapter; `auto` (or `all-linear`): [all linear ones](models.md#adapters-tuninglora) but the head,
+    routers and experts.
     """
     variant: Literal["lora", "dora"] = "lora"
-    """`dora`: also a trained length for each output ([shapes](models.md#shapes-of-adapters))."""
+    """`dora`: also a trained length for each output."""
     rslora: bool = False
     """Multiply by alpha / sqrt(r) instead."""
     init: Literal["default", "pissa", "olora", "orthogonal"] = "default"
-    """Start; `pissa` and `olora` take it out of the base, and are published as plain LoRA on the untouched base."""
+    """How adapters start ([shapes](models.md#shapes-of-adapters))."""
     plus_ratio: AboveZero | None = None
-    """LoRA+: learning rate of the B matrices as a multiple of the others'; 16 in its paper."""
+    """LoRA+: learning rate of the B matrices as a multiple of the others'."""
     rank_pattern: Mapping[str, Positive] = field(default_factory=dict)
     """Ranks of modules that differ: `{down_proj: 8}`."""
     alpha_pattern: Mapping[str, AboveZero] = field(default_factory=dict)
     """Alphas of modules that differ."""
     modules_to_save: list[str] = field(default_factory=list)
-    """Modules trained completely, such as `embed_tokens`; the adapter's files contain them."""
+    """Modules trained completely, such as `embed_tokens`."""
     embeddings: Auto | Literal["none", "new", "all"] = "auto"
-    """Rows of embedding and head that are trained; `auto`: `new` with `data.new_tokens`, else `none`."""
+    """Trained rows of embedding and head; `auto`: `new` with `data.new_tokens`."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """Trained biases: of the modules with an adapter, or all."""
 
@@ -101,7 +101,7 @@ class TuningConfig:
     quantization: Literal["nf4", "int8"] = "nf4"
     """For `qlora`: 4-bit NormalFloat or 8-bit integers."""
     adapter: Literal["continue", "merge"] = "continue"
-    """What becomes of `model.adapter`: its weights are trained on, or merged into the base for a new start."""
+    """Train the weights of `model.adapter` further, or merge them into the base first."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """The adapters' shape."""
 
@@ -117,7 +117,7 @@ class DataSource:
     format: Literal[
         "auto", "messages", "sharegpt", "prompt_completion", "instruction", "question_answer", "text", "tokens"
     ] = "auto"
-    """How a row becomes an example; `auto` goes by the columns."""
+    """[Form of a row](data.md#formats); `auto`: by its columns."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The file's column names if they differ: `{question: frage}`; [inside conversations](data.md#sources) too."""
     filter: str | None = None
@@ -187,8 +187,7 @@ class DataConfig:
     num_proc: Annotated[int, Range(minimum=1, maximum=1024)] | Auto = "auto"
     """Preparing processes; `auto`: one per core."""
     sync: Literal["rsync", "shared"] = "rsync"
-    """In a cluster: `rsync` copies data, model and checkpoints; `shared` expects run folder and cache on a shared disk.
-    """
+    """In a cluster: copy data, model and checkpoints, or expect run folder and cache on a shared disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,8 +213,8 @@ class TrainConfig:
     global_batch_size: Positive | Auto = "auto"
     """Rows per optimizer step; `auto`: 32, or what [the keys above](planning.md#the-batch) give."""
     packing: Literal["auto", "off", "on"] = "auto"
-    """Pack rows into sequences of `model.max_seq_len`; `auto`: if it saves over 10 % of micro-steps. `true` is `on`,
-    `false` `off`.
+    """[Pack rows](training.md#packing) into sequences of `model.max_seq_len`; `auto`: if it saves over 10 % of
+    micro-steps.
     """
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Trained tokens: all answers, the last one, or everything."""
@@ -226,11 +225,11 @@ class TrainConfig:
     epochs: AboveZero = 3.0
     """Passes over the training rows."""
     max_steps: Annotated[int, Range(minimum=1, also=-1)] = -1
-    """Optimizer steps; -1: by `train.epochs`, which replaces steps of a preset or a file where it is set later."""
+    """Optimizer steps; -1: by `train.epochs`, which counts if it is set later than steps."""
     learning_rate: NotNegative | Auto = "auto"
     """Peak; `auto`: 2e-4 for adapters, 2e-5 for `full`, 6e-4 from scratch."""
     lr_scheduler_type: str = "cosine"
-    """Schedule of transformers."""
+    """[Schedule](training.md#optimizers-and-schedules) of transformers."""
     warmup_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.03
     """Share of steps."""
     warmup_steps: FromZero | None = None
@@ -240,7 +239,7 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """Gradient clipping; 0: off."""
     optim: str = "auto"
-    """Optimizer of transformers, or [`muon`](training.md#muon); `auto`: by mode and hardware."""
+    """[Optimizer](training.md#optimizers-and-schedules); `auto`: by mode and hardware."""
     seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 42
     """Initialisation, order, dropout."""
     bf16: bool | Auto = "auto"
@@ -306,9 +305,9 @@ class EvalConfig:
     """How answers are generated and scored."""
 
     metrics: list[str] = field(default_factory=lambda: ["rouge1", "rouge2", "rougeL"])
-    """`rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`; of JSON `valid_json`, `json_match`; of labels
-    `accuracy`, `macro_f1`;
-    `evaluate:NAME` of the `evaluate` library."""
+    """[Scores](evaluation.md#what-is-measured): `rouge1`, `rouge2`, `rougeL`, `bleu`, `chrf`, `exact_match`, `f1`,
+    `valid_json`, `json_match`, `accuracy`, `macro_f1`, `evaluate:NAME`.
+    """
     max_seconds: AboveZero | None = None
     """Time limit for generating answers in one evaluation."""
     samples: Positive = 200
@@ -326,9 +325,9 @@ class LaunchConfig:
     stages: Positive | Auto = "auto"
     """Ranks of one pipeline; `auto`: all."""
     sequence_parallel: Positive = 1
-    """Ranks that share each row's tokens, for [rows too long for one card](parallelism.md)."""
+    """Ranks that share [each row's tokens](parallelism.md)."""
     tensor_parallel: Positive = 1
-    """Ranks that share each layer's weights, for models too large for one card; needs a fast link."""
+    """Ranks that share each layer's weights; needs a fast link."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """`auto`: `nccl` for GPUs, `gloo` for CPUs; `mpi` is refused."""
     timeout_seconds: Positive = 1800
@@ -344,11 +343,11 @@ class LaunchConfig:
     compression: Literal["none", "fp16", "bf16"] = "none"
     """Gradients in 16 bits (DDP only)."""
     local_steps: Positive = 1
-    """Steps between two averages of the weights (DDP only, DiLoCo); 1: ordinary training."""
+    """Steps between two averages of the weights (DDP only); 1: ordinary training."""
     outer_learning_rate: AboveZero = 1.0
-    """With `launch.local_steps`: the outer optimizer's step size; 1 with momentum 0 is plain averaging."""
+    """Step size of the outer optimizer of [local steps](slow-networks.md#local-steps)."""
     outer_momentum: Share = 0.0
-    """Its momentum. DiLoCo: 0.9 with step size 0.7."""
+    """Its momentum."""
     network: str | None = None
     """Speed between machines (`1Gbit`), for the plan."""
     slow_network: Literal["refuse", "allow"] = "refuse"
@@ -358,9 +357,7 @@ class LaunchConfig:
     silent_seconds: Positive = 20
     """Silence after which a machine counts as lost."""
     notify: str | None = None
-    """URL of a webhook, or `$MY_NOTIFY`: a variable with a URL or a shell command
-    ([notifications](watching.md#notifications)).
-    """
+    """[Notifications](watching.md#notifications): URL, or `$MY_NOTIFY`, a variable with a URL or a shell command."""
     max_oom_retries: FromZero = 3
     """Retries after out of memory, each with half the micro-batch."""
 

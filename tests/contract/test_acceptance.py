@@ -61,7 +61,7 @@ def test_a_failed_step_is_reported_and_a_later_call_completes_the_page(accept, t
     text = written.read_text(encoding="utf-8")
     assert "| 8B full: tokens/s | " in text and "| 8B full: most GiB allocated | " in text
     assert f" Small model: {tiny.name}." in text
-    assert "## 10. " in text and "; 9 8B" in text and "; 10 8B" not in text and "Unverified" not in text
+    assert "| **10. " in text and "; 9 8B" in text and "; 10 8B" not in text and "Unverified" not in text
 
 
 @pytest.mark.slow

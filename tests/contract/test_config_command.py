@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scripts import render_reference
-from sft_play.__main__ import COMMANDS
 from sft_play.config.yaml_files import read_plain_yaml
 from tests.conftest import Program
 from tests.contract.test_makefile import HERE, make
@@ -82,7 +81,6 @@ def test_rendered_files_are_up_to_date() -> None:
         render_reference.TABLE: render_reference.render_table(),
         ROOT / "docs" / "configuration.md": render_reference.render_document(),
         ROOT / "configs" / "schema.json": render_reference.render_schema(),
-        ROOT / "AGENTS.md": render_reference.render_agents(COMMANDS),
     }
     assert [path for path, text in rendered.items() if path.read_text(encoding="utf-8") != text] == [], (
         "run `make render`"
