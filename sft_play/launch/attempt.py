@@ -35,12 +35,12 @@ from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import WORKER_MODULE, supervise
 from sft_play.launch.panel import is_terminal, show_live
-from sft_play.launch.process import bind_to_parent, raise_what_was_heard
+from sft_play.launch.process import StoppedBySignal, bind_to_parent, raise_what_was_heard, stop_code
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import launch_facts, newest_checkpoint
-from sft_play.launch.run_folder import RECOVERED, explain_disk_errors, record_event, recoveries
+from sft_play.launch.run_folder import RECOVERED, explain_disk_errors, record_event
 from sft_play.launch.settings import accelerate_yaml
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, stop_facts
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.plan import Plan, describe_batches
@@ -62,13 +62,13 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
-    job, plan = agree(job, prepared, run, recoveries(run))
+    job, plan = agree(job, prepared, run)
     first = step_of(job.checkpoint) if job.checkpoint else 0
     budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=first)
     with explain_disk_errors(run):
         outcome = run_attempt(job, plan, run, event=event)
     try:
-        with record_stop(run, job.node.rank), explain_disk_errors(run):
+        with explain_disk_errors(run):
             while outcome.code == LOST:
                 # Lazy and cached, since it reads every byte and an end does not need it.
                 newest = cache(partial(newest_checkpoint, run))
@@ -77,13 +77,16 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
                     return following.outcome or outcome
                 job = _restart(job, run, following, newest, alone=alone)
                 if job.machines or following.less:
-                    less = (following.facts,) if following.less else ()
-                    job, plan = agree(job, prepared, run, (*plan.recoveries, *less))
+                    job, plan = agree(job, prepared, run)
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
                 outcome = run_attempt(job, plan, run, event=None)
-    except UserError as error:
-        outcome = Outcome(code=error.exit_code, message=error.render())
+    except (UserError, StoppedBySignal, KeyboardInterrupt) as error:  # no worker lives
+        if isinstance(error, UserError):
+            outcome = Outcome(code=error.exit_code, message=error.render())
+        else:
+            number = signal.Signals[error.signal] if isinstance(error, StoppedBySignal) else signal.SIGINT
+            outcome = Outcome(code=stop_code(number), stop=stop_facts(run, (number,), ()))
         if job.machines:
             job.machines.fail(error)
     return outcome
