@@ -62,6 +62,7 @@ from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import (
     RECOVERED,
     RESTARTED,
+    STARTS,
     choose_name,
     find_named_run,
     has_started,
@@ -368,7 +369,7 @@ class Control:
 
     def events(self) -> list[str]:
         """Return the events that node 0 has recorded."""
-        return [event["event"] for event in read_events(self.task.run) if event.get("node", 0) == 0]
+        return [event["event"] for event in read_events(self.task.run, 0)]
 
     def pass_signals(self) -> None:
         """Pass a stop request on to the launchers; a second Ctrl-C kills them."""
@@ -394,7 +395,7 @@ class Control:
         dead = next(
             (launcher for launcher in self.launchers[1:] if launcher.code() and (launcher.ended_at or due) < due), None
         )
-        if dead is None or self.stop.requested or {"started", "resumed"} & set(self.events()[self.before :]):
+        if dead is None or self.stop.requested or STARTS.intersection(self.events()[self.before :]):
             return ""
         self.launchers[0].process.terminate()
         code = dead.process.returncode

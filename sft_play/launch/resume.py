@@ -50,7 +50,7 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
 def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
     """Return the facts of the user's last launch, preferably on this node where nodes share the folder."""
     events = launches(run)
-    own = [event for event in events if event.get("node", 0) == node_rank]
+    own = [event for event in events if event["node"] == node_rank]
     return dict((own or events)[-1]["launch"])
 
 
@@ -117,7 +117,7 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
         tell(f"removed: {path}")
     checkpoint = newest_checkpoint(run)
     events = read_events(run)
-    if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
+    if checkpoint is None and first_node and events and all(event["node"] for event in events):
         raise CheckpointError(
             f"`{run.name}` trained on several machines, and its checkpoints are on node 0",
             place=str(run.path),

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.process import end_by_signals, hear_signals
-from sft_play.launch.run_folder import FINAL_EVENTS, read_events, record_event
+from sft_play.launch.run_folder import FINAL_EVENTS, STARTS, read_events, record_event
 from sft_play.launch.settings import NO_FILE
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
 from sft_play.runs.checkpoints import list_checkpoints
@@ -186,10 +186,10 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> Path |
     run, tries, memory = RunFolder(runs_folder() / name), 0, False
     mark = run.path.with_name(f".{name}.killed")
     saved = max((path.stat().st_mtime for path in list_checkpoints(run)), default=0.0)
-    for event in (event for event in read_events(run) if event.get("node", 0) == 0):
+    for event in read_events(run, 0):
         if event["time"] < saved or (event["event"] in FINAL_EVENTS and event.get("code") != LOST):
             tries, memory = 0, False
-        elif event["event"] in ("started", "resumed"):
+        elif event["event"] in STARTS:
             tries += 1
         elif event["event"] == "failed":
             memory = tries > 0 and event.get("cause") == OUT_OF_MEMORY
