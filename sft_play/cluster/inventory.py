@@ -10,14 +10,13 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from sft_play.config.call import Call
 from sft_play.config.layers import PRESETS
 from sft_play.config.names import closest_file
-from sft_play.config.reader import Mismatch, Range, quoted, read_record
+from sft_play.config.reader import Mismatch, Range, closest_word, quoted, read_record
 from sft_play.config.yaml_files import read_yaml
 from sft_play.errors import UserError, raise_all
 from sft_play.files import is_file_name, typed_path
@@ -197,8 +196,8 @@ def _chosen(hosts: Sequence[Host], chosen: str | None) -> tuple[Host, ...]:
     listed = ", ".join(f"`{name}`" for name in by_name)
     for name in names:
         if name not in by_name:
-            close = get_close_matches(name, by_name, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"known: {listed}"
+            close = closest_word(name, list(by_name))
+            hint = f"did you mean `{close}`?" if close else f"known: {listed}"
             raise UserError(f"`{name}` is not a host", place=f"CLUSTER_HOSTS={chosen}", hint=hint)
     if not names:
         raise UserError("there are no hosts", place="CLUSTER_HOSTS or `hosts:`", hint=f"the inventory has {listed}")

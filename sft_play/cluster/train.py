@@ -57,7 +57,6 @@ from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
 from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
-from sft_play.launch.recovery import CONTROLLED
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import (
     RECOVERED,
@@ -88,7 +87,7 @@ CTRL_C = b"\x03"
 LAUNCH = 'set -a; . "$1" && rm -f "$1"; set +a; shift; exec "$@"'
 """Arguments: a file with the launcher's variables, among them the run's key, and the command to run with them."""
 RELEASE = 'i=0; until rm "$1" 2>/dev/null; do i=$((i+1)); [ $i -lt 60 ] || exit 1; sleep 0.2; done'
-"""Argument: the file by which a launcher asks for a checkpoint (`launch.attempt.fetch_checkpoint`), which is removed.
+"""Argument: the file by which a launcher asks for a checkpoint (`launch.attempt.newest_here`), which is removed.
 """
 NOT_WITH_RUN = ("RUN_NAME", "DEEPSPEED_CONFIG")
 """Options that only start a run."""
@@ -255,7 +254,7 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> li
 
 def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
     """Return the variables added to the environment of a machine's launcher."""
-    variables = {**task.shared, DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json", CONTROLLED: "1"}
+    variables = {**task.shared, DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json"}
     if not is_here(host):  # everything was copied, and asking the hub could make machines differ
         variables |= {**settings_to_forward(os.environ), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
         variables |= {} if task.shared else {FETCH: "1"}

@@ -169,7 +169,7 @@ OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|
 """Variables that other programs read from the environment."""
 OWN_VARIABLES = frozenset({
     "CACHE", "SERVE_TOKEN", "MAX_RESTARTS", "TIME_SCALE",
-    "CAUSE_FILE", "CLUSTER", "CONSENT", "FETCH", "LAUNCH", "OWN_FOLDER", "PANEL", "PREPARED",
+    "CAUSE_FILE", "CONSENT", "FETCH", "LAUNCH", "OWN_FOLDER", "PANEL", "PREPARED",
 })  # fmt: skip
 """Variables of this program in the environment, without `SFT_PLAY_`: users set the first ones, processes the others."""
 

@@ -20,7 +20,7 @@ from sft_play.errors import CheckpointError, HardwareError, RetryableError, User
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch import recovery
 from sft_play.launch.agreement import agree, meet
-from sft_play.launch.deepspeed import resolve, settings_of
+from sft_play.launch.deepspeed import resolve
 from sft_play.launch.environment import (
     DROPPED,
     Node,
@@ -120,10 +120,17 @@ def _restart(job: Job, run: RunFolder, following: Following, newest: Callable[[]
     return meet(job, run, lambda _: newest_here(run, job.node.rank))
 
 
+FETCH_POLL_SECONDS = 0.2
+
+
 def newest_here(run: RunFolder, node_rank: int) -> Path | None:
-    """Return the newest valid checkpoint, after fetching it where another machine has it."""
-    if node_rank:
-        fetch_checkpoint(run, node_rank)
+    """Return the newest valid checkpoint, once `cluster.train` has brought node 0's to this machine, where it does."""
+    if node_rank and os.environ.get(FETCH):
+        wish = run.path / f".fetch-node{node_rank}"
+        wish.touch()
+        while wish.exists():
+            time.sleep(FETCH_POLL_SECONDS)
+            raise_what_was_heard()
     return newest_checkpoint(run)
 
 
@@ -246,29 +253,23 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None) -> O
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's own JSON."""
     notices: list[str] = []
-    deepspeed: Path | None = None
     if plan.zero:
-        hidden_size = job.shape.hidden_size
-        if job.options.deepspeed:
-            settings, deepspeed_notices = resolve(
-                job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size
-            )
-            notices += deepspeed_notices
-        else:
-            settings = settings_of(plan, clipping=job.loaded.config.train.max_grad_norm, hidden_size=hidden_size)
-        deepspeed = run.deepspeed
-        write_json(deepspeed, settings)
+        config, hidden_size = job.loaded.config, job.shape.hidden_size
+        settings, notices = resolve(job.options.deepspeed, plan, config, hidden_size=hidden_size)
+        write_json(run.deepspeed, settings)
     if not job.shared:  # a shared folder has node 0's, with the paths of that machine
         save_config(job.loaded, run.config)
     plan.save(run.plan)
-    write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
+    write_text(run.accelerate, accelerate_yaml(plan, job.node, run, fsdp=job.options.fsdp))
     return notices
 
 
 PREPARATION_END_SECONDS = 6.0
 """Three times this is within the 25 s that a stop on request may take."""
 DELIVERED = "SFT_PLAY_PREPARED"
-"""Variable that names a file with the facts of model and data that another machine prepared and sent (`cluster`)."""
+"""Variable of a launcher started by `train-cluster`, which itself reports what to type next: a file with the facts of
+model and data that it prepared and sent.
+"""
 
 
 def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
@@ -310,19 +311,6 @@ def _stop(process: subprocess.Popen[bytes], *, interrupted: bool) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PREPARATION_END_SECONDS)
             return
-
-
-FETCH_POLL_SECONDS = 0.2
-
-
-def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
-    """Wait until `cluster.train` has brought node 0's checkpoint to this machine, where it does so."""
-    if os.environ.get(FETCH):
-        wish = run.path / f".fetch-node{node_rank}"
-        wish.touch()
-        while wish.exists():
-            time.sleep(FETCH_POLL_SECONDS)
-            raise_what_was_heard()
 
 
 MOST_PROBES = 4
