@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -188,38 +188,38 @@ class Summary:
     name: str
     state: str
     """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher is gone), `never started`."""
-    code: int | None
+    code: int | None = None
     """Exit code of its last launch, if that has ended."""
-    node_rank: int
+    node_rank: int = 0
     """The node that the folder belongs to; steps and scores are recorded only on node 0."""
-    step: int
-    steps: int | None
-    loss: float | None
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
     """Loss of the last step in `metrics.jsonl`, in nats."""
-    best: float | None
+    best: float | None = None
     """Best value among its evaluations: of `train.metric_for_best_model`, or where that is the loss, of the first of
     `eval.metrics`.
     """
-    metric: str | None
-    risen: str | None
+    metric: str | None = None
+    risen: str | None = None
     """How its loss rose far above that of the first step (`diverged`), or else its held-out loss (`worse`)."""
-    scores: Mapping[str, float]
+    scores: Mapping[str, float] = field(default_factory=dict)
     """Best value of each score of its evaluations, such as `eval_loss` or `eval_rougeL`."""
-    model: str | None
-    method: str | None
-    data: str | None
-    strategy: str | None
-    processes: int | None
-    tokens_per_second: float | None
+    model: str | None = None
+    method: str | None = None
+    data: str | None = None
+    strategy: str | None = None
+    processes: int | None = None
+    tokens_per_second: float | None = None
     """Mean speed of the optimizer steps."""
-    peak_memory_bytes: int | None
-    seconds: float | None
+    peak_memory_bytes: int | None = None
+    seconds: float | None = None
     """Time spent on optimizer steps."""
-    energy_kwh: float | None
+    energy_kwh: float | None = None
     """Energy of the GPUs as measured by the driver."""
-    cost: float | None
+    cost: float | None = None
     """Cost of all machines at `PRICE_PER_HOUR`."""
-    age_seconds: float | None
+    age_seconds: float | None = None
     """Time since its last change."""
     problem: str | None = None
     """Why it cannot be read; then no other fact is known."""
@@ -245,18 +245,7 @@ def list_run(run: RunFolder, price: float | None = None) -> Summary:
     try:
         return summary_of(check_run(run), price)
     except UNREADABLE as error:
-        nothing: dict[str, Any] = dict.fromkeys(item.name for item in fields(Summary))
-        return Summary(
-            **nothing
-            | {
-                "name": run.name,
-                "state": "unreadable",
-                "node_rank": 0,
-                "step": 0,
-                "scores": {},
-                "problem": reason(error),
-            }
-        )
+        return Summary(name=run.name, state="unreadable", problem=reason(error))
 
 
 def summary_of(run: RunFolder, price: float | None = None) -> Summary:
