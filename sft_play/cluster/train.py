@@ -56,7 +56,7 @@ from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
-from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
+from sft_play.launch.process import bind_to_parent, hear_signals, stop_code
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import (
     RECOVERED,
@@ -115,18 +115,17 @@ class Task:
 def main(call: Call) -> int:
     """Train on the machines of `CLUSTER` and return the exit code of node 0's launcher."""
     task = read_task(call)
-    with end_by_signals():
-        port = choose_port(call)  # a taken port is reported before anything is prepared
-        hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
-        tell(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
-        if away:
-            files = bring.code_files()
-            tell(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
-            require_all(on_all(away, lambda host: bring.send_code(host, files)))
-        facts = ready(task)
-        prepared = prepare(task)
-        require_all(on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared)))
-        return Control(task, facts, port).train()
+    port = choose_port(call)  # a taken port is reported before anything is prepared
+    hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
+    tell(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
+    if away:
+        files = bring.code_files()
+        tell(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
+        require_all(on_all(away, lambda host: bring.send_code(host, files)))
+    facts = ready(task)
+    prepared = prepare(task)
+    require_all(on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared)))
+    return Control(task, facts, port).train()
 
 
 def read_task(call: Call) -> Task:

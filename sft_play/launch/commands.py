@@ -105,7 +105,7 @@ def resume(call: Call) -> int:
     """Continue `RUN` from its newest valid checkpoint, with the run's own configuration; return the exit code."""
     run = find_named_run(call)
     check_overrides(call)
-    with end_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
+    with lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
         outcome = _resume(call, run, call.load_config())
     return finish(call, run, outcome)
 
