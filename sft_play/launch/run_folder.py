@@ -263,17 +263,8 @@ def remove_left(run: RunFolder, ranks: range) -> None:
         remove_half_written(path)
 
 
-def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return the changes of a run after memory ran out, oldest first, as plan and stamp keep them."""
-    return _facts_of(run, RECOVERED)
-
-
-def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return the restarts of a run, oldest first, as `training_metrics.json` keeps them."""
-    return _facts_of(run, RESTARTED)
-
-
-def _facts_of(run: RunFolder, kind: str) -> tuple[Mapping[str, Any], ...]:
+def facts_of(run: RunFolder, kind: str) -> tuple[Mapping[str, Any], ...]:
+    """Return what plan, stamp and `training_metrics.json` keep of a run's recoveries or restarts, oldest first."""
     events = [event for event in read_events(run, 0) if event["event"] == kind]
     return tuple({name: value for name, value in event.items() if name not in OF_LAUNCHES} for event in events)
 
