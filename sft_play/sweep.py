@@ -35,7 +35,8 @@ from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.schedulers.slurm import is_queued, write_job
+from sft_play.schedulers.slurm import is_queued
+from sft_play.schedulers.slurm import main as write_job
 from sft_play.text import duration, figure, plural, table, tell
 
 STOPPED = (130, 143)

@@ -23,7 +23,7 @@ from sft_play.config.load import read_config
 from sft_play.config.schema import Config
 from sft_play.files import write_json
 from sft_play.launch.liveness import MARK
-from sft_play.launch.run_folder import restarts
+from sft_play.launch.run_folder import RESTARTED, facts_of
 from sft_play.plan.plan import Plan, make_stamp
 from sft_play.runs.checkpoints import clean_up
 from sft_play.runs.folder import RunFolder
@@ -273,7 +273,7 @@ def summary(trainer: SftTrainer, seconds: float, *, resumed: bool) -> dict[str, 
             "peak_memory_bytes": plan.ranks[trainer.context.ranks.rank].peak_bytes,
         },
         "recoveries": [dict(recovery) for recovery in plan.recoveries],
-        "restarts": restarts(run),
+        "restarts": facts_of(run, RESTARTED),
         "stopped_early": trainer.patience.reason,
         "best_step": state.best_global_step,
         "best_metric": finite(state.best_metric),

@@ -166,8 +166,7 @@ def command(run: RunFolder, checkpoint: Path | None = None, **environment: str) 
     plan, node = Plan.load(run.plan), Node(master_port=free_port(), interface=loopback_interface())
     if plan.strategy.startswith("zero"):
         write_json(run.deepspeed, settings_of(plan, clipping=1.0, hidden_size=HIDDEN))
-    deepspeed = run.deepspeed if plan.strategy.startswith("zero") else None
-    write_text(run.accelerate, accelerate_yaml(plan, node, deepspeed_file=deepspeed, fsdp={}))
+    write_text(run.accelerate, accelerate_yaml(plan, node, run, fsdp={}))
     variables = worker_environment(plan, node, os.environ | {"OMP_NUM_THREADS": "1"}, cpu_threads=2).variables
     return worker_arguments(run, node, checkpoint=checkpoint), {**variables, **environment}
 

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -316,22 +316,16 @@ def send_prepared(host: Host, facts: Facts, prepared: Prepared, folders: Iterabl
     """Copy the model, other `folders` of the configuration and the prepared rows to `host`; return their paths
     there.
     """
-    model = Path(prepared.model.path).absolute()
-    adapter = prepared.adapter
-    for folder in dict.fromkeys([model, *folders, *([Path(adapter.path)] if adapter else [])]):
+    models = [Path(part.path).absolute() for part in (prepared.model, prepared.adapter) if part]
+    for folder in dict.fromkeys([*models, *folders]):
         if folder.is_dir():
             send_model(host, facts, folder, place_there(folder, facts))
-    splits = []
-    for split in (prepared.train, prepared.validation):
-        there = place_there(Path(split.path), facts) if split else ""
-        if split:
-            rows = Path(split.path)
-            names = sorted(str(path.relative_to(rows)) for path in rows.rglob("*") if path.is_file())
-            deliver(host, rows, there, names)  # the folder is named by a hash of its content
-        splits.append(replace(split, path=there) if split else None)
-    moved = replace(prepared.model, path=place_there(model, facts))
-    adapter = adapter and replace(adapter, path=place_there(Path(adapter.path), facts))
-    return Prepared(model=moved, train=splits[0], validation=splits[1], adapter=adapter)
+    for rows in [Path(split.path) for split in (prepared.train, prepared.validation) if split]:
+        names = sorted(str(path.relative_to(rows)) for path in rows.rglob("*") if path.is_file())
+        deliver(host, rows, place_there(rows, facts), names)  # the folder is named by a hash of its content
+    parts = {item.name: getattr(prepared, item.name) for item in fields(prepared)}
+    there = {name: replace(part, path=place_there(Path(part.path), facts)) for name, part in parts.items() if part}
+    return replace(prepared, **there)
 
 
 def send_model(host: Host, facts: Facts, folder: Path, there: str) -> None:

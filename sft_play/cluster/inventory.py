@@ -10,21 +10,17 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 from sft_play.config.call import Call
-from sft_play.config.layers import PRESETS
-from sft_play.config.names import closest_file
-from sft_play.config.reader import Mismatch, Range, quoted, read_record
+from sft_play.config.layers import config_path
+from sft_play.config.reader import Mismatch, Range, closest_word, quoted, read_record
 from sft_play.config.yaml_files import read_yaml
 from sft_play.errors import UserError, raise_all
-from sft_play.files import is_file_name, typed_path
+from sft_play.files import typed_path
 from sft_play.plan.hardware import network_speed
 
-INVENTORIES = PRESETS / "clusters"
-"""The shipped inventories."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 ADDRESS = rf"{OCTET}(\.{OCTET}){{3}}|(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{{0,252}}"
@@ -115,23 +111,8 @@ def inventory_for_call(call: Call) -> Inventory:
             f"make {call.command} CLUSTER=configs/clusters/home_lan.yaml; docs/home-cluster.md shows how to write one"
         )
         raise UserError(f"`{call.command}` needs an inventory of machines", hint=hint)
-    return read_inventory(inventory_path(name), call.options.get("CLUSTER_HOSTS"))
-
-
-def inventory_path(name: str) -> Path:
-    """Return the file that `CLUSTER=` names, a path or a shipped inventory's name. Raise `UserError`."""
-    if not is_file_name(name):
-        raise UserError(f"`CLUSTER` is `{quoted(name)}`, which cannot be a file name")
-    path, shipped = Path(name), INVENTORIES / f"{name}.yaml"
-    if path.is_file():
-        return path
-    if "/" not in name and shipped.is_file():
-        return shipped
-    near = closest_file(path, INVENTORIES)
-    hint = "CLUSTER= takes an inventory, such as configs/clusters/home_lan.yaml"
-    if near:
-        hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?"
-    raise UserError(f"there is no file `{name}`", hint=hint)
+    takes = "CLUSTER= takes an inventory, such as configs/clusters/home_lan.yaml"
+    return read_inventory(config_path(name, "configs/clusters", takes), call.options.get("CLUSTER_HOSTS"))
 
 
 def read_inventory(path: Path, chosen: str | None = None) -> Inventory:
@@ -197,8 +178,8 @@ def _chosen(hosts: Sequence[Host], chosen: str | None) -> tuple[Host, ...]:
     listed = ", ".join(f"`{name}`" for name in by_name)
     for name in names:
         if name not in by_name:
-            close = get_close_matches(name, by_name, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"known: {listed}"
+            close = closest_word(name, list(by_name))
+            hint = f"did you mean `{close}`?" if close else f"known: {listed}"
             raise UserError(f"`{name}` is not a host", place=f"CLUSTER_HOSTS={chosen}", hint=hint)
     if not names:
         raise UserError("there are no hosts", place="CLUSTER_HOSTS or `hosts:`", hint=f"the inventory has {listed}")

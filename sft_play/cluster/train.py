@@ -56,12 +56,12 @@ from sft_play.launch.deepspeed import read_user_json
 from sft_play.launch.environment import PORT, VARIABLE, next_free_port, require_free_port
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import Stop
-from sft_play.launch.process import bind_to_parent, end_by_signals, hear_signals, stop_code
-from sft_play.launch.recovery import CONTROLLED
+from sft_play.launch.process import bind_to_parent, hear_signals, stop_code
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import (
     RECOVERED,
     RESTARTED,
+    STARTS,
     choose_name,
     find_named_run,
     has_started,
@@ -87,46 +87,26 @@ CTRL_C = b"\x03"
 LAUNCH = 'set -a; . "$1" && rm -f "$1"; set +a; shift; exec "$@"'
 """Arguments: a file with the launcher's variables, among them the run's key, and the command to run with them."""
 RELEASE = 'i=0; until rm "$1" 2>/dev/null; do i=$((i+1)); [ $i -lt 60 ] || exit 1; sleep 0.2; done'
-"""Argument: the file by which a launcher asks for a checkpoint (`launch.attempt.fetch_checkpoint`), which is removed.
+"""Argument: the file by which a launcher asks for a checkpoint (`launch.attempt.newest_here`), which is removed.
 """
 NOT_WITH_RUN = ("RUN_NAME", "DEEPSPEED_CONFIG")
 """Options that only start a run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """The request of one `train-cluster` command."""
-
-    call: Call
-    inventory: Inventory
-    loaded: LoadedConfig
-    run: RunFolder
-    started: bool
-    """Whether the run has started before."""
-    deepspeed: str | None = None
-    """Text of the user's `DEEPSPEED_CONFIG`, checked before anything is sent."""
-
-    @property
-    def shared(self) -> dict[str, str]:
-        """Variables of the folders of runs and cache, if they are on a shared disk."""
-        return shared_folders(self.loaded.config.data.sync)
-
-
 def main(call: Call) -> int:
     """Train on the machines of `CLUSTER` and return the exit code of node 0's launcher."""
     task = read_task(call)
-    with end_by_signals():
-        port = choose_port(call)  # a taken port is reported before anything is prepared
-        hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
-        tell(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
-        if away:
-            files = bring.code_files()
-            tell(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
-            require_all(on_all(away, lambda host: bring.send_code(host, files)))
-        facts = ready(task)
-        prepared = prepare(task)
-        require_all(on_all(hosts, lambda host: supply(task, host, facts[host.name], prepared)))
-        return Control(task, facts, port).train()
+    task.port = choose_port(call)  # a taken port is reported before anything is prepared
+    hosts, away = task.inventory.hosts, [host for host in task.inventory.hosts if not is_here(host)]
+    tell(f"hosts: {', '.join(f'`{host.name}` ({host.address})' for host in hosts)}")
+    if away:
+        files = bring.code_files()
+        tell(f"bringing to {plural(len(away), 'host')} what they lack: {plural(len(files), 'file')} of code")
+        require_all(on_all(away, lambda host: bring.send_code(host, files)))
+    task.facts = ready(task)
+    prepared = prepare(task)
+    require_all(on_all(hosts, lambda host: supply(task, host, prepared)))
+    return task.train()
 
 
 def read_task(call: Call) -> Task:
@@ -214,8 +194,9 @@ def prepare(task: Task) -> Prepared:
         return Prepared.load(folder.prepared)
 
 
-def supply(task: Task, host: Host, facts: Facts, prepared: Prepared) -> None:
+def supply(task: Task, host: Host, prepared: Prepared) -> None:
     """Copy model, rows, the run to resume and the launcher's configuration to one machine. Raise `UserError`."""
+    facts = task.facts[host.name]
     if not is_here(host) and not task.shared:
         named = (task.loaded.config.model.name, task.loaded.config.model.tokenizer)
         folders = [Path(name).expanduser().absolute() for name in named if name]
@@ -225,20 +206,15 @@ def supply(task: Task, host: Host, facts: Facts, prepared: Prepared) -> None:
     texts = {"config.json": json.dumps(saved_form(task.loaded)), "prepared.json": json.dumps(asdict(prepared))}
     texts |= {"deepspeed.json": task.deepspeed} if task.deepspeed else {}
     for name, text in texts.items():
-        bring.write_there(host, f"{files_folder(facts, task.run, host)}/{name}", text)
-
-
-def files_folder(facts: Facts, folder: RunFolder, host: Host) -> str:
-    """Return the folder with the files of a machine's launcher, named by host since machines may share a cache."""
-    return f"{facts.cache}/cluster/{folder.name}/{host.name}"
+        bring.write_there(host, f"{task.folder(host)}/{name}", text)
 
 
 # ---- The command on each machine
 
 
-def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> list[str]:
+def node_words(task: Task, host: Host, rank: int) -> list[str]:
     """Return the command of the machine with `NODE_RANK` `rank`, as a person would type it there."""
-    folder, count = files_folder(facts, task.run, host), len(task.inventory.hosts)
+    folder, count = task.folder(host), len(task.inventory.hosts)
     if "RUN" in task.call.options:
         words = ["resume", f"RUN={task.run.name}"]
         words += [f"{variable_name(override.key)}={override.text}" for override in task.call.overrides]
@@ -247,14 +223,14 @@ def node_words(task: Task, host: Host, facts: Facts, rank: int, port: int) -> li
         words = ["train-deepspeed" if task.deepspeed else "train-distributed", f"CONFIG={folder}/config.json"]
         words += [f"RUN_NAME={task.run.name}", NO_DEFAULT_FILE, *own_words(task.loaded)]
         words += [f"DEEPSPEED_CONFIG={folder}/deepspeed.json"] if task.deepspeed else []
-    gpus = host.gpus if host.gpus is not None else len(facts.gpus)
-    words += [f"NUM_GPUS={max(1, gpus)}", f"NUM_NODES={count}", f"MASTER_PORT={port}"]
+    gpus = host.gpus if host.gpus is not None else len(task.facts[host.name].gpus)
+    words += [f"NUM_GPUS={max(1, gpus)}", f"NUM_NODES={count}", f"MASTER_PORT={task.port}"]
     return words + ([f"NODE_RANK={rank}", f"MASTER_ADDR={task.inventory.master.address}"] if count > 1 else [])
 
 
-def node_variables(task: Task, host: Host, facts: Facts) -> dict[str, str]:
+def node_variables(task: Task, host: Host) -> dict[str, str]:
     """Return the variables added to the environment of a machine's launcher."""
-    variables = {**task.shared, DELIVERED: f"{files_folder(facts, task.run, host)}/prepared.json", CONTROLLED: "1"}
+    variables = {**task.shared, DELIVERED: f"{task.folder(host)}/prepared.json"}
     if not is_here(host):  # everything was copied, and asking the hub could make machines differ
         variables |= {**settings_to_forward(os.environ), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
         variables |= {} if task.shared else {FETCH: "1"}
@@ -272,7 +248,6 @@ class Launcher:
     """The command on one machine."""
 
     host: Host
-    facts: Facts
     process: subprocess.Popen[bytes]
     error: str = ""
     """Its first error line, else its last line."""
@@ -291,14 +266,24 @@ class Launcher:
         self.error = relay(self.host, self.process)
 
 
-@dataclass(slots=True)
-class Control:
-    """The launchers of one command, by their `NODE_RANK`."""
+@dataclass(kw_only=True, slots=True)
+class Task:
+    """One `train-cluster` command: the request, what is known about the machines, and their launchers."""
 
-    task: Task
-    facts: Mapping[str, Facts]
-    port: int
+    call: Call
+    inventory: Inventory
+    loaded: LoadedConfig
+    run: RunFolder
+    started: bool
+    """Whether the run has started before."""
+    deepspeed: str | None = None
+    """Text of the user's `DEEPSPEED_CONFIG`, checked before anything is sent."""
+    port: int = PORT
+    """Port at which the machines meet."""
+    facts: dict[str, Facts] = field(default_factory=dict)
+    """Facts of each host, by its name."""
     launchers: list[Launcher] = field(default_factory=list)
+    """The commands on the machines, by their `NODE_RANK`."""
     stop: Stop = field(default_factory=Stop)
     passed: int = 0
     """Number of stop requests passed on to the launchers."""
@@ -307,13 +292,21 @@ class Control:
     restarts: int = 0
     """Restarts of node 0 for which checkpoints were copied."""
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """Variables of the folders of runs and cache, if they are on a shared disk."""
+        return shared_folders(self.loaded.config.data.sync)
+
+    def folder(self, host: Host) -> str:
+        """Return the folder with the files of a machine's launcher, named by host since machines may share a cache."""
+        return f"{self.facts[host.name].cache}/cluster/{self.run.name}/{host.name}"
+
     def train(self) -> int:
         """Start the launchers, wait for node 0's, and return its exit code."""
-        task, problem = self.task, ""
-        hosts = task.inventory.hosts
+        hosts, problem = self.inventory.hosts, ""
         self.before = len(self.events())
         key = {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32)} if len(hosts) > 1 else {}
-        variables = {host: node_variables(task, host, self.facts[host.name]) | key for host in hosts}
+        variables = {host: node_variables(self, host) | key for host in hosts}
         require_all(on_all(hosts[1:], lambda host: self.send_variables(host, variables[host])))
         with hear_signals(self.stop.note):
             self.launchers = [self.start(rank, host, variables[host]) for rank, host in enumerate(hosts)]
@@ -329,9 +322,8 @@ class Control:
             launcher.process.terminate()  # closing the connection ends the remaining processes there
             if launcher.reader:
                 launcher.reader.join(LEAVE_SECONDS)
-        if not task.shared and task.run.path.is_dir():
-            logs = {launcher.host: f"{launcher.facts.runs}/{task.run.name}/logs/" for launcher in self.launchers[1:]}
-            on_all(hosts[1:], lambda host: bring.fetch(host, logs[host], task.run.logs, LOGS_SECONDS))
+        if not self.shared and self.run.path.is_dir():
+            on_all(hosts[1:], self.fetch_logs)
         return self.say_how_it_ended(problem)
 
     def send_variables(self, host: Host, variables: Mapping[str, str]) -> None:
@@ -339,28 +331,31 @@ class Control:
         variable is the run's key.
         """
         text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
-        bring.write_there(host, f"{files_folder(self.facts[host.name], self.task.run, host)}/environment", text)
+        bring.write_there(host, f"{self.folder(host)}/environment", text)
+
+    def fetch_logs(self, host: Host) -> None:
+        """Copy the logs of a machine's ranks to the run's folder here."""
+        bring.fetch(host, f"{self.facts[host.name].runs}/{self.run.name}/logs/", self.run.logs, LOGS_SECONDS)
 
     def start(self, rank: int, host: Host, variables: Mapping[str, str]) -> Launcher:
         """Start the command on one machine, bound to this process; lines of other machines get the host's name."""
-        facts = self.facts[host.name]
-        words, environ = node_words(self.task, host, facts, rank, self.port), dict(os.environ)
+        words, environ = node_words(self, host, rank), dict(os.environ)
         if rank:
-            file = f"{files_folder(facts, self.task.run, host)}/environment"
+            file = f"{self.folder(host)}/environment"
             argv = arguments(host, ["sh", "-c", LAUNCH, "sh", file, *program(host, words)], tty=True)
         else:
-            argv = program(host, [*words, *(["JSON=1"] if self.task.call.json else [])])
+            argv = program(host, [*words, *(["JSON=1"] if self.call.json else [])])
             environ |= {**variables, "TERM": "dumb"}  # a panel would be disturbed by the lines of the others
         process = start(
             argv,
             env=environ,
             stdin=subprocess.PIPE if rank else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if rank or self.task.call.json else None,
+            stdout=subprocess.PIPE if rank or self.call.json else None,
             stderr=subprocess.STDOUT if rank else None,
             start_new_session=True,
             preexec_fn=bind_to_parent(signal.SIGTERM),
         )
-        launcher = Launcher(host, facts, process)
+        launcher = Launcher(host, process)
         if rank:
             launcher.reader = threading.Thread(target=launcher.read, daemon=True)
             launcher.reader.start()
@@ -368,7 +363,7 @@ class Control:
 
     def events(self) -> list[str]:
         """Return the events that node 0 has recorded."""
-        return [event["event"] for event in read_events(self.task.run) if event.get("node", 0) == 0]
+        return [event["event"] for event in read_events(self.run, 0)]
 
     def pass_signals(self) -> None:
         """Pass a stop request on to the launchers; a second Ctrl-C kills them."""
@@ -394,7 +389,7 @@ class Control:
         dead = next(
             (launcher for launcher in self.launchers[1:] if launcher.code() and (launcher.ended_at or due) < due), None
         )
-        if dead is None or self.stop.requested or {"started", "resumed"} & set(self.events()[self.before :]):
+        if dead is None or self.stop.requested or STARTS.intersection(self.events()[self.before :]):
             return ""
         self.launchers[0].process.terminate()
         code = dead.process.returncode
@@ -403,32 +398,31 @@ class Control:
 
     def say_how_it_ended(self, problem: str) -> int:
         """Print what node 0 cannot know, and return the exit code."""
-        task, code = self.task, self.launchers[0].process.returncode
-        output = self.launchers[0].process.stdout
+        code, output = self.launchers[0].process.returncode, self.launchers[0].process.stdout
         result = output.read().decode(errors="replace") if output else ""
         if self.stop.requested:
             code = code if code >= 0 else stop_code(self.stop.signals[0])
         elif problem or code < 0:
-            problem = problem or f"host `{task.inventory.master.name}`: its launcher was killed by signal {-code}"
+            problem = problem or f"host `{self.inventory.master.name}`: its launcher was killed by signal {-code}"
             code = LOST if code < 0 else HardwareError.exit_code
             tell(f"\nerror: {problem}")
-            result = json.dumps({"run": str(task.run.path), "code": code, "error": problem}) + "\n"
-        if code in (LOST, 130, 143) and task.run.plan.is_file():
-            tell(f"hint: resume it with: {command(task.inventory, task.run)}")
-        print(result if task.call.json else "", end="")
+            result = json.dumps({"run": str(self.run.path), "code": code, "error": problem}) + "\n"
+        if code in (LOST, 130, 143) and self.run.plan.is_file():
+            tell(f"hint: resume it with: {command(self.inventory, self.run)}")
+        print(result if self.call.json else "", end="")
         return code
 
     def bring_checkpoints(self) -> None:
         """Copy the newest checkpoint to the others whenever node 0 restarts."""
         restarts = sum(event in (RECOVERED, RESTARTED) for event in self.events()[self.before :])
-        if restarts > self.restarts and not self.task.shared:
+        if restarts > self.restarts and not self.shared:
             for rank, launcher in enumerate(self.launchers[1:], start=1):
                 threading.Thread(target=self.bring_checkpoint, args=(rank, launcher), daemon=True).start()
         self.restarts = restarts
 
     def bring_checkpoint(self, rank: int, launcher: Launcher) -> None:
         """Copy the newest checkpoint to one machine as soon as it can be reached."""
-        host, facts, folder = launcher.host, launcher.facts, self.task.run
+        host, facts, folder = launcher.host, self.facts[launcher.host.name], self.run
         wish = f"{facts.runs}/{folder.name}/.fetch-node{rank}"
         while launcher.code() is None and self.launchers[0].code() is None:
             with contextlib.suppress(UserError):

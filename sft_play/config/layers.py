@@ -80,9 +80,11 @@ DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow", ".feat
 """Endings of data files; `.json` may be a configuration too."""
 
 
-def config_path(name: str) -> Path:
-    """Return the file that `CONFIG=` names; a bare preset name is its file. Raise `UserError`."""
-    path, preset = typed_path(name), preset_path(name)
+def config_path(
+    name: str, folder: str = "configs", takes: str = "CONFIG= takes a YAML file or a preset's name"
+) -> Path:
+    """Return the file that `CONFIG=` names; a bare name is that of a shipped file in `folder`. Raise `UserError`."""
+    path, preset = typed_path(name), shipped(f"{folder}/{name}.yaml")
     if not path.suffix and path.name == name and not path.exists() and preset.is_file():
         return preset
     if path.is_dir():
@@ -91,9 +93,9 @@ def config_path(name: str) -> Path:
         hint = f"make train CONFIG=file.yaml DATA_TRAIN_PATH={name}"
         raise UserError(f"`{name}` contains rows and is not a configuration", hint=hint)
     if not path.exists():
-        near = names.closest_file(path, PRESETS)
-        hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else ""
-        raise UserError(f"there is no file `{name}`", hint=hint or "CONFIG= takes a YAML file or a preset's name")
+        near = names.closest_file(path, SHIPPED / folder, folder)
+        hint = f"did you mean `{near if Path(near).is_file() else Path(near).stem}`?" if near else takes
+        raise UserError(f"there is no file `{name}`", hint=hint)
     return path
 
 

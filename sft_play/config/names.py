@@ -169,7 +169,7 @@ OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|
 """Variables that other programs read from the environment."""
 OWN_VARIABLES = frozenset({
     "CACHE", "SERVE_TOKEN", "MAX_RESTARTS", "TIME_SCALE",
-    "CAUSE_FILE", "CLUSTER", "CONSENT", "FETCH", "LAUNCH", "OWN_FOLDER", "PANEL", "PREPARED",
+    "CAUSE_FILE", "CONSENT", "FETCH", "LAUNCH", "OWN_FOLDER", "PANEL", "PREPARED",
 })  # fmt: skip
 """Variables of this program in the environment, without `SFT_PLAY_`: users set the first ones, processes the others."""
 
@@ -286,9 +286,9 @@ def refusal(key: str, place: str | None = None, spell: Callable[[str], str] = st
     )
 
 
-def closest_file(path: Path, folder: Path) -> str | None:
-    """Return a YAML file next to `path` or in `folder` with a similar name, as the user would type it."""
-    files = {p.stem.lower(): f"configs/{p.name}" for p in folder.glob("*.yaml")}
+def closest_file(path: Path, folder: Path, typed: str = "configs") -> str | None:
+    """Return a YAML file next to `path` or in `folder`, which users type as `typed`, with a similar name."""
+    files = {p.stem.lower(): f"{typed}/{p.name}" for p in folder.glob("*.yaml")}
     files |= {p.stem.lower(): str(p) for ending in ("yaml", "yml") for p in path.parent.glob(f"*.{ending}")}
     close = get_close_matches(re.sub(r"\.ya?ml$", "", path.name.lower()), files, n=1, cutoff=0.65)
     return files[close[0]] if close else None

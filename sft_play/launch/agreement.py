@@ -22,7 +22,7 @@ from sft_play.files import text_sha256
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of
 from sft_play.launch.job import Job
 from sft_play.launch.machines import FETCH, Facts, Machines
-from sft_play.launch.run_folder import has_started, remove_left, require_disk_space
+from sft_play.launch.run_folder import RECOVERED, facts_of, has_started, remove_left, require_disk_space
 from sft_play.launch.store import print_line
 from sft_play.plan.hardware import Device
 from sft_play.plan.plan import Plan
@@ -105,7 +105,7 @@ def meet(job: Job, run: RunFolder, choose: Choose | None) -> Job:
     )
 
 
-def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mapping[str, Any], ...]) -> tuple[Job, Plan]:
+def agree(job: Job, prepared: Prepared, run: RunFolder) -> tuple[Job, Plan]:
     """Return the job with the port of the workers' store, and the plan, which node 0 makes for all machines.
 
     Raise `DataError` if machines prepared different data, `CheckpointError` for parts of checkpoints on several
@@ -113,7 +113,7 @@ def agree(job: Job, prepared: Prepared, run: RunFolder, recoveries: tuple[Mappin
     """
     machines, config, planned = job.machines, job.loaded.config, list[Plan]()
     if job.node.rank == 0:  # all machines have joined, and none writes yet
-        planned.append(replace(job.plan(prepared), recoveries=recoveries))
+        planned.append(replace(job.plan(prepared), recoveries=facts_of(run, RECOVERED)))
         require_disk_space(planned[0], config, run)
         remove_left(run, range(planned[0].world_size))
     if machines is None:

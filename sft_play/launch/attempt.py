@@ -20,7 +20,7 @@ from sft_play.errors import CheckpointError, HardwareError, RetryableError, User
 from sft_play.files import read_json, write_json, write_text
 from sft_play.launch import recovery
 from sft_play.launch.agreement import agree, meet
-from sft_play.launch.deepspeed import resolve, settings_of
+from sft_play.launch.deepspeed import resolve
 from sft_play.launch.environment import (
     DROPPED,
     Node,
@@ -35,12 +35,12 @@ from sft_play.launch.liveness import LIMITS
 from sft_play.launch.machines import FETCH
 from sft_play.launch.node import WORKER_MODULE, supervise
 from sft_play.launch.panel import is_terminal, show_live
-from sft_play.launch.process import bind_to_parent, raise_what_was_heard
+from sft_play.launch.process import StoppedBySignal, bind_to_parent, raise_what_was_heard, stop_code
 from sft_play.launch.recovery import Following, Restarts
 from sft_play.launch.resume import launch_facts, newest_checkpoint
-from sft_play.launch.run_folder import RECOVERED, explain_disk_errors, record_event, recoveries
+from sft_play.launch.run_folder import RECOVERED, explain_disk_errors, record_event
 from sft_play.launch.settings import accelerate_yaml
-from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, record_stop
+from sft_play.launch.verdict import LOST, OUT_OF_MEMORY, Outcome, stop_facts
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import GIB, Hardware
 from sft_play.plan.plan import Plan, describe_batches
@@ -62,13 +62,13 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
     prepared = Prepared.load(job.home(run).prepared)
     if job.call.options.get("SOURCE") == "probe":
         probe(job, run, prepared)
-    job, plan = agree(job, prepared, run, recoveries(run))
+    job, plan = agree(job, prepared, run)
     first = step_of(job.checkpoint) if job.checkpoint else 0
     budget = Restarts(limit=job.loaded.config.launch.max_restarts, step=first)
     with explain_disk_errors(run):
         outcome = run_attempt(job, plan, run, event=event)
     try:
-        with record_stop(run, job.node.rank), explain_disk_errors(run):
+        with explain_disk_errors(run):
             while outcome.code == LOST:
                 # Lazy and cached, since it reads every byte and an end does not need it.
                 newest = cache(partial(newest_checkpoint, run))
@@ -77,13 +77,16 @@ def run_attempts(job: Job, run: RunFolder, *, event: str) -> Outcome:
                     return following.outcome or outcome
                 job = _restart(job, run, following, newest, alone=alone)
                 if job.machines or following.less:
-                    less = (following.facts,) if following.less else ()
-                    job, plan = agree(job, prepared, run, (*plan.recoveries, *less))
+                    job, plan = agree(job, prepared, run)
                 if plan.device == "cuda":
                     wait_until_free(job.hardware, indices_of(plan, job.node))
                 outcome = run_attempt(job, plan, run, event=None)
-    except UserError as error:
-        outcome = Outcome(code=error.exit_code, message=error.render())
+    except (UserError, StoppedBySignal, KeyboardInterrupt) as error:  # no worker lives
+        if isinstance(error, UserError):
+            outcome = Outcome(code=error.exit_code, message=error.render())
+        else:
+            number = signal.Signals[error.signal] if isinstance(error, StoppedBySignal) else signal.SIGINT
+            outcome = Outcome(code=stop_code(number), stop=stop_facts(run, (number,), ()))
         if job.machines:
             job.machines.fail(error)
     return outcome
@@ -117,10 +120,17 @@ def _restart(job: Job, run: RunFolder, following: Following, newest: Callable[[]
     return meet(job, run, lambda _: newest_here(run, job.node.rank))
 
 
+FETCH_POLL_SECONDS = 0.2
+
+
 def newest_here(run: RunFolder, node_rank: int) -> Path | None:
-    """Return the newest valid checkpoint, after fetching it where another machine has it."""
-    if node_rank:
-        fetch_checkpoint(run, node_rank)
+    """Return the newest valid checkpoint, once `cluster.train` has brought node 0's to this machine, where it does."""
+    if node_rank and os.environ.get(FETCH):
+        wish = run.path / f".fetch-node{node_rank}"
+        wish.touch()
+        while wish.exists():
+            time.sleep(FETCH_POLL_SECONDS)
+            raise_what_was_heard()
     return newest_checkpoint(run)
 
 
@@ -243,29 +253,23 @@ def run_attempt(job: Job, plan: Plan, run: RunFolder, *, event: str | None) -> O
 def write_launch_files(job: Job, plan: Plan, run: RunFolder) -> list[str]:
     """Write config.json, plan.json, accelerate.yaml and deepspeed.json; return notices about the user's own JSON."""
     notices: list[str] = []
-    deepspeed: Path | None = None
     if plan.zero:
-        hidden_size = job.shape.hidden_size
-        if job.options.deepspeed:
-            settings, deepspeed_notices = resolve(
-                job.options.deepspeed, plan, job.loaded.config, hidden_size=hidden_size
-            )
-            notices += deepspeed_notices
-        else:
-            settings = settings_of(plan, clipping=job.loaded.config.train.max_grad_norm, hidden_size=hidden_size)
-        deepspeed = run.deepspeed
-        write_json(deepspeed, settings)
+        config, hidden_size = job.loaded.config, job.shape.hidden_size
+        settings, notices = resolve(job.options.deepspeed, plan, config, hidden_size=hidden_size)
+        write_json(run.deepspeed, settings)
     if not job.shared:  # a shared folder has node 0's, with the paths of that machine
         save_config(job.loaded, run.config)
     plan.save(run.plan)
-    write_text(run.accelerate, accelerate_yaml(plan, job.node, deepspeed_file=deepspeed, fsdp=job.options.fsdp))
+    write_text(run.accelerate, accelerate_yaml(plan, job.node, run, fsdp=job.options.fsdp))
     return notices
 
 
 PREPARATION_END_SECONDS = 6.0
 """Three times this is within the 25 s that a stop on request may take."""
 DELIVERED = "SFT_PLAY_PREPARED"
-"""Variable that names a file with the facts of model and data that another machine prepared and sent (`cluster`)."""
+"""Variable of a launcher started by `train-cluster`, which itself reports what to type next: a file with the facts of
+model and data that it prepared and sent.
+"""
 
 
 def obtain_prepared(run: RunFolder, *words: str, day: str | None = None) -> None:
@@ -307,19 +311,6 @@ def _stop(process: subprocess.Popen[bytes], *, interrupted: bool) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PREPARATION_END_SECONDS)
             return
-
-
-FETCH_POLL_SECONDS = 0.2
-
-
-def fetch_checkpoint(run: RunFolder, node_rank: int) -> None:
-    """Wait until `cluster.train` has brought node 0's checkpoint to this machine, where it does so."""
-    if os.environ.get(FETCH):
-        wish = run.path / f".fetch-node{node_rank}"
-        wish.touch()
-        while wish.exists():
-            time.sleep(FETCH_POLL_SECONDS)
-            raise_what_was_heard()
 
 
 MOST_PROBES = 4

@@ -12,9 +12,8 @@ from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
 from sft_play.errors import typed_here
 from sft_play.files import is_gone
-from sft_play.launch import recovery
 from sft_play.launch.agreement import join_machines, remove_own_part
-from sft_play.launch.attempt import newest_here, obtain_prepared, run_attempts
+from sft_play.launch.attempt import DELIVERED, newest_here, obtain_prepared, run_attempts
 from sft_play.launch.job import Job, job_of, read_options, refuse_early, without_batch_numbers
 from sft_play.launch.machines import FETCH
 from sft_play.launch.process import end_by_signals
@@ -106,7 +105,7 @@ def resume(call: Call) -> int:
     """Continue `RUN` from its newest valid checkpoint, with the run's own configuration; return the exit code."""
     run = find_named_run(call)
     check_overrides(call)
-    with end_by_signals(), lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
+    with lock_run(run, node_rank=call.integer("NODE_RANK", minimum=0) or 0):
         outcome = _resume(call, run, call.load_config())
     return finish(call, run, outcome)
 
@@ -183,7 +182,7 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
         tell(f"\n{outcome.message}")
     if outcome.stop:
         tell(f"\n{describe_stop(outcome.stop)}")
-    if outcome.code in (LOST, 130, 143) and not os.environ.get(recovery.CONTROLLED):
+    if outcome.code in (LOST, 130, 143) and DELIVERED not in os.environ:
         tell(f"hint: continue with: make resume RUN={run.typed}")
     report = run.report if run.report.is_file() else None
     if call.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import re
 import subprocess
@@ -16,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.reader import closest_word
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import YamlNode, fill, parse_yaml, read_plain_yaml, read_text
 from sft_play.errors import UserError, raise_all
@@ -297,8 +297,8 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
         elif key in REMOVED:
             yield key, f"`{key}` is no longer in DeepSpeed, which would end with it", "remove the key"
         else:
-            close = difflib.get_close_matches(key, TOP_LEVEL, n=1, cutoff=0.7)
-            hint = f"did you mean `{close[0]}`?" if close else "DeepSpeed 0.19 has none; remove the key"
+            close = closest_word(key, sorted(TOP_LEVEL))
+            hint = f"did you mean `{close}`?" if close else "DeepSpeed 0.19 has none; remove the key"
             yield key, f"unknown DeepSpeed key `{key}`", hint
     types = settings.get("data_types")
     for key in sorted(types.keys() - {"grad_accum_dtype"}) if isinstance(types, Mapping) else ():
@@ -330,15 +330,19 @@ def _at(value: Mapping[str, Any], dotted: str) -> Any:
     return part
 
 
-def resolve(user: UserDeepSpeed, plan: Plan, config: Config, *, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON for the run, without any `auto`, and notices for the user.
+def resolve(
+    user: UserDeepSpeed | None, plan: Plan, config: Config, *, hidden_size: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the JSON for the run, by the plan and the user's JSON, without any `auto`, and notices for the user.
 
     Raise `UserError` with all problems of the file and all contradictions to the plan, with both values. The file's
     batch is compared with the configuration and with the rows of a step, not with the plan's slots, which may hold
     packs or exceed the rows and are not known before the data are.
     """
-    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
     ours = settings_of(plan, clipping=config.train.max_grad_norm, hidden_size=hidden_size)
+    if user is None:
+        return ours, []
+    settings, notices, problems = deepcopy(dict(user.settings)), list(user.notices), list(user.problems)
 
     def refuse(key: str, text: str, hint: str) -> None:
         problems.append(UserError(text, place=user.place(key), hint=hint))

@@ -88,13 +88,6 @@ class Beat:
     collectives: int | None = None
     """Collective operations that it has begun; known only for a rank that has been quiet for nearly `limit`."""
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Beat:
-        return cls(**json.loads(content))
-
     def at(self) -> tuple[int, int, int]:
         """Return the rank's position in comparable form: step, phase within it, micro-step."""
         order = {"loading": -1, "training": 0, "updating": 1, "saving": 2, "evaluating": 2, "leaving": 3}
@@ -141,7 +134,7 @@ class Listener:
             except BlockingIOError:
                 break
             with contextlib.suppress(ValueError, TypeError):  # from a worker with newer code than this launcher
-                beat = Beat.from_bytes(content)
+                beat = Beat(**json.loads(content))
                 sent.add(beat.rank)
                 self.latest[beat.rank], self.heard[beat.rank] = beat, time.monotonic()
         return sent
@@ -175,7 +168,7 @@ class Sender:
         if self._socket is None:
             return True
         try:
-            self._socket.sendto(beat.to_bytes(), self._address)
+            self._socket.sendto(json.dumps(asdict(beat)).encode(), self._address)
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:  # a full buffer: the launcher may be suspended

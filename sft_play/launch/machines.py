@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from sft_play.errors import CheckpointError, DataError, HardwareError, Problems, RetryableError, UserError, raise_all
@@ -76,7 +75,7 @@ class Machines:
         self._beats = 0
         self._standing: Standings | None = None
         self._standings: Standings | None = None
-        self._heard: dict[int, bytes] = {}
+        self._heard: dict[int, Facts] = {}
         """On node 0: the last heartbeat of each machine."""
         self._silent: dict[int, float] = {}
         """On node 0: seconds since the last new heartbeat of each machine."""
@@ -119,37 +118,35 @@ class Machines:
                 raise UserError(text, hint="give every node the same NUM_NODES, and ranks from 0 on")
         self._store.beat(self._beat)
 
-    def _write_beat(self, raw: Any, *, leaving: bool = False) -> None:
+    def _write_beat(self, *, leaving: bool = False) -> None:
         self._beats += 1
         beat = {"count": self._beats, "attempt": self.attempt, "still": self._standing, "left": leaving}
-        name = f"beat/{self._mine['session']}"
-        raw.set(name, self._connection.pack(name, beat))
+        self._connection.set(f"beat/{self._mine['session']}", beat)
 
-    def _beat(self, raw: Any) -> None:
-        self._write_beat(raw)
+    def _beat(self) -> None:
+        self._write_beat()
         attempt = self.attempt
-        if attempt not in self._ends and (end := self._connection.read(raw, f"{attempt}/end")):
+        if attempt not in self._ends and (end := self._connection.get(f"{attempt}/end")):
             self._ends[attempt] = end
         if self.node.rank == 0:
-            self._check_beats(raw, attempt)
+            self._check_beats(attempt)
 
-    def _check_beats(self, raw: Any, attempt: int) -> None:
+    def _check_beats(self, attempt: int) -> None:
         """On node 0, end the attempt for a machine that was silent too long; collect standings when all are quiet."""
         now = time.monotonic()
         # Time in which this process is suspended does not count.
         passed, self._checked_at = min(now - self._checked_at, 2 * PERIOD_SECONDS), now
-        # Copied, since another thread adds to it.
-        names = {k: f"beat/{facts['session']}" for k, facts in list(self._here.items()) if k}
-        beats = raw.multi_get(list(names.values())) if names and raw.check(list(names.values())) else []
         standings = dict(self._standing) if self._standing else None
-        for (k, name), packed in zip(names.items(), beats, strict=False):
-            self._silent[k] = 0.0 if self._heard.get(k) != packed else self._silent.get(k, 0.0) + passed
-            self._heard[k], beat = packed, self._connection.unpack(name, packed) or {}
+        others = {k: facts["session"] for k, facts in list(self._here.items()) if k}  # another thread adds to it
+        for k, session in others.items():
+            beat = self._connection.get(f"beat/{session}") or {}
+            self._silent[k] = 0.0 if self._heard.get(k) != beat else self._silent.get(k, 0.0) + passed
+            self._heard[k] = beat
             self._left = self._left | {k} if beat.get("left") else self._left - {k}
             still = beat.get("still") if beat.get("attempt") == attempt else None
             standings = standings | still if standings and still else None
             if self._silent[k] > self.silent_seconds and k not in self._left:
-                self._connection.first(raw, f"{attempt}/end", {"lost": k, "seconds": round(self._silent[k])})
+                self._connection.first(f"{attempt}/end", {"lost": k, "seconds": round(self._silent[k])})
         self._standings = standings
 
     def _node_0_is_gone(self) -> bool:
@@ -174,7 +171,7 @@ class Machines:
         """Share facts and return node 0's answer after all machines shared theirs. Raise what `compare` refuses."""
         name, store, ours = f"{self.attempt}/{step}", self._connection, {"from": self._mine, "facts": _plain(mine)}
         if self.node.rank:
-            other = store.ask(lambda raw: store.first(raw, f"{name}/{self.node.rank}", ours))["from"]
+            other = store.first(f"{name}/{self.node.rank}", ours)["from"]
             if other["session"] != self._mine["session"]:
                 self._takes_part = False
                 text = f"two nodes have `NODE_RANK={self.node.rank}`: {other['host']} and {self._mine['host']}"
@@ -204,7 +201,7 @@ class Machines:
             missing = [k for k in range(self.node.count) if k not in of_all]
             if not missing:
                 return of_all
-            came = self._connection.ask(partial(self._read_all, name=name, missing=missing))
+            came = {k: facts for k in missing if (facts := self._connection.get(f"{name}/{k}"))}
             for k, facts in came.items():
                 self._here[k], of_all[k], self._silent[k] = facts["from"], facts["facts"], 0.0  # a sign of life
                 if meets:
@@ -214,9 +211,6 @@ class Machines:
             if not came:
                 self._report(waiting, missing, meets=meets)
                 pause(POLL_SECONDS)
-
-    def _read_all(self, raw: Any, name: str, missing: Sequence[int]) -> dict[int, Facts]:
-        return {k: facts for k in missing if (facts := self._connection.read(raw, f"{name}/{k}"))}
 
     def _report(self, waiting: Waiting, missing: list[int], *, meets: bool) -> None:
         """Report which machines are missing. Raise `RetryableError` for machines that have not joined in time."""
@@ -360,10 +354,10 @@ class Machines:
             return
         with contextlib.suppress(StoreGone, KeyboardInterrupt, SystemExit):
             if self.node.rank == 0:  # machines may still be waiting for a decision
-                store.ask(lambda raw: store.first(raw, f"{self.attempt}/next", {"again": False}))
+                store.first(f"{self.attempt}/next", {"again": False})
             elif not self._node_0_is_gone():
-                store.beat(lambda _: None)
-                store.ask(lambda raw: self._write_beat(raw, leaving=True))
+                store.beat(lambda: None)
+                self._write_beat(leaving=True)
             until = time.monotonic() + LEAVE_SECONDS
             while self.node.rank == 0 and time.monotonic() < until and not self._are_alone():
                 time.sleep(POLL_SECONDS)
@@ -377,7 +371,7 @@ class Machines:
         """Write why the attempt ended, unless another machine has, and return what is in the store."""
         end = {"node": self.node.rank, **end}
         with contextlib.suppress(StoreGone):
-            end = self._connection.ask(lambda raw: self._connection.first(raw, f"{self.attempt}/end", end))
+            end = self._connection.first(f"{self.attempt}/end", end)
             self._ends[self.attempt] = end
         return end
 

@@ -24,8 +24,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.text import plural
 
 FIRST_SECONDS, MOST_SECONDS = 2.0, 60.0
-CONTROLLED = "SFT_PLAY_CLUSTER"
-"""Variable of a launcher started by `train-cluster`, which itself reports what to type next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

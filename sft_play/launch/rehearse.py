@@ -6,7 +6,6 @@ import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.layers import Override
@@ -15,11 +14,12 @@ from sft_play.errors import UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
-from sft_play.launch.run_folder import find_run
+from sft_play.launch.resume import options_of_run
+from sft_play.launch.run_folder import find_run, last_plan
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
+from sft_play.plan.plan import CommandStrategy, Plan, command_of
 from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.show import (
     misfit_json,
@@ -85,11 +85,15 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
     """
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
+    if "RUN" in call.options and not (options.accelerate_config or options.deepspeed):
+        run = find_run(call.options["RUN"])
+        if run.plan.is_file():
+            options = replace(options_of_run(call, run, last_plan(run), rehearsal=True), notices=options.notices)
     hardware = hardware_of(call)  # only now: an accelerate config may ask for the CPU
-    if options.cpu and hardware.described and hardware.kind != "cpu":
+    if options.accelerate_config and options.cpu and hardware.described and hardware.kind != "cpu":
         hint = "HARDWARE=cpu, or another file"
         raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)
-    request = _as_the_run_was(call, options.request)
+    request = options.request
     if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
         request = replace(request, num_nodes=hardware.nodes)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
@@ -131,29 +135,6 @@ def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: H
         save_config(loaded, run.config)
         obtain_prepared(run)
         probe(job, run, Prepared.load(run.prepared))
-
-
-def _as_the_run_was(call: Call, request: LaunchRequest) -> LaunchRequest:
-    """Return the request with the settings of `RUN`'s launch where nothing is typed now."""
-    if not call.options.get("RUN"):
-        return request
-    path = find_run(call.options["RUN"]).plan
-    if not path.is_file():
-        return request
-    before = Plan.load(path)
-    nodes = call.integer("NUM_NODES", minimum=1) or before.num_nodes
-    command: Any = "zero" if before.zero else "auto" if before.strategy == "ddp" else before.strategy
-    same_hardware = not call.options.get("HARDWARE")
-    return replace(
-        request,
-        command_strategy=command if request.command_strategy == "auto" else request.command_strategy,
-        zero_stage=request.zero_stage or (int(before.strategy[-1]) if command == "zero" else None),
-        num_gpus=request.num_gpus
-        or (before.world_size // before.num_nodes if same_hardware and command != "single" else None),
-        num_nodes=nodes,
-        offload_optimizer=request.offload_optimizer or before.offload_optimizer,
-        offload_parameters=request.offload_parameters or before.offload_parameters,
-    )
 
 
 def _prepared(call: Call) -> Prepared | None:

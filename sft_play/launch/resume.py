@@ -50,14 +50,14 @@ def launch_facts(options: LaunchOptions) -> dict[str, Any]:
 def last_launch(run: RunFolder, node_rank: int) -> dict[str, Any]:
     """Return the facts of the user's last launch, preferably on this node where nodes share the folder."""
     events = launches(run)
-    own = [event for event in events if event.get("node", 0) == node_rank]
+    own = [event for event in events if event["node"] == node_rank]
     return dict((own or events)[-1]["launch"])
 
 
-def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
+def options_of_run(call: Call, run: RunFolder, before: Plan, *, rehearsal: bool = False) -> LaunchOptions:
     """Return the options of the run's last launch on this node, with what is typed now in their place.
 
-    `before` is the run's last plan. Raise `UserError`.
+    `before` is the run's last plan. A `rehearsal` starts nothing, perhaps on other `HARDWARE`. Raise `UserError`.
     """
     node_rank = call.integer("NODE_RANK", minimum=0)
     facts, own = last_launch(run, node_rank or 0), before.ranks_by_node
@@ -72,7 +72,8 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
     options = LaunchOptions(
         request=LaunchRequest(
             command_strategy=_command(call, run, facts, before),
-            num_gpus=call.integer("NUM_GPUS", minimum=1) or facts["num_gpus"] or here,
+            num_gpus=call.integer("NUM_GPUS", minimum=1)
+            or (None if "HARDWARE" in call.options else facts["num_gpus"] or here),
             num_nodes=num_nodes,
             node_rank=node_rank or 0,
             **(deepspeed.request if deepspeed else {}),
@@ -85,7 +86,8 @@ def options_of_run(call: Call, run: RunFolder, before: Plan) -> LaunchOptions:
         fsdp=facts["fsdp"],
         cpu=bool(facts.get("cpu")),
     )
-    check_place(options, node_rank_given=node_rank is not None)
+    if not rehearsal:
+        check_place(options, node_rank_given=node_rank is not None)
     return without_batch_numbers(options) if less["halvings"] or less["unpack"] else options
 
 
@@ -104,8 +106,8 @@ def _command(call: Call, run: RunFolder, facts: Mapping[str, Any], before: Plan)
     if command == "single" and nodes * (call.integer("NUM_GPUS", minimum=1) or 1) > 1:
         return "ddp"
     # The strategy that `auto` chose stays, even if another fits better now: a run should compute in the same way.
-    whole = before.copies == before.sequence_parallel == 1
-    return planned if command == "auto" and planned in ("ddp", "fsdp2") and whole else command
+    stays = before.copies == before.sequence_parallel == 1 and "HARDWARE" not in call.options
+    return planned if command == "auto" and planned in ("ddp", "fsdp2") and stays else command
 
 
 def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None:
@@ -117,7 +119,7 @@ def choose_checkpoint(run: RunFolder, *, first_node: bool = True) -> Path | None
         tell(f"removed: {path}")
     checkpoint = newest_checkpoint(run)
     events = read_events(run)
-    if checkpoint is None and first_node and events and all(event.get("node", 0) for event in events):
+    if checkpoint is None and first_node and events and all(event["node"] for event in events):
         raise CheckpointError(
             f"`{run.name}` trained on several machines, and its checkpoints are on node 0",
             place=str(run.path),

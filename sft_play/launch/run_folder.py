@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ NAME_PATTERN = re.compile(r"[^\W_][\w.+=-]{0,119}")
 """Letters, digits, `_ . + = -`; a letter or digit first, so that the folder is visible and not taken for an option."""
 OF_CHECKPOINT = "`make resume` continues from its newest checkpoint; infer, eval and merge take one as CHECKPOINT="
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-FINAL_EVENTS = frozenset({"finished", "failed", "stopped"})
+STARTS, FINAL_EVENTS = frozenset({"started", "resumed"}), frozenset({"finished", "failed", "stopped"})
 RECOVERED, RESTARTED = "recovered", "restarted"
+OF_LAUNCHES = ("event", "time", "node", "launch")
+"""Fields of an event that only the launcher reads."""
 EVENT: Mapping[str, Any] = {
     "event": str,
     "time": float,
@@ -176,12 +178,15 @@ def _not_writable(run: RunFolder, error: OSError) -> HardwareError:
     return HardwareError(f"the run cannot be written: {error.strerror}", place=str(run.path), hint=hint)
 
 
-def read_events(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the run's events, oldest first, without a line that a crash cut short."""
+def read_events(run: RunFolder, node_rank: int | None = None) -> list[dict[str, Any]]:
+    """Return the run's events, or those of a node, oldest first, without a line that a crash cut short."""
     return [
-        event
+        {"node": 0, **event}
         for event in read_json_lines(run.events)
-        if "event" in event and misfit(event, EVENT) is None and event.get("node", 0) >= 0
+        if "event" in event
+        and misfit(event, EVENT) is None
+        and event.get("node", 0) >= 0
+        and node_rank in (None, event.get("node", 0))
     ]
 
 
@@ -192,7 +197,7 @@ def record_event(run: RunFolder, event: str, *, node_rank: int = 0, **facts: Any
 
 def has_started(run: RunFolder) -> bool:
     """Return whether workers ever started in this folder, by its events or, as these may be lost, by workers' files."""
-    return any(event.get("event") in {"started", "resumed"} for event in read_events(run)) or has_trained(run)
+    return any(event["event"] in STARTS for event in read_events(run)) or has_trained(run)
 
 
 def has_trained(run: RunFolder) -> bool:
@@ -203,7 +208,7 @@ def has_trained(run: RunFolder) -> bool:
 
 def started_by(run: RunFolder, node_rank: int) -> bool:
     """Return whether this node has started its workers in this folder, or the run has ended."""
-    return any(event.get("node") == node_rank or event.get("event") in FINAL_EVENTS for event in read_events(run))
+    return any(event["node"] == node_rank or event["event"] in FINAL_EVENTS for event in read_events(run))
 
 
 def find_run(name: str, *, writes: bool = False) -> RunFolder:
@@ -238,8 +243,8 @@ def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:
 
 def is_finished(run: RunFolder) -> bool:
     """Return whether the run's last event says that it finished, and its model exists."""
-    events = [event for event in read_events(run) if event.get("node", 0) == 0]
-    return bool(events) and events[-1].get("event") == "finished" and (run.model / "stamp.json").is_file()
+    events = read_events(run, 0)
+    return bool(events) and events[-1]["event"] == "finished" and (run.model / "stamp.json").is_file()
 
 
 def exit_records(run: RunFolder, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
@@ -258,25 +263,15 @@ def remove_left(run: RunFolder, ranks: range) -> None:
         remove_half_written(path)
 
 
-def recoveries(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return the changes of a run after memory ran out, oldest first."""
-    return _events(run, RECOVERED, ("rank", "cause", "doing", "before", "after", "checkpoint"))
-
-
-def restarts(run: RunFolder) -> tuple[Mapping[str, Any], ...]:
-    """Return the restarts of a run, oldest first."""
-    return _events(run, RESTARTED, ("rank", "cause", "error", "checkpoint"))
-
-
-def _events(run: RunFolder, kind: str, names: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-    """Return the fields of events that plan, stamp and `training_metrics.json` keep."""
-    events = [event for event in read_events(run) if event["event"] == kind and event.get("node", 0) == 0]
-    return tuple({name: event[name] for name in names if name in event} for event in events)
+def facts_of(run: RunFolder, kind: str) -> tuple[Mapping[str, Any], ...]:
+    """Return what plan, stamp and `training_metrics.json` keep of a run's recoveries or restarts, oldest first."""
+    events = [event for event in read_events(run, 0) if event["event"] == kind]
+    return tuple({name: value for name, value in event.items() if name not in OF_LAUNCHES} for event in events)
 
 
 def launches(run: RunFolder) -> list[dict[str, Any]]:
     """Return the events of the user's launches, oldest first. Raise `CheckpointError` if there are none."""
-    events = [event for event in read_events(run) if event["event"] in ("started", "resumed") and event.get("launch")]
+    events = [event for event in read_events(run) if event["event"] in STARTS and event.get("launch")]
     facts = [event["launch"] for event in events]
     if not facts or any(launch.keys() < LAUNCH.keys() or misfit(launch, LAUNCH) is not None for launch in facts):
         raise cannot_continue(run, run.events)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,14 @@ STOP_SECONDS = 3600.0
 """How long `make stop` waits; a launcher leaves within 25 s unless writing a checkpoint takes longer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
-    """The holder of a run's lock."""
-
-    node_rank: int
-    process: psutil.Process | None
-    """The launcher; `None` if it runs on another machine (network disk) or belongs to another user."""
-
-
-def holders(run: RunFolder) -> list[Holder]:
-    """Return the launchers that train a run now, one per node, ordered by node."""
+def holders(run: RunFolder) -> dict[int, psutil.Process | None]:
+    """Return node rank -> the launcher that trains a run there now, in order; `None` for one on another machine
+    (network disk) or of another user.
+    """
     locks = {
         int(name[1]): path for path in run.path.glob(".launcher-node*.lock") if (name := LOCK.fullmatch(path.name))
     }
-    return [Holder(node_rank=rank, process=_owner(path)) for rank, path in sorted(locks.items()) if _is_locked(path)]
+    return {rank: _owner(path) for rank, path in sorted(locks.items()) if _is_locked(path)}
 
 
 def _is_locked(path: Path) -> bool:
@@ -80,13 +73,13 @@ def stop(call: Call) -> int:
     launchers = holders(run)
     if not launchers:
         raise UserError(f"nothing trains `{run.name}` now", hint="`make runs` shows which runs are under way")
-    mine = [(holder.node_rank, holder.process) for holder in launchers if holder.process is not None]
+    mine = {rank: process for rank, process in launchers.items() if process}
     if not mine:
         raise HardwareError(
             f"the launcher of `{run.name}` runs on another machine, or under another user",
             hint="type `make stop` there; the stop of one machine stops all; `scancel JOBID` stops a Slurm job",
         )
-    node_rank, first = mine[0]
+    node_rank, first = next(iter(mine.items()))
     follow_up = typed_here(f"make resume RUN={run.typed} continues it")
     if job := _slurm_job(first):
         follow_up = (
@@ -97,13 +90,13 @@ def stop(call: Call) -> int:
     with contextlib.suppress(psutil.NoSuchProcess):
         # The kernel's start times have a limited resolution.
         begun = first.create_time() - 0.5
-    for _, launcher in mine:
+    for launcher in mine.values():
         tell(f"asking process {launcher.pid} to stop `{run.name}`")
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher.send_signal(signal.SIGTERM)
             launcher.send_signal(signal.SIGCONT)  # after Ctrl-Z it receives signals only when it continues
     deadline = time.monotonic() + STOP_SECONDS
-    while remaining := [launcher.pid for _, launcher in mine if is_alive(launcher)]:  # a zombie has left
+    while remaining := [launcher.pid for launcher in mine.values() if is_alive(launcher)]:  # a zombie has left
         if time.monotonic() > deadline:
             raise HardwareError(
                 f"process {remaining[0]} has not left within {STOP_SECONDS:.0f} s", hint=f"kill -KILL {remaining[0]}"
@@ -127,7 +120,7 @@ def ending(run: RunFolder, node_rank: int, begun: float) -> dict[str, Any]:
     """
     if not run.path.is_dir():
         return {"event": "removed", "code": 143}
-    own = [event for event in read_events(run) if event.get("node", 0) == node_rank and event.get("time", 0.0) >= begun]
+    own = [event for event in read_events(run, node_rank) if event.get("time", 0.0) >= begun]
     if own:
         return own[-1] if own[-1]["event"] in FINAL_EVENTS else {"event": "unknown", "code": HardwareError.exit_code}
     return {"event": "stopped", "code": 143, "note": "its workers had not started; nothing was trained in this launch"}
@@ -195,38 +188,38 @@ class Summary:
     name: str
     state: str
     """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher is gone), `never started`."""
-    code: int | None
+    code: int | None = None
     """Exit code of its last launch, if that has ended."""
-    node_rank: int
+    node_rank: int = 0
     """The node that the folder belongs to; steps and scores are recorded only on node 0."""
-    step: int
-    steps: int | None
-    loss: float | None
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
     """Loss of the last step in `metrics.jsonl`, in nats."""
-    best: float | None
+    best: float | None = None
     """Best value among its evaluations: of `train.metric_for_best_model`, or where that is the loss, of the first of
     `eval.metrics`.
     """
-    metric: str | None
-    risen: str | None
+    metric: str | None = None
+    risen: str | None = None
     """How its loss rose far above that of the first step (`diverged`), or else its held-out loss (`worse`)."""
-    scores: Mapping[str, float]
+    scores: Mapping[str, float] = field(default_factory=dict)
     """Best value of each score of its evaluations, such as `eval_loss` or `eval_rougeL`."""
-    model: str | None
-    method: str | None
-    data: str | None
-    strategy: str | None
-    processes: int | None
-    tokens_per_second: float | None
+    model: str | None = None
+    method: str | None = None
+    data: str | None = None
+    strategy: str | None = None
+    processes: int | None = None
+    tokens_per_second: float | None = None
     """Mean speed of the optimizer steps."""
-    peak_memory_bytes: int | None
-    seconds: float | None
+    peak_memory_bytes: int | None = None
+    seconds: float | None = None
     """Time spent on optimizer steps."""
-    energy_kwh: float | None
+    energy_kwh: float | None = None
     """Energy of the GPUs as measured by the driver."""
-    cost: float | None
+    cost: float | None = None
     """Cost of all machines at `PRICE_PER_HOUR`."""
-    age_seconds: float | None
+    age_seconds: float | None = None
     """Time since its last change."""
     problem: str | None = None
     """Why it cannot be read; then no other fact is known."""
@@ -252,23 +245,13 @@ def list_run(run: RunFolder, price: float | None = None) -> Summary:
     try:
         return summary_of(check_run(run), price)
     except UNREADABLE as error:
-        nothing: dict[str, Any] = dict.fromkeys(item.name for item in fields(Summary))
-        return Summary(
-            **nothing
-            | {
-                "name": run.name,
-                "state": "unreadable",
-                "node_rank": 0,
-                "step": 0,
-                "scores": {},
-                "problem": reason(error),
-            }
-        )
+        return Summary(name=run.name, state="unreadable", problem=reason(error))
 
 
 def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     """Return the summary of a run; `price` is that of a machine-hour."""
-    events, state = _first_nodes_events(run), state_of(run)
+    node_rank, state = node_of(run), state_of(run)
+    events = read_events(run, node_rank)
     plan, final = read_facts(run.plan), read_facts(run.training_metrics)
     config = read_facts(run.config).get("config", {})
     model, typed = read_facts(run.prepared).get("model", {}), config.get("model", {}).get("name")
@@ -290,7 +273,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         name=run.name,
         state=state,
         code=events[-1].get("code") if state in FINAL_EVENTS else None,
-        node_rank=node_of(run),
+        node_rank=node_rank,
         step=int(train[-1].get("step", 0)),
         steps=plan.get("steps"),
         loss=train[-1].get("loss"),
@@ -328,10 +311,9 @@ def flat_keys(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def state_of(run: RunFolder) -> str:
     """Return `Summary.state` from the run's events and locks."""
-    events = _first_nodes_events(run)
+    events, launchers = read_events(run, node_of(run)), holders(run)
     last = str(events[-1]["event"]) if events else ""
-    launchers = holders(run)
-    if last in FINAL_EVENTS and any(launcher.process and launcher.process.pid == os.getpid() for launcher in launchers):
+    if last in FINAL_EVENTS and any(launcher and launcher.pid == os.getpid() for launcher in launchers.values()):
         return last  # the run's own launcher asks, for the final report
     if launchers:
         return "running" if last and last not in FINAL_EVENTS else "preparing"
@@ -346,13 +328,7 @@ def age_of(run: RunFolder) -> float:
 
 def node_of(run: RunFolder) -> int:
     """Return the lowest node that uses this folder: 0, except on another machine of several without a shared folder."""
-    recorded = {int(event.get("node", 0)) for event in read_events(run)}
-    return min(recorded or {holder.node_rank for holder in holders(run)}, default=0)
-
-
-def _first_nodes_events(run: RunFolder) -> list[dict[str, Any]]:
-    first = node_of(run)
-    return [event for event in read_events(run) if event.get("node", 0) == first]
+    return min({event["node"] for event in read_events(run)} or holders(run), default=0)
 
 
 def _scored_later(run: RunFolder) -> Iterator[dict[str, Any]]:

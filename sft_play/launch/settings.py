@@ -20,6 +20,7 @@ from sft_play.launch.environment import PORT, Node
 from sft_play.plan.detect import detect
 from sft_play.plan.hardware import Hardware
 from sft_play.plan.plan import DISTRIBUTED_TYPE, CommandStrategy, Plan, Precision, Strategy, command_of
+from sft_play.runs.folder import RunFolder
 from sft_play.text import plural
 
 NO_FILE = "none"
@@ -321,7 +322,7 @@ def accelerate_settings(
     return dict(fill(read_plain_yaml(TEMPLATES / "accelerate.yaml"), facts))
 
 
-def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp: Mapping[str, Any]) -> str:
+def accelerate_yaml(plan: Plan, node: Node, run: RunFolder, *, fsdp: Mapping[str, Any]) -> str:
     """Return the text of a run's `accelerate.yaml`; `fsdp` has the different settings of a user's accelerate config."""
     settings = accelerate_settings(
         strategy=plan.strategy,
@@ -329,7 +330,7 @@ def accelerate_yaml(plan: Plan, node: Node, *, deepspeed_file: Path | None, fsdp
         precision=plan.precision,
         processes=plan.world_size,
         node=node,
-        deepspeed_file=deepspeed_file,
+        deepspeed_file=run.deepspeed if plan.zero else None,
     )
     if plan.strategy == "fsdp2":
         settings["fsdp_config"] |= fsdp

@@ -91,7 +91,7 @@ class Waiting:
 
 
 class Store:
-    """The connection and its daemon thread, in which functions that take `raw`, torch's own store, run."""
+    """The connection, and its daemon thread, which alone uses torch's own store (`raw`) and sends heartbeats."""
 
     def __init__(self, connect: Callable[[], Any], *, key: str | None, seconds: float) -> None:
         """Start the thread; `seconds` is how long an answer may take."""
@@ -100,7 +100,8 @@ class Store:
         """When the last heartbeat was answered."""
         self.broken: Exception | None = None
         self._connect = connect
-        self._each: Callable[[Any], None] | None = None
+        self._raw: Any = None
+        self._each: Callable[[], None] | None = None
         self._asked: queue.SimpleQueue[tuple[Callable[[Any], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         self._thread.start()
@@ -108,22 +109,22 @@ class Store:
     def _work(self) -> None:
         due = 0.0
         try:
-            raw = self._connect()
+            self._raw = self._connect()
             while True:
                 with contextlib.suppress(queue.Empty):
                     asked = self._asked.get(timeout=max(0.0, due - time.monotonic()) if self._each else PERIOD_SECONDS)
                     if asked is None:
                         return
-                    asked[1].put(asked[0](raw))
+                    asked[1].put(asked[0](self._raw))
                 if self._each and time.monotonic() >= due:
                     due = time.monotonic() + PERIOD_SECONDS
-                    self._each(raw)
+                    self._each()
                     self.heard = time.monotonic()
         except Exception as error:  # noqa: BLE001 - torch's store raises many kinds of errors, each of which ends it
             self.broken = error
 
-    def beat(self, each: Callable[[Any], None]) -> None:
-        """Start calling `each` every `PERIOD_SECONDS`."""
+    def beat(self, each: Callable[[], None]) -> None:
+        """Start calling `each` every `PERIOD_SECONDS` in the connection's thread."""
         self.heard, self._each = time.monotonic(), each
 
     def ask(self, do: Callable[[Any], Any]) -> Any:
@@ -131,6 +132,8 @@ class Store:
 
         Raise `StoreGone` if it does not answer in time, and the exception of a received signal.
         """
+        if threading.current_thread() is self._thread:
+            return do(self._raw)
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((do, answer))
         until = time.monotonic() + self.seconds
@@ -167,24 +170,20 @@ class Store:
     def _signed(self, name: str, body: bytes) -> tuple[str, ...]:
         return (self.nonce, name, hashlib.sha256(body).hexdigest())
 
-    def read(self, raw: Any, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """Return a value; `None` if this run has none by that name."""
-        return self.unpack(name, raw.get(name)) if raw.check([name]) else None
+        return self.ask(lambda raw: self.unpack(name, raw.get(name)) if raw.check([name]) else None)
 
-    def first(self, raw: Any, name: str, value: Any) -> Any:
+    def first(self, name: str, value: Any) -> Any:
         """Write a value if there is none, and return the value that is then in the store."""
         mine = self.pack(name, value)
-        present = self.unpack(name, raw.compare_set(name, "", mine))
+        present = self.unpack(name, self.ask(lambda raw: raw.compare_set(name, "", mine)))
         if present is None:  # what is there is not of this run
-            raw.set(name, mine)
+            self.ask(lambda raw: raw.set(name, mine))
         return value if present is None else present
 
-    def get(self, name: str) -> Any:
-        """Return a value like `read`, from any thread."""
-        return self.ask(lambda raw: self.read(raw, name))
-
     def set(self, name: str, value: Any) -> None:
-        """Write a value, from any thread."""
+        """Write a value."""
         packed = self.pack(name, value)
         self.ask(lambda raw: raw.set(name, packed))
 

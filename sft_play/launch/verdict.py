@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from sft_play.files import is_full, is_gone, is_read_only, tail, write_text
 from sft_play.launch.liveness import Beat
 from sft_play.launch.process import stop_code
-from sft_play.launch.run_folder import exit_records, record_event
+from sft_play.launch.run_folder import exit_records
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, folder_gone
 
@@ -317,18 +317,6 @@ def describe_stop(stop: Mapping[str, Any]) -> str:
     whole = f"checkpoint {saved} is complete" if saved else "there is no complete checkpoint"
     note = f"; {stop['note']}" if stop.get("note") else ""
     return f"stopped by {stop.get('signal') or 'a signal'}{after}; {whole}{note}"
-
-
-@contextlib.contextmanager
-def record_stop(run: RunFolder, node_rank: int) -> Iterator[None]:
-    """Record a stop in the body, where no worker lives; a stop while workers live is recorded by `end_run`."""
-    try:
-        yield
-    except (SystemExit, KeyboardInterrupt) as stop:
-        number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
-        with contextlib.suppress(OSError):  # a full disk must not hide that the run was stopped
-            record_event(run, "stopped", node_rank=node_rank, code=stop_code(number), **stop_facts(run, (number,), ()))
-        raise
 
 
 CAUSE_VARIABLE = "SFT_PLAY_CAUSE_FILE"

@@ -5,7 +5,6 @@ sources.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from sft_play.config.reader import closest_word
 from sft_play.errors import HardwareError
 from sft_play.runs.origin import processor
 from sft_play.text import figure
@@ -183,11 +183,11 @@ def device_of(label: str, card: Card) -> Device:
 
 def _nonsense(part: str, text: str) -> HardwareError:
     names = {_plain(key): key for key in CATALOGUE}
-    near = difflib.get_close_matches(re.sub(r"^\d+x", "", _plain(part)), names, n=1)
+    near = closest_word(re.sub(r"^\d+x", "", _plain(part)), list(names))
     return HardwareError(
         f"`{part}` is not known hardware",
         place=f"HARDWARE={text}",
-        hint=(f"did you mean `{names[near[0]]}`? " if near else "")
+        hint=(f"did you mean `{names[near]}`? " if near else "")
         + "write 2x24GB, 12GB+8GB@1Gbit, 2x8xH100, RTX4090+64GB-RAM, cpu, or a count and a name of docs/hardware.md,"
         f" such as {', '.join(WELL_KNOWN)}",
     )

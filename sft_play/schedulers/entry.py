@@ -25,27 +25,13 @@ from pathlib import Path
 
 from sft_play.errors import HardwareError, RetryableError, UserError
 from sft_play.launch.process import end_by_signals, hear_signals
-from sft_play.launch.run_folder import FINAL_EVENTS, read_events, record_event
+from sft_play.launch.run_folder import FINAL_EVENTS, STARTS, read_events, record_event
 from sft_play.launch.settings import NO_FILE
 from sft_play.launch.verdict import LOST, OUT_OF_MEMORY
 from sft_play.runs.checkpoints import list_checkpoints
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.text import plural
 
-TRAINING = frozenset(
-    {
-        "quickstart",
-        "train",
-        "train-tb",
-        "train-distributed",
-        "train-distributed-tb",
-        "train-deepspeed",
-        "train-deepspeed-tb",
-        "train-fsdp",
-    }
-)
-"""Commands that start a run and, with `launch.auto_resume`, continue it."""
-LAUNCHED = TRAINING | {"resume"}
 FOR_KUBERNETES, KILLED = 175, 128 + signal.SIGKILL
 LIMIT = "SFT_PLAY_MAX_RESTARTS"
 """Variable of a pod: most restarts in a row without a newer checkpoint (`kubernetes.max_restarts`)."""
@@ -59,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with end_by_signals():  # process 1 of a container only receives signals that it handles
             command = complete_command(words, os.environ)
-            if words and words[0] in LAUNCHED:
+            if is_launch(command):
                 mark = require_progress(command, os.environ)
                 _wait_for_master(_typed(command))
                 print(f"entry: {shlex.join(['python', '-m', 'sft_play', *command])}", file=sys.stderr, flush=True)
@@ -76,19 +62,24 @@ def main(words: Sequence[str] | None = None) -> int:
     return FOR_KUBERNETES if code == LOST else code
 
 
+def is_launch(words: Sequence[str]) -> bool:
+    """Return whether a command starts or resumes a run."""
+    return bool(words) and (words[0] in ("quickstart", "resume") or words[0].startswith("train"))
+
+
 def complete_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the words of `python -m sft_play`: `words` and the place that the scheduler sets for this container.
 
     Typed words win. Raise `UserError` for a place that is not a number.
     """
-    if not words or words[0] not in LAUNCHED:
+    if not is_launch(words):
         return list(words)
     typed, place = _typed(words), place_of(environ)
     if (typed.get("NUM_NODES") or place.get("NUM_NODES") or "1") == "1":
         place = {"NUM_GPUS": place.get("NUM_GPUS")}
     if words[0] == "train":
         place["NUM_GPUS"] = None
-    if words[0] in TRAINING:
+    if words[0] != "resume":
         place["LAUNCH_AUTO_RESUME"] = "true" if typed.get("RUN_NAME") else None
         place["ACCELERATE_CONFIG"] = NO_FILE
     return [*words, *(f"{name}={value}" for name, value in place.items() if value and name not in typed)]
@@ -186,10 +177,10 @@ def require_progress(words: Sequence[str], environ: Mapping[str, str]) -> Path |
     run, tries, memory = RunFolder(runs_folder() / name), 0, False
     mark = run.path.with_name(f".{name}.killed")
     saved = max((path.stat().st_mtime for path in list_checkpoints(run)), default=0.0)
-    for event in (event for event in read_events(run) if event.get("node", 0) == 0):
+    for event in read_events(run, 0):
         if event["time"] < saved or (event["event"] in FINAL_EVENTS and event.get("code") != LOST):
             tries, memory = 0, False
-        elif event["event"] in ("started", "resumed"):
+        elif event["event"] in STARTS:
             tries += 1
         elif event["event"] == "failed":
             memory = tries > 0 and event.get("cause") == OUT_OF_MEMORY

@@ -1,19 +1,23 @@
-"""`make kubernetes`: render the plan as the kind of job that `kubernetes.kind` names, without submitting it."""
+"""`make kubernetes`: render the plan as the kind of job that `kubernetes.kind` names, without submitting it.
+
+Manifests are the templates of `kubernetes_templates/`, filled with the facts of a run.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, own_words, saved_form
-from sft_play.config.schedulers import quantity
+from sft_play.config.schedulers import KubernetesConfig, pod_memory, quantity
 from sft_play.config.trackers import OWN, PACKAGES, trackers
-from sft_play.config.yaml_files import dump_documents
+from sft_play.config.yaml_files import dump_documents, fill, read_plain_yaml
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
@@ -26,11 +30,21 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.schedulers import manifests
-from sft_play.schedulers.manifests import Spec, claims
 from sft_play.text import plural, tell
 
-KINDS = {"pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "job": "indexed Job"}
+Document = dict[str, Any]
+TEMPLATES = Path(__file__).with_name("kubernetes_templates")
+KINDS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
+    "pytorchjob": ("PyTorchJob", ("pytorchjob",), "pytorch"),
+    "trainjob": ("TrainJob", ("runtime", "trainjob"), "node"),
+    "job": ("indexed Job", ("service", "job"), "train"),
+}
+"""Kind of job -> its name, the templates of its objects, and the name that it expects of a container."""
+PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
+"""Role of a claim -> its mount path in pods."""
+SETTINGS = "/config"
+"""Mount path of the configuration."""
+CONFIG_FILE, DEEPSPEED_FILE = "config.json", "deepspeed.json"
 HEADER = "rendered by: make kubernetes"
 """Part of the first line of every file; a file with it may be overwritten."""
 LONGEST_NAME = 48
@@ -38,11 +52,93 @@ LONGEST_NAME = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """A run's facts for manifests."""
+
+    name: str
+    """Name of the run, the job and all its objects."""
+    loaded: LoadedConfig
+    plan: Plan
+    command: str
+    """`train-distributed`, `train-deepspeed` or `train`."""
+    processes: int
+    """Number of ranks of each pod; on GPUs each has one GPU."""
+    card: str
+    """The catalogue's name of the pods' GPU, or `cpu`."""
+    files: Mapping[str, str]
+    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON
+    verbatim.
+    """
+
+    @property
+    def settings(self) -> KubernetesConfig:
+        return self.loaded.config.kubernetes
+
+    @property
+    def kind(self) -> str:
+        """The kind of job, by its name."""
+        return KINDS[self.settings.kind][0]
+
+    @property
+    def pods(self) -> int:
+        return self.plan.num_nodes
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several pods."""
+        return self.pods > 1
+
+    @property
+    def size(self) -> dict[str, str]:
+        """The cores and the memory of a pod."""
+        cpus = self.settings.cpus
+        return {
+            "cpus": str(8 * self.processes if cpus == "auto" else cpus),
+            "memory": pod_memory(self.settings, self.processes),
+        }
+
+    @property
+    def words(self) -> list[str]:
+        """The words for the entry point of a pod; some are typed again, since a copied configuration cannot give them
+        (`config.load.own_words`).
+        """
+        words = [self.command, f"CONFIG={SETTINGS}/{CONFIG_FILE}", f"RUN_NAME={self.name}", *own_words(self.loaded)]
+        if DEEPSPEED_FILE in self.files:
+            words.append(f"DEEPSPEED_CONFIG={SETTINGS}/{DEEPSPEED_FILE}")
+        if self.command != "train":
+            words.append(f"NUM_GPUS={self.processes}")
+        if self.several:
+            join_seconds = self.loaded.config.launch.join_seconds
+            words += [f"NUM_NODES={self.pods}", f"MASTER_PORT={self.settings.port}"]
+            words += [f"LAUNCH_JOIN_SECONDS={join_seconds}"]
+        return words
+
+    @property
+    def claims(self) -> dict[str, list[str]]:
+        """Claim -> its roles."""
+        roles: dict[str, list[str]] = {}
+        for role in PLACES:
+            if claim := getattr(self.settings, f"{role}_claim"):
+                roles.setdefault(claim, []).append(role)
+        return roles
+
+    @property
+    def access_mode(self) -> str:
+        """The access mode of rendered claims; `auto` is `ReadWriteMany` for several pods."""
+        mode = self.settings.access_mode
+        return mode if mode != "auto" else "ReadWriteMany" if self.several else "ReadWriteOnce"
+
+    @property
+    def namespace(self) -> str:
+        """kubectl's option for the namespace, preceded by a space, or an empty string."""
+        return f" -n {self.settings.namespace}" if self.settings.namespace else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
     """The rendered files (name -> text), and notes for the user."""
 
     spec: Spec
-    plan: Plan
     files: dict[str, str]
     notes: tuple[str, ...]
 
@@ -53,7 +149,7 @@ def main(call: Call) -> int:
     Raise `UserError` before anything is written.
     """
     rendered = render(call)
-    spec, plan = rendered.spec, rendered.plan
+    spec, plan = rendered.spec, rendered.spec.plan
     paths = _write(call, rendered)
     commands = _commands(spec, paths)
     if call.json:
@@ -74,7 +170,7 @@ def main(call: Call) -> int:
         return 0
     lines = [
         show_plan(plan, why=wants_reasons(call)),
-        f"{KINDS[spec.settings.kind]} `{spec.name}`: {_pods(spec)}",
+        f"{spec.kind} `{spec.name}`: {_pods(spec)}",
         *(f"  {path}" for path in paths),
     ]
     print("\n".join(lines), flush=True)
@@ -88,14 +184,13 @@ def render(call: Call) -> Rendered:
     """Return the files for a call. Raise `UserError` for what the kind of job cannot express."""
     rehearsal = rehearse_for_nodes(call)
     spec = _spec(call, rehearsal)
-    settings, loaded = spec.settings, rehearsal.loaded
-    head = f"{KINDS[settings.kind]} of the run {spec.name}, {HEADER}"
+    head = f"{spec.kind} of the run {spec.name}, {HEADER}"
     # Claims have a separate file, so that deleting the job by its file keeps what it made.
-    claim_documents = manifests.claim_documents(spec)
-    files = {"claims.yaml": dump_documents(claim_documents, f"Claims of {head}")} if claim_documents else {}
-    files[f"{settings.kind}.yaml"] = dump_documents(manifests.documents(spec), head)
-    notes = (*rehearsal.options.notices, *_notes(spec, rehearsal.plan, loaded, named="RUN_NAME" in call.options))
-    return Rendered(spec=spec, plan=rehearsal.plan, files=files, notes=notes)
+    claims = _claim_documents(spec)
+    files = {"claims.yaml": dump_documents(claims, f"Claims of {head}")} if claims else {}
+    files[f"{spec.settings.kind}.yaml"] = dump_documents(_documents(spec), head)
+    notes = (*rehearsal.options.notices, *_notes(spec, named="RUN_NAME" in call.options))
+    return Rendered(spec=spec, files=files, notes=notes)
 
 
 def name_of(run_name: str | None, path: Path | None) -> str:
@@ -115,14 +210,14 @@ def name_of(run_name: str | None, path: Path | None) -> str:
 
 
 def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
-    """Return the run's facts for manifests. Raise `UserError` if the kind of job cannot express it or it contains a
+    """Return the run's facts for  Raise `UserError` if the kind of job cannot express it or it contains a
     token.
     """
     loaded, plan, settings = rehearsal.loaded, rehearsal.plan, rehearsal.loaded.config.kubernetes
-    files = {manifests.CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
+    files = {CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
         # It was read and checked by `read_options`.
-        files[manifests.DEEPSPEED_FILE] = typed_path(path).read_text(encoding="utf-8")
+        files[DEEPSPEED_FILE] = typed_path(path).read_text(encoding="utf-8")
     for name, text in (*((f"kubernetes.env: {name}", text) for name, text in settings.env.items()), *files.items()):
         if TOKEN.search(text):
             raise UserError(
@@ -141,15 +236,12 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
     card = find_card(names[0]) if plan.device == "cuda" else None
     return Spec(
         name=name_of(call.options.get("RUN_NAME"), loaded.path),
-        settings=settings,
+        loaded=loaded,
+        plan=plan,
         command="train-deepspeed" if rehearsal.options.deepspeed else replicas,
-        device=plan.device,
-        pods=plan.num_nodes,
         processes=rehearsal.processes,
         card=card[0] if card else names[0],
         files=files,
-        join_seconds=loaded.config.launch.join_seconds,
-        own_words=tuple(own_words(loaded)),
     )
 
 
@@ -173,7 +265,7 @@ def _write(call: Call, rendered: Rendered) -> list[Path]:
 
 
 def _pods(spec: Spec) -> str:
-    what = plural(spec.processes, "process" if spec.device == "cpu" else "GPU")
+    what = plural(spec.processes, "process" if spec.plan.device == "cpu" else "GPU")
     size = spec.size
     return f"{plural(spec.pods, 'pod')} with {what} ({spec.card}) each, {size['cpus']} cores and {size['memory']}"
 
@@ -181,27 +273,22 @@ def _pods(spec: Spec) -> str:
 def _commands(spec: Spec, paths: list[Path]) -> list[str]:
     files = " ".join(f"-f {shlex.quote(str(path))}" for path in paths)
     logs = f"-f --prefix --max-log-requests={max(5, spec.pods)} -l app.kubernetes.io/instance={spec.name}"
-    return [f"kubectl apply{_namespace(spec)} {files}", f"kubectl logs{_namespace(spec)} {logs}"]
+    return [f"kubectl apply{spec.namespace} {files}", f"kubectl logs{spec.namespace} {logs}"]
 
 
-def _namespace(spec: Spec) -> str:
-    """Return kubectl's option for the namespace, preceded by a space, or an empty string."""
-    return f" -n {spec.settings.namespace}" if spec.settings.namespace else ""
-
-
-def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iterator[str]:
+def _notes(spec: Spec, *, named: bool) -> Iterator[str]:
     """Yield what the cluster must have, and what the plan needs that the pods do not get; `named`: whether `RUN_NAME`
     was typed.
     """
-    settings, config = spec.settings, loaded.config
-    yield from _notes_of_cluster(spec, loaded)
+    settings, config = spec.settings, spec.loaded.config
+    yield from _notes_of_cluster(spec)
     if not named:
         yield (
             f"RUN_NAME is not given, so job and run are called `{spec.name}` after the configuration: one of this name"
             " continues the run, once the old job is deleted; another run needs its own RUN_NAME"
         )
     memory = spec.size["memory"]
-    if (need := _host_bytes(spec, plan, loaded)) > (quantity(memory) or 0):
+    if (need := _host_bytes(spec)) > (quantity(memory) or 0):
         yield (
             f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {memory},"
             " /dev/shm included: raise it, or the kernel ends the pod"
@@ -220,7 +307,7 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
         config.data.chat_template,
         *(source.path for source in sources),
     } - {None}
-    seen = (*(f"{place}/" for place in manifests.PLACES.values()), "examples/")
+    seen = (*(f"{place}/" for place in PLACES.values()), "examples/")
     local = [
         t
         for t in paths
@@ -233,34 +320,35 @@ def _notes(spec: Spec, plan: Plan, loaded: LoadedConfig, *, named: bool) -> Iter
         )
 
 
-def _host_bytes(spec: Spec, plan: Plan, loaded: LoadedConfig) -> int:
+def _host_bytes(spec: Spec) -> int:
     """Return the bytes of the largest pod's memory that the plan needs: the complete peak on CPUs, else what is
     offloaded, or what loading takes.
     """
+    config, plan, processes = spec.loaded.config, spec.plan, spec.processes
     if plan.device == "cpu":
-        return sum(rank.peak_bytes for rank in plan.ranks[: spec.processes])
-    config, shape, processes = loaded.config, shape_of(loaded.config.model), spec.processes
+        return sum(rank.peak_bytes for rank in plan.ranks[:processes])
+    shape = shape_of(config.model)
     offloaded = processes * host_bytes(config, shape, plan, max(rank.micro_batch for rank in plan.ranks))
     return max(offloaded, loading_host_bytes(config, shape, plan, processes))
 
 
-def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
-    settings, several = spec.settings, spec.pods > 1
-    secret = f"kubectl create secret generic{_namespace(spec)}"
-    if not loaded.typed("kubernetes.image"):
+def _notes_of_cluster(spec: Spec) -> Iterator[str]:
+    settings = spec.settings
+    secret = f"kubectl create secret generic{spec.namespace}"
+    if not spec.loaded.typed("kubernetes.image"):
         yield (
             f"the image is `{settings.image}`: build it by the Dockerfile, push it where the cluster pulls from, and"
             " set kubernetes.image"
         )
     if not settings.create_claims:
-        shared = ", each mounted by all pods at once (ReadWriteMany)" if several else ""
-        yield f"these claims must exist: {', '.join(claims(spec))}{shared}"
-    elif manifests.access_mode(spec) == "ReadWriteOnce":
+        shared = ", each mounted by all pods at once (ReadWriteMany)" if spec.several else ""
+        yield f"these claims must exist: {', '.join(spec.claims)}{shared}"
+    elif spec.access_mode == "ReadWriteOnce":
         yield (
             "the claims are ReadWriteOnce, so all pods that use them must be on one node; else kubernetes.access_mode:"
             " ReadWriteMany"
         )
-    if several:
+    if spec.several:
         creation = f"openssl rand -hex 32 | {secret} {spec.name}-key --from-file={KEY}=/dev/stdin"
         yield f"create the run's key once; a machine without it cannot join: {creation}"
     if settings.token_secret:
@@ -270,3 +358,75 @@ def _notes_of_cluster(spec: Spec, loaded: LoadedConfig) -> Iterator[str]:
             f"this Secret must exist: {secret.replace('generic', 'docker-registry')} {settings.pull_secret}"
             " --docker-server=..."
         )
+
+
+# ---- The templates
+
+
+def _documents(spec: Spec) -> list[Document]:
+    """Return the ConfigMap and the objects of the job."""
+    facts = _facts(spec)
+    facts["pod"] = _pod(spec, facts)
+    templates = ("config", *KINDS[spec.settings.kind][1])
+    return [document for template in templates if (document := fill(_read(template), facts)) is not None]
+
+
+def _claim_documents(spec: Spec) -> list[Document]:
+    """Return the claims to create."""
+    rows = spec.claims.items() if spec.settings.create_claims else ()
+    facts = _facts(spec) | {"access_mode": spec.access_mode}
+    return [fill(_read("claim"), facts | {"claim": claim, "role": ".".join(roles)}) for claim, roles in rows]
+
+
+def _read(template: str) -> Any:
+    return read_plain_yaml(TEMPLATES / f"{template}.yaml")
+
+
+def _pod(spec: Spec, facts: dict[str, Any]) -> Document:
+    """Return the template of the pods."""
+    own = {"words": spec.words, **spec.size, "gpus": str(spec.processes) if spec.plan.device == "cuda" else None}
+    pod: Document = fill(_read("pod"), facts | own)
+    own_names, [container] = spec.settings.env, pod["spec"]["containers"]
+    ours = [variable for variable in container["env"] if variable["name"] not in own_names]
+    container["env"] = [*ours, *({"name": name, "value": text} for name, text in own_names.items())]
+    return pod
+
+
+def _facts(spec: Spec) -> dict[str, Any]:
+    """Return the facts that templates name: the keys of `kubernetes:`, and others of the run; `None` omits an entry."""
+    settings, several, mounted = spec.settings, spec.several, spec.claims
+    nccl = spec.plan.device == "cuda" and spec.plan.world_size > 1
+    facts: dict[str, Any] = {
+        "name": spec.name,
+        "pods": spec.pods,
+        "others": spec.pods - 1,
+        "several": several,
+        "processes": spec.processes,
+        "processes_as_text": str(spec.processes),
+        "files": dict(spec.files),
+        "container": KINDS[settings.kind][2],
+        "port_name": "pytorchjob-port" if settings.kind == "pytorchjob" else "master",
+        "restart_policy": None if settings.kind == "pytorchjob" else "Never",
+        "restart_by_code": "ExitCode" if settings.max_restarts else "Never",
+        "limit": str(settings.max_restarts) if settings.max_restarts else None,
+        "restarts_of_all": settings.max_restarts * spec.pods,
+        "subdomain": spec.name if several and settings.kind == "job" else None,
+        "nccl": nccl,
+        "nccl_over_infiniband": nccl and settings.infiniband,
+        "hca": settings.hca if nccl else None,
+        "capabilities": ["IPC_LOCK"] if settings.infiniband else [],
+        "rdma_count": str(settings.rdma_count) if settings.infiniband else None,
+        "tolerations": [
+            {k: int(v) if k == "tolerationSeconds" else v for k, v in toleration.items()}
+            for toleration in settings.tolerations
+        ],
+        "volumes": [
+            {"name": roles[0], "persistentVolumeClaim": {"claimName": claim}} for claim, roles in mounted.items()
+        ],
+        "mounts": [
+            {"name": roles[0], "mountPath": PLACES[role]} | ({"subPath": role} if len(roles) > 1 else {})
+            for roles in mounted.values()
+            for role in roles
+        ],
+    }
+    return asdict(settings) | facts

@@ -114,12 +114,7 @@ class BatchJob:
         return self.slurm.cpus_per_gpu * self.processes
 
 
-def main(call: Call) -> int:
-    """Write the script and return 0."""
-    return write_job(call, {})
-
-
-def write_job(call: Call, tasks: Tasks) -> int:
+def main(call: Call, tasks: Tasks | None = None) -> int:
     """Write the script of a run, or of a sweep whose runs are the tasks of `slurm.array`, and return 0."""
     rehearsal = rehearse_for_nodes(call)
     _refuse_unlike(rehearsal)
@@ -132,7 +127,7 @@ def write_job(call: Call, tasks: Tasks) -> int:
         if "RUN_NAME" not in call.options:
             name = stack.enter_context(reserve_folder(name, unnamed=True)).name
         script = _script(call, name)
-        job = replace(_job(rehearsal, name, script, environment), tasks=tasks)
+        job = replace(_job(rehearsal, name, script, environment), tasks=tasks or {})
         _write(rehearsal, script, render(job))
     for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld)]:
         tell(f"note: {notice}")
@@ -258,27 +253,25 @@ def overriding(environ: Mapping[str, str]) -> list[str]:
     Inside a job `SLURM_` variables are ignored, since most of them describe that job.
     """
     inside = "SLURM_JOB_ID" in environ
-    return sorted(name for name in environ if name.startswith(OPTIONS) or (not inside and OF_JOBS.fullmatch(name)))
+    return sorted(name for name in _read_by_slurm(environ) if not (inside and OF_JOBS.fullmatch(name)))
 
 
-def _shell() -> dict[str, str]:
-    """Return this shell's variables without those that Slurm's programs read as options."""
-    return {
-        name: text for name, text in os.environ.items() if not name.startswith(OPTIONS) and not OF_JOBS.fullmatch(name)
-    }
+def _read_by_slurm(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that Slurm's programs read as options, those of an outer job included."""
+    return [name for name in environ if name.startswith(OPTIONS) or OF_JOBS.fullmatch(name)]
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of Slurm without the options in this shell's variables."""
+    ours = {name: text for name, text in os.environ.items() if name not in _read_by_slurm(os.environ)}
+    return subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False, env=ours
+    )
 
 
 def _sbatch(program: str, option: str, script: Path) -> str:
     """Run sbatch and return its output."""
-    done = subprocess.run(
-        [program, option, str(script.absolute())],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env=_shell(),
-    )
+    done = _run(program, option, str(script.absolute()))
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
@@ -289,8 +282,7 @@ def _sbatch(program: str, option: str, script: Path) -> str:
 def is_queued(name: str) -> bool:
     """Return whether a job of this user and name waits or runs; if `squeue` fails, `submit` will report why."""
     with contextlib.suppress(OSError):
-        words = ["squeue", "--me", "--noheader", f"--name={name}"]
-        return bool(subprocess.run(words, capture_output=True, text=True, check=False, env=_shell()).stdout.strip())
+        return bool(_run("squeue", "--me", "--noheader", f"--name={name}").stdout.strip())
     return False
 
 

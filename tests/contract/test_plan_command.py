@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.config.layers import Override
 from sft_play.config.load import load_config, save_config
 from sft_play.config.schema import ModelConfig
+from sft_play.launch.run_folder import record_event
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan
+from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, Program
 from tests.nvml_double import NOT_LOADED, Gpu, Machine
 from tests.plans import prepared_rows
@@ -114,11 +117,14 @@ def test_typed_files_decide_the_plan(in_process: Program, tiny_config: Path, tmp
 
 def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
     """`RUN` is planned as it was launched, with its prepared rows."""
-    first = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", "LAUNCH_STRATEGY=zero1", "JSON=1")
+    own = Override(key="launch.strategy", text="zero1", origin="LAUNCH_STRATEGY=zero1")
+    first = in_process("plan", f"CONFIG={tiny_config}", "HARDWARE=cpu", "NUM_GPUS=2", own.origin, "JSON=1")
     run = tmp_path / "runs" / "before"
     run.mkdir(parents=True)
     (run / "plan.json").write_text(first.out, encoding="utf-8")
-    save_config(load_config(tiny_config), run / "config.json")
+    save_config(load_config(tiny_config, [own]), run / "config.json")
+    launch = {"command": "auto", "num_gpus": 2, "num_nodes": 1, "deepspeed": None, "fsdp": {}}
+    record_event(RunFolder(run), "started", launch=launch)
     prepared_rows(320, longest=40, each=30).save(run / "prepared.json")
     again = in_process("plan", "RUN=before", "HARDWARE=cpu", "JSON=1").json
     assert again["strategy"] == "zero1" and again["steps"] == 30

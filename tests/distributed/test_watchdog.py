@@ -184,6 +184,21 @@ def test_a_killed_rank_restarts_to_the_metrics_of_an_undisturbed_run(variables: 
     assert reported == [[], [{key: restarted[key] for key in ("rank", "cause", "error", "checkpoint")}]]
 
 
+def test_a_stop_while_a_restart_waits_ends_the_run(variables: dict[str, str], config: str) -> None:
+    """No worker lives then, and the run ends as by any other stop: recorded, reported, with the way to continue it."""
+    with start(variables, *LONG, config, "LAUNCH_MAX_RESTARTS=3", name="between") as launch:
+        launch.wait_for_step(2)
+        launch.workers()[1].kill()
+        until(lambda: [event["event"] for event in launch.events()] == ["started", "restarted"])
+        launch.process.send_signal(signal.SIGTERM)
+        code, output = launch.end()
+    assert code == 143, output
+    assert "stopped by SIGTERM; there is no complete checkpoint" in output
+    assert f"make resume RUN={launch.run.name}" in output
+    assert (launch.events()[-1]["event"], launch.events()[-1]["signal"]) == ("stopped", "SIGTERM")
+    assert (launch.run / "report.html").is_file()
+
+
 @pytest.mark.long
 def test_damaged_checkpoints_are_reported_and_without_one_there_is_no_restart(
     variables: dict[str, str], config: str

@@ -24,7 +24,9 @@ NEW = ("CONFIG=configs/quickstart.yaml", "RUN_NAME=one")
 def call(tmp_path: Path, *words: str, network: str | None = None) -> Task:
     speed = f"network: {network}\n" if network else ""
     (tmp_path / "home.yaml").write_text(f"{speed}hosts: {{a: {{address: 127.0.0.1}}}}\n")
-    return read_task(parse_call(["train-cluster", f"CLUSTER={tmp_path / 'home.yaml'}", *words], COMMANDS, {}))
+    task = read_task(parse_call(["train-cluster", f"CLUSTER={tmp_path / 'home.yaml'}", *words], COMMANDS, {}))
+    task.facts, task.port = {HOST.name: OWN}, 29501
+    return task
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def test_a_deepspeed_file_is_read_before_anything_is_sent(tmp_path: Path, run: R
     own.write_text('{"zero_optimization": {"stage": 2},} // mine')
     task = call(tmp_path, *NEW, f"DEEPSPEED_CONFIG={own}")
     assert task.deepspeed == own.read_text()
-    assert node_words(task, HOST, OWN, 1, 29500)[0] == "train-deepspeed"
+    assert node_words(task, HOST, 1)[0] == "train-deepspeed"
 
 
 def test_a_resumed_run_keeps_the_options_of_its_start(tmp_path: Path, run: RunFolder) -> None:
@@ -79,7 +81,7 @@ def test_each_machine_gets_its_command(tmp_path: Path, run: RunFolder, monkeypat
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     task = call(tmp_path, *NEW)
     folder = f"{OWN.cache}/cluster/one/old"
-    assert node_words(task, HOST, OWN, 0, 29501) == [
+    assert node_words(task, HOST, 0) == [
         "train-distributed",
         f"CONFIG={folder}/config.json",
         "RUN_NAME=one",
@@ -88,7 +90,7 @@ def test_each_machine_gets_its_command(tmp_path: Path, run: RunFolder, monkeypat
         "NUM_NODES=1",
         "MASTER_PORT=29501",
     ]
-    variables = node_variables(task, replace(HOST, interface="eth1", gpus=0), OWN)
+    variables = node_variables(task, replace(HOST, interface="eth1", gpus=0))
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1")
     assert (variables["CUDA_VISIBLE_DEVICES"], variables["NCCL_DEBUG"]) == ("", "INFO")
-    assert not {"GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN"} & set(node_variables(task, HOST, OWN))
+    assert not {"GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN"} & set(node_variables(task, HOST))

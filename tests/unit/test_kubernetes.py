@@ -137,7 +137,7 @@ def test_pods_plan_again_for_the_network_of_the_plan(tmp_path: Path) -> None:
     """They know their configuration only, and without a network's speed `auto` shards nothing over it."""
     model = ("CONFIG=configs/run_bnb.yaml", "MODEL_NAME=meta-llama/Llama-3.1-8B-Instruct", "TUNING_MODE=full")
     result = rendered(*model, "NUM_NODES=2", "HARDWARE=8xL40S@400Gbit")
-    assert (result.plan.strategy, result.plan.num_nodes) == ("fsdp2", 2)
+    assert (result.spec.plan.strategy, result.spec.plan.num_nodes) == ("fsdp2", 2)
     path = tmp_path / "config.json"
     path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
     assert read_config(path, of_run=False).config.launch.network == "400Gbit"

@@ -133,10 +133,10 @@ def test_runs_start_on_a_disk_without_locks(
     monkeypatch.setattr("fcntl.flock", refused)
     run = RunFolder(runs / "mine")
     run.path.mkdir(parents=True)
-    assert holders(run) == []
+    assert holders(run) == {}
     with lock_run(run):
         error = capsys.readouterr().err
         assert f"warning: {run.path}: this disk has no file locks (No locks available)" in error and "-o flock" in error
-        (holder,) = holders(run)
-        assert holder.process is not None and holder.process.pid == os.getpid(), "`make stop` finds it all the same"
-    assert holders(run) == []
+        ((node_rank, launcher),) = holders(run).items()
+        assert node_rank == 0 and launcher and launcher.pid == os.getpid(), "`make stop` finds it all the same"
+    assert holders(run) == {}
