@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer
 
 from sft_play.errors import CheckpointError
-from sft_play.training.states.files import readable
 
 NOT_KEPT = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "maximize", "param_names"})
 """Keys of a parameter group that describe how this process computes, or that a new process sets itself."""
@@ -278,7 +277,7 @@ def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> Non
         numpy.random.seed(number % 2**32)
         torch.manual_seed(number)
         return
-    with readable(path), safe_open(path, framework="pt", device="cpu") as file:
+    with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
         RandomStates.of_tensors(tensors, file.metadata()).restore()
 
