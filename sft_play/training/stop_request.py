@@ -112,11 +112,8 @@ class StopRequest:
             if self.activity.phase == "saving":  # a save is finished, however long it takes
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
             elif self.nothing_to_save:
-                since = f"after step {self.first_step}" if self.first_step else "of this run"
-                reason = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
-                if self.step == self.first_step:
-                    reason = "nothing is lost: no step has ended since the start"
-                self._leave(reason)
+                lost = f"`train.save_strategy` is `no`, so nothing after step {self.first_step} is kept"
+                self._leave("no step has ended since the start" if self.step == self.first_step else lost)
             if time.monotonic() > deadline:
                 self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint")
             time.sleep(LOOK_SECONDS)

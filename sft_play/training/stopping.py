@@ -95,12 +95,6 @@ def scale_of(trainer: Trainer) -> float | None:
     return float(scaler.loss_scale if trainer.is_deepspeed_enabled else scaler.get_scale())
 
 
-def saved_attributes(callback: TrainerCallback, state: Any) -> dict[str, Any]:
-    """Return what the checkpoint that a run resumes from holds of a callback's `state`, nothing at a run's start."""
-    saved = state.stateful_callbacks.get(type(callback).__name__) if state.global_step else None
-    return (saved or {}).get("attributes", {})
-
-
 AGREE_SECONDS = 0.5
 """Interval at which ranks agree between the batches of an evaluation."""
 STORE_SECONDS = 30.0
@@ -274,7 +268,8 @@ class Patience(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the state of the checkpoint; a run that stopped early but did not publish its model makes no step."""
-        attributes = saved_attributes(self, state)
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        attributes = (saved or {}).get("attributes", {})
         self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
         self.reason = attributes.get("reason")
         control.should_training_stop = control.should_training_stop or self.reason is not None
