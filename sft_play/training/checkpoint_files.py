@@ -189,9 +189,7 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     if context.config.tuning.mode == "full":
         published.complete(model, trainer.processing_class, folder)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form, with paths of this machine
-    usual = next(folder.glob("*.json")).stat().st_mode
-    for path in folder.glob("*model*.safetensors"):
-        path.chmod(usual & 0o777)  # safetensors makes its files readable for the owner only
+    published.let_all_read(folder)
 
 
 def _model_of(trainer: Trainer) -> Any:
