@@ -14,7 +14,6 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, Tr
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, side_file, write_json
-from sft_play.training.faults import open_store
 from sft_play.training.metrics import rows_until
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.saving import Saver
@@ -97,7 +96,6 @@ def scale_of(trainer: Trainer) -> float | None:
 
 AGREE_SECONDS = 0.5
 """Interval at which ranks agree between the batches of an evaluation."""
-STORE_SECONDS = 30.0
 
 
 class StepEnds(TrainerCallback):
@@ -159,9 +157,6 @@ class StopOnRequest(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = self.request.first_step = state.global_step
         self.request.saved = state.global_step or None
-        if self.ranks.world > 1:
-            # A separate connection, since threads must not wait for each other.
-            self.request.share(lambda: open_store(STORE_SECONDS))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
