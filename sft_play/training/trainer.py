@@ -37,8 +37,8 @@ from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import LocalSteps, local_steps_of
-from sft_play.training.states import restore, restore_random
-from sft_play.training.states.facts import random_states_kept
+from sft_play.training.states import restore
+from sft_play.training.states.facts import random_states_kept, restore_random
 from sft_play.training.states.layout import ShardProof, inner_optimizer, whole_shape
 from sft_play.training.stopping import (
     EvaluationStopped,

@@ -20,7 +20,6 @@ from transformers import Trainer
 from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import CheckpointError
-from sft_play.runs.checkpoints import step_of
 from sft_play.runs.manifest import (
     FORMAT,
     STATES_NAME,
@@ -30,16 +29,15 @@ from sft_play.runs.manifest import (
     random_file,
     read_facts,
 )
-from sft_play.text import tell
 from sft_play.training.ranks import Ranks, TrainContext, outline
 from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
-    RandomStates,
     engine_of,
     from_plain,
     groups_of,
-    restore_random_states,
+    random_states,
+    restore_random,
     scaler_of,
     scheduler_of,
     set_engine,
@@ -98,7 +96,7 @@ def collect(
     layout, ranks = layout_of(trainer), context.ranks
     apart = local is not None and local.window > 0
     collector = _Collector(clone, frozenset() if apart else in_weights_file(context, trainer))
-    files = {random_file(ranks.rank): RandomStates.now().as_tensors()}
+    files = {random_file(ranks.rank): random_states()}
     own = None if local is None else {"window": local.window, "tokens": local.counts()}
     if layout.sharded or ranks.first or local is not None:
         for bundle in layout.bundles:
@@ -268,29 +266,8 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
     set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)
     set_engine(trainer, facts.engine)
-    missing = context.ranks.gather(not _random_file(context, checkpoint).is_file())
-    fresh = [str(rank) for rank, is_missing in enumerate(missing) if is_missing]
-    if fresh and context.ranks.first:
-        who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
-        tell(f"note: {checkpoint.name} has no random states of {who}: drawn from `train.seed` and the step")
     restore_random(context, checkpoint)
     return facts.counters
-
-
-def restore_random(context: TrainContext, checkpoint: Path) -> None:
-    """Restore this rank's random states."""
-    path, seed = _random_file(context, checkpoint), context.config.train.seed
-    restore_random_states(path, _draws_as(context), seed=seed, step=step_of(checkpoint))
-
-
-def _draws_as(context: TrainContext) -> int:
-    """Return the rank whose random numbers this one draws; ranks with slices of a layer must draw the same ones."""
-    return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
-
-
-def _random_file(context: TrainContext, checkpoint: Path) -> Path:
-    """Return the file of this rank's random states, which a checkpoint of fewer ranks does not have."""
-    return checkpoint / random_file(_draws_as(context))
 
 
 def _put_values(state_files: StateFiles, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:
