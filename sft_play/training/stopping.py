@@ -14,6 +14,7 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, Tr
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, side_file, write_json
+from sft_play.text import numbered
 from sft_play.training.metrics import rows_until
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.saving import Saver
@@ -75,7 +76,7 @@ class Finite:
 
     def _error(self, what: str, value: float, *, blamed: Sequence[int] = (), why: str = "") -> DataError:
         mine, step = self.context.ranks.rank, self.trainer.state.global_step + 1
-        who = f" on rank{'s' if len(blamed) > 1 else ''} {', '.join(map(str, blamed))}" if blamed else ""
+        who = f" on {numbered('rank', blamed)}" if blamed else ""
         return DataError(
             f"the {what} of step {step} is {value}{who}{why}; training has stopped; {self.saver.name_newest()}",
             place=str(self.context.run.bad_rows(blamed[0] if blamed and mine not in blamed else mine)),
