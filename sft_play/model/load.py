@@ -38,7 +38,6 @@ from sft_play.model.rope import choose_factors_by_row
 from sft_play.model.tokenizer import load_tokenizer
 from sft_play.plan.plan import Plan
 from sft_play.plan.shape import SILU, fuses_adapters
-from sft_play.plan.strategies import conflict_for
 from sft_play.runs.prepared import Prepared
 
 
@@ -146,7 +145,7 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
 def _held_dtype(plan: Plan) -> torch.dtype:
     """Return the type of weights in memory; DeepSpeed casts them before its fp32 copy, so wider ones are useless."""
     narrow = plan.zero and plan.precision != "fp32"
-    return COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
+    return kernels.COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
 
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:
@@ -279,9 +278,6 @@ def tell(*notes: str) -> None:
 # Quantised bases: the settings for bitsandbytes, and the handling of a base that is already quantised.
 
 
-COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def quantisation_note(quantisation: str, tuning: TuningConfig) -> str:
     """Return a note for the user about a base that is already quantised."""
     note = f"the base is quantised ({quantisation}): it is used as it is and not quantised again"
@@ -295,12 +291,8 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
 
     nf4 uses double quantisation (of the blocks' scales too), for fused experts as well if the plan says so. FSDP2 and
     ZeRO-3 shard a parameter only in a float type, and FSDP2 all of a module's parameters in the same type: the packed
-    bytes are then stored in the adapters' type, else as plain bytes. Raise `UserError` for a strategy that cannot hold
-    quantised weights.
+    bytes are then stored in the adapters' type, else as plain bytes.
     """
-    conflict = conflict_for(tuning, plan.strategy)
-    if conflict:
-        raise UserError(conflict)
     if tuning.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     storage = getattr(torch, plan.weights_dtype) if plan.gathers else torch.uint8
@@ -308,7 +300,7 @@ def bnb_settings(tuning: TuningConfig, plan: Plan) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=COMPUTE_TYPES[plan.precision],
+        bnb_4bit_compute_dtype=kernels.COMPUTE_TYPES[plan.precision],
         bnb_4bit_quant_storage=storage,
     )
     if not plan.nf4_experts:

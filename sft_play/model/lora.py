@@ -338,7 +338,11 @@ def add_adapters(
         setattr(config, name, value)
     trained = _as_trained(adapted, base, dtype)
     if settings.init in MUTATING:
-        trained.initial_adapters = {name: matrix.detach().cpu().clone() for name, matrix in _pairs(trained)}
+        trained.initial_adapters = {
+            name.replace(".default.", "."): matrix.detach().cpu().clone()
+            for name, matrix in trained.named_parameters()
+            if ".lora_A." in name or ".lora_B." in name
+        }
     return trained
 
 
@@ -390,13 +394,6 @@ def _trained_rows(model: Any, rows: str, shape: Mapping[str, Any], new_tokens: S
 
 def _is_tied(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-
-
-def _pairs(adapted: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapters' matrices, by their names in the file."""
-    for name, parameter in adapted.named_parameters():
-        if ".lora_A." in name or ".lora_B." in name:
-            yield name.replace(".default.", "."), parameter
 
 
 def publish_on_base(adapted: Any, folder: Path) -> None:

@@ -33,7 +33,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from sft_play.model.kernels import compute_dtype, varlen_attention
+from sft_play.model.kernels import COMPUTE_TYPES, compute_dtype, varlen_attention
 from sft_play.plan.shape import LAYER_OUTPUTS, VARLEN
 
 STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -80,10 +80,10 @@ class Slicer:
         decoder = base.get_decoder()
         for pattern, style in base.config.get_text_config().base_model_tp_plan.items():
             assert style in STYLES, "`TENSOR_PARALLEL_MODEL_TYPES` has no such family"
-            name_pattern = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
-            for name, module in [
-                (name, module) for name, module in decoder.named_modules() if name_pattern.fullmatch(name)
-            ]:
+            name_pattern = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+            for name, module in list(decoder.named_modules()):
+                if not name_pattern.fullmatch(name):
+                    continue
                 parent = decoder.get_submodule(name.rpartition(".")[0])
                 if style == "replicated_with_grad_allreduce":
                     self.shared += module.parameters()
@@ -105,7 +105,7 @@ class Slicer:
             part = slice_of(parameter)
             return Shard(1) if part is not None and part.dim else None
 
-        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        narrow = None if precision == "fp32" else COMPUTE_TYPES[precision]
         for parameter in model.parameters() if narrow else ():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

@@ -235,6 +235,13 @@ def carry(base: Base, folder: Path) -> None:
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))})
 
 
+def let_all_read(folder: Path) -> None:
+    """Give the weights, which safetensors makes readable for the owner only, the mode of the other files."""
+    usual = next(folder.glob("*.json")).stat().st_mode
+    for path in folder.glob("*model*.safetensors"):
+        path.chmod(usual & 0o777)
+
+
 def copy_code(model: Any, folder: Path) -> None:
     """Copy all code of a custom model's base and no other, so that it is the code that the user allowed to run."""
     if base_of(model).takes_code:

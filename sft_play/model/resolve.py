@@ -20,8 +20,9 @@ from sft_play.files import file_sha256, make_once, read_json, read_object, text_
 from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, quantization_of
 from sft_play.runs.adapters import check_adapter, made_folder
+from sft_play.runs.checkpoints import weight_files as safetensors_of
 from sft_play.runs.folder import cache_folder, may_run, require_plain
-from sft_play.runs.manifest import blob_of, digests_of, is_state_file
+from sft_play.runs.manifest import blob_of, digests_of
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
 from sft_play.runs.stamp import MADE, own_stamp
 
@@ -156,15 +157,13 @@ def tokenizer_sha256(folder: Path) -> list[str]:
 # Whether a folder contains a complete model: config, every weight file to its last byte, and a tokenizer.
 
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 LFS_POINTER = b"version https://git-lfs"
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files in a fixed order: safetensors if there are any, else pickles."""
-    candidates = (sorted(path for path in folder.glob(pattern) if not is_state_file(path.name)) for pattern in WEIGHTS)
-    return next((files for files in candidates if files), [])
+    return safetensors_of(folder) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def check_folder(folder: Path, place: str) -> None:

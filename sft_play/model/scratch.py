@@ -12,7 +12,7 @@ from sft_play.config.schema import Config, DataSource
 from sft_play.data.formats import understand
 from sft_play.data.sources import identify, read_source
 from sft_play.errors import DataError
-from sft_play.files import make_once, read_json, text_sha256, write_json
+from sft_play.files import make_once, read_json, text_sha256
 from sft_play.model.convert import LABEL, byte_level
 from sft_play.model.resolve import (
     describe,
@@ -107,14 +107,8 @@ def _write_weights(folder: Path, architecture: dict[str, Any], tokenizer: Any, s
 
 def _made(kind: str, parts: list[Any], make: Callable[[Path], None]) -> Path:
     """Return the cache folder that `make` fills, named after the hash of `parts`, from which it is made."""
-    parts = [FORMAT, *parts]
-
-    def marked(folder: Path) -> None:
-        make(folder)
-        write_json(folder / "made.json", {"from": parts})
-
-    key = text_sha256(json.dumps(parts, ensure_ascii=False, sort_keys=True))[:24]
-    return make_once(cache_folder() / "models" / f"{kind}-{key}", "made.json", marked)
+    key = text_sha256(json.dumps([FORMAT, *parts], ensure_ascii=False, sort_keys=True))[:24]
+    return make_once(cache_folder() / "models" / f"{kind}-{key}", "tokenizer.json", make)
 
 
 # `model.tokenizer: train`: a byte-level BPE from the training data, trained once and cached by the data's content.

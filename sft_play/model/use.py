@@ -22,8 +22,8 @@ from sft_play.config.load import load_config, read_config
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, first_line
 from sft_play.files import (
-    current_umask,
     file_sha256,
+    free_bytes,
     read_json,
     read_object,
     sync_path,
@@ -32,10 +32,9 @@ from sft_play.files import (
 )
 from sft_play.launch.environment import visible_cards
 from sft_play.launch.run_folder import find_run
-from sft_play.model import lora, published
+from sft_play.model import kernels, lora, published
 from sft_play.model.convert import embedded_folder
 from sft_play.model.load import (
-    COMPUTE_TYPES,
     bnb_settings,
     read_model,
     tell,
@@ -57,9 +56,10 @@ from sft_play.plan.shape import VARLEN
 from sft_play.runs.adapters import made_folder
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import Room, sync_below, with_spare
 from sft_play.runs.prepared import ParentAdapter, Prepared, ResolvedModel, common_system, needs_system
 from sft_play.runs.stamp import MADE, Purpose, Stamp, compare, refuse
-from sft_play.text import as_typed
+from sft_play.text import as_typed, gib
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -240,7 +240,7 @@ def to_answer(model: Any, device: str) -> Any:
 def use_dtype(plan: Plan, device: str) -> torch.dtype:
     """Return the dtype to answer in: on a GPU the training's compute dtype, on a CPU its weights' dtype, not fp16."""
     if device.startswith("cuda") and plan.precision != "fp32":
-        return COMPUTE_TYPES[plan.precision]
+        return kernels.COMPUTE_TYPES[plan.precision]
     return torch.float32 if plan.weights_dtype == "float16" else getattr(torch, plan.weights_dtype)
 
 
@@ -285,12 +285,8 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
             else _copy_full(config, prepared, weights, partial)
         )
         _stamp(run, weights, partial)
-        for path in partial.iterdir():
-            if path.is_file():
-                path.chmod(0o666 & ~current_umask())  # safetensors makes files readable for the owner only
-                with path.open("rb") as stream:
-                    os.fsync(stream.fileno())
-        sync_path(partial)
+        published.let_all_read(partial)
+        sync_below(partial)
         partial.rename(out)
         sync_path(out.parent)
     except OSError as error:
@@ -409,7 +405,7 @@ def _full_precision_base(config: Config, folder: Path, partial: Path) -> Any:
     parameters = count_numbers(folder, four_bit=existing.startswith("bitsandbytes") and not existing.endswith("int8"))
     if (needed := 4 * parameters) > (free := ram_bytes()[1]):
         raise HardwareError(
-            f"merging in float32 needs {needed / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free",
+            f"merging in float32 needs {gib(needed)} of memory and {gib(free)} are free",
             hint="merge on a machine with more memory; `infer` and `eval` work without merging",
         )
     _require_disk(partial, parameters * (4 if existing else getattr(torch, stored_dtype(folder)).itemsize))
@@ -472,12 +468,10 @@ def _compare(merged: list[Any], expected: list[Any], allowed: float, what: str) 
 
 
 def _require_disk(place: Path, needed: int) -> None:
-    free = shutil.disk_usage(place).free
-    if free < needed * 1.05:
-        message = f"the merged model needs {needed / 2**30:.1f} GiB and the disk has {free / 2**30:.1f} GiB free"
-        raise HardwareError(
-            message, place=str(place.parent), hint="free some disk space, or name a place on another disk with OUT="
-        )
+    room = Room(with_spare(needed), free_bytes(place))
+    if not room.enough:
+        hint = "free some disk space, or name a place on another disk with OUT="
+        raise HardwareError(f"there is no space for the merged model: {room}", place=str(place.parent), hint=hint)
 
 
 def _size(folder: Path) -> int:

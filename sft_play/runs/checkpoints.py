@@ -69,15 +69,20 @@ def publish(run: RunFolder, step: int) -> Path:
     """Rename a sealed partial folder, sync it to disk, point `last` at it, and return the checkpoint."""
     partial, target = partial_folder(run, step), run.checkpoint(step)
     assert (partial / MANIFEST).is_file(), f"{partial} is not sealed"
-    aside = target.with_name(f".{target.name}.replaced")
-    if target.exists():  # a resumed run has reached this step again, from an older checkpoint
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)  # the next reader restores it if this process ends here
-    partial.rename(target)
-    sync_path(run.checkpoints)
-    shutil.rmtree(aside, ignore_errors=True)
+    replace_folder(target, partial)
     link(run.last, target)
     return target
+
+
+def replace_folder(target: Path, partial: Path) -> None:
+    """Rename `partial` to `target`, which may exist in a resumed or extended run, and sync it to disk."""
+    aside = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)  # a checkpoint's next reader restores it if this process ends here
+    partial.rename(target)
+    sync_path(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def link(name: Path, target: Path) -> None:

@@ -222,8 +222,8 @@ class StatesFacts:
     counters: dict[str, Any]
     """Counters of `training_metrics.json` since the run's start."""
     own: dict[str, Any] | None = None
-    """For ranks with separate states under DDP (`training.states.files`): their number, and what each has trained since
-    the last average; else `None`.
+    """For ranks with separate states under DDP (local steps): what each has trained since the last average; else
+    `None`.
     """
 
 

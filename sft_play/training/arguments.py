@@ -19,6 +19,12 @@ from sft_play.training.balance import turns_of
 from sft_play.training.noise import NEFTUNE
 from sft_play.training.ranks import uses_cpu_flag
 
+TAKEN = (
+    "lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "ddp_find_unused_parameters",
+    "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "eval_steps", "logging_steps", "save_strategy", "save_steps",
+)  # fmt: skip
+"""Keys of `train` that are passed on as they are."""
+
 
 def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool) -> TrainingArguments:
     """Return the arguments of this rank (`RANK` in the environment).
@@ -62,6 +68,7 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
     # If FSDP2 did not reduce after each micro-step, every rank would hold the gradient of all weights in fp32.
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}} if plan.strategy == "fsdp2" else {}
     values: dict[str, Any] = {
+        **{name: getattr(train, name) for name in TAKEN},
         "output_dir": str(run.path),
         # Nominal, and the same on every rank because DeepSpeed compares it; the sampler uses each rank's own.
         "per_device_train_batch_size": max(rank.micro_batch for rank in plan.ranks),
@@ -69,20 +76,13 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "per_device_eval_batch_size": plan.eval_batch_size,
         "max_steps": plan.steps,
         "learning_rate": plan.learning_rate,
-        "lr_scheduler_type": train.lr_scheduler_type,
         "warmup_steps": plan.warmup_steps or 0,
-        "weight_decay": train.weight_decay,
-        "max_grad_norm": train.max_grad_norm,
         # `SftTrainer.create_optimizer` adds ours to AdamW.
         "optim": "adamw_torch_fused" if OPTIMIZERS[plan.optim].matrices else plan.optim,
-        "seed": train.seed,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
         "gradient_checkpointing": plan.gradient_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if plan.gradient_checkpointing else None,
-        "ddp_find_unused_parameters": train.ddp_find_unused_parameters,
-        "ddp_broadcast_buffers": train.ddp_broadcast_buffers,
-        "ddp_bucket_cap_mb": train.ddp_bucket_cap_mb,
         "dataloader_num_workers": loader_workers(config, plan.device),
         "dataloader_pin_memory": (
             plan.device == "cuda" if train.dataloader_pin_memory == "auto" else train.dataloader_pin_memory
@@ -90,13 +90,9 @@ def _values(config: Config, plan: Plan, run: RunFolder, *, has_validation: bool)
         "eval_strategy": (
             ("epoch" if has_validation else "no") if train.eval_strategy == "auto" else train.eval_strategy
         ),
-        "eval_steps": train.eval_steps,
         "eval_on_start": has_validation and config.model.adapter is not None,  # what the parent ended with
         "logging_strategy": "steps",
-        "logging_steps": train.logging_steps,
         "logging_nan_inf_filter": False,  # a loss that is not finite stops the run and must not be hidden
-        "save_strategy": train.save_strategy,
-        "save_steps": train.save_steps,
         "save_total_limit": None,  # rotation is `runs.checkpoints.rotate`: only after a newer one is intact
         "metric_for_best_model": train.metric_for_best_model if has_validation else None,
         "greater_is_better": higher_is_better(train.metric_for_best_model) is not False,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import CheckpointError, HardwareError
-from sft_play.files import disk_problem, errno_of, sync_path
+from sft_play.files import disk_problem, errno_of
 from sft_play.model import published
 from sft_play.model.lora import publish_on_base
 from sft_play.model.parallel import outline_of
-from sft_play.runs.checkpoints import model_files
+from sft_play.runs.checkpoints import model_files, replace_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import describe, sync, sync_below, verify, write_part
 from sft_play.text import tell
@@ -39,13 +38,14 @@ OF_RANK = re.compile(r"-rank(\d+)\.")
 class Writing:
     """This rank's part of a checkpoint; on rank 0 with the weights and the trainer's state."""
 
+    context: TrainContext
+    trainer: Trainer
     step: int
     folder: Path
     states: States | None
     """`None` on ranks that do not see rank 0's folder: rank 0 writes their states."""
     weights: dict[str, Any] | None
     trainer_state: str | None
-    background: bool
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     """Time to write and sync the files."""
@@ -57,35 +57,20 @@ class Writing:
     """Why the files could not be written."""
     error: Exception | None = None
     """An error that the disk did not cause."""
-    thread: threading.Thread | None = field(default=None, repr=False)
 
-    def start(self, context: TrainContext, trainer: Trainer) -> None:
-        """Start writing in a thread that does not keep the process alive."""
-        self.thread = threading.Thread(target=self.run, args=(context, trainer), name=f"save-{self.step}", daemon=True)
-        self.thread.start()
-
-    @property
-    def running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
-
-    def wait(self) -> None:
-        """Return when the thread has ended."""
-        if self.thread is not None:
-            self.thread.join()
-
-    def run(self, context: TrainContext, trainer: Trainer) -> None:
+    def run(self) -> None:
         """Write, list and sync the files; errors are stored until the ranks agree."""
         if self.states is None:
             return
         try:
             times = [time.perf_counter()]
-            files = self._write(context, trainer)
+            files = self._write()
             times.append(time.perf_counter())
             facts = describe(self.folder, files)
             self.bytes = sum(int(part["bytes"]) for part in facts.values())
             times.append(time.perf_counter())
             sync(files)
-            write_part(self.folder, context.ranks.rank, facts)
+            write_part(self.folder, self.context.ranks.rank, facts)
             times.append(time.perf_counter())
             self.write_seconds = times[1] - times[0] + times[3] - times[2]
             self.verify_seconds = times[2] - times[1]
@@ -95,16 +80,16 @@ class Writing:
         finally:
             self.weights = self.states = None  # copies may be as large as the model
 
-    def _write(self, context: TrainContext, trainer: Trainer) -> list[Path]:
+    def _write(self) -> list[Path]:
         """Return the files of this rank."""
         assert self.states is not None
-        context.run.path.stat()  # raises if the run's folder is gone, which must not be created again
+        self.context.run.path.stat()  # raises if the run's folder is gone, which must not be created again
         self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 created it, but a network disk may show that late
         if self.weights is None or self.trainer_state is None:
             return self.states.write(self.folder)
-        write_weights(context, trainer, self.weights, self.folder)
+        write_weights(self.context, self.trainer, self.weights, self.folder)
         (self.folder / TRAINER_STATE_NAME).write_text(self.trainer_state, encoding="utf-8")
-        replace(context.stamp, step=self.step).save(self.folder)
+        replace(self.context.stamp, step=self.step).save(self.folder)
         written = self.states.write(self.folder)
         return [*written, *(path for path in self.folder.rglob("*") if path.is_file() and _of_rank_0(path))]
 
@@ -161,7 +146,7 @@ def _write_model(
 ) -> None:
     """Write `model/` under a temporary name, sync it to disk, and rename it."""
     run = context.run
-    partial, replaced = run.path / ".model.partial", run.path / ".model.replaced"
+    partial = run.path / ".model.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     if best is None:
@@ -175,12 +160,7 @@ def _write_model(
             raise CheckpointError("the best checkpoint contains no weights", place=str(best))
     replace(context.stamp, step=step).save(partial)
     sync_below(partial)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if run.model.exists():  # an extended run
-        run.model.rename(replaced)
-    partial.rename(run.model)
-    sync_path(run.path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    replace_folder(run.model, partial)
 
 
 # Gathering weights is a collective; writing them is not, so a full disk on rank 0 keeps no other rank waiting. The
@@ -209,9 +189,7 @@ def write_weights(context: TrainContext, trainer: Trainer, weights: Mapping[str,
     if context.config.tuning.mode == "full":
         published.complete(model, trainer.processing_class, folder)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty form, with paths of this machine
-    usual = next(folder.glob("*.json")).stat().st_mode
-    for path in folder.glob("*model*.safetensors"):
-        path.chmod(usual & 0o777)  # safetensors makes its files readable for the owner only
+    published.let_all_read(folder)
 
 
 def _model_of(trainer: Trainer) -> Any:

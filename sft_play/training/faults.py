@@ -35,7 +35,7 @@ from sft_play.launch.liveness import LIMITS, MARK, STACKS_SIGNAL, Beat, Sender
 from sft_play.launch.process import stop_code
 from sft_play.launch.verdict import LOST, PEER
 from sft_play.runs.folder import RunFolder
-from sft_play.text import tell
+from sft_play.text import numbered, tell
 from sft_play.training.loading import SHARED_MEMORY_HINT
 from sft_play.training.process import Activity, launched_world, leave_record, log_alone, redirect
 from sft_play.training.stop_request import StopRequest
@@ -302,7 +302,7 @@ class Heartbeat:
         """Wait until every rank has joined. Raise `NotJoined`, naming those that did not."""
         self.hang_seconds = None if isinstance(launch.hang_seconds, str) else float(launch.hang_seconds)
         if self.world > 1 and "MASTER_ADDR" in os.environ:
-            roll_call(open_store(launch.timeout_seconds), self.rank, self.host, self.world, launch.timeout_seconds)
+            roll_call(self.rank, self.host, self.world, launch.timeout_seconds)
 
     def _now(self) -> Beat:
         doing = self.activity
@@ -349,29 +349,25 @@ class Heartbeat:
         os._exit(LOST)
 
 
-def open_store(timeout_seconds: float) -> Any:
-    """Return a separate connection to the workers' store, which node 0's agent serves."""
+def roll_call(rank: int, host: str, world: int, timeout_seconds: float) -> None:
+    """Wait until all ranks have joined. Raise `NotJoined`, naming those that have not."""
     from torch import distributed
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store = distributed.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return distributed.PrefixStore("sft_play", store)
-
-
-def roll_call(store: Any, rank: int, host: str, world: int, timeout_seconds: float) -> None:
-    """Wait until all ranks have joined. Raise `NotJoined`, naming those that have not."""
+    served = distributed.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = distributed.PrefixStore("sft_play", served)
     store.set(f"here/{rank}", host)
     try:
-        store.wait([f"here/{peer}" for peer in range(world)], datetime.timedelta(seconds=timeout_seconds))
+        store.wait([f"here/{peer}" for peer in range(world)], timeout)
     except RuntimeError as error:  # the wait timed out, or the store is gone
         here = {peer: store.get(f"here/{peer}").decode() for peer in range(world) if store.check([f"here/{peer}"])}
         missing = [peer for peer in range(world) if peer not in here]
         if not missing:
             raise
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         there = ", ".join(f"{peer} ({name})" for peer, name in here.items())
-        text = f"{who} of {world} did not join within {timeout_seconds:g} s (`launch.timeout_seconds`); joined: {there}"
+        limit = f"{timeout_seconds:g} s (`launch.timeout_seconds`)"
+        text = f"{numbered('rank', missing)} of {world} did not join within {limit}; joined: {there}"
         raise NotJoined(text, rank=missing[0]) from error
 
 

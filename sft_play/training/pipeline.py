@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from transformers.utils import ModelOutput
 
 from sft_play.data.batches import Batch
+from sft_play.model.kernels import COMPUTE_TYPES
 from sft_play.model.objective import PLAIN, Objective
 from sft_play.model.parallel import Stage
 from sft_play.plan.plan import Plan
@@ -41,8 +42,8 @@ class Pipeline:
         self.stage, self.ranks = Stage(model, *plan.layers_of(ranks.rank)), ranks
         self.dtype = torch.bfloat16 if plan.precision == "bf16" else getattr(torch, plan.weights_dtype)
         """Type of hidden states on the wire."""
-        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
-        self.autocast = functools.partial(torch.autocast, plan.device, narrow, enabled=narrow is not None)
+        narrow = plan.precision != "fp32"
+        self.autocast = functools.partial(torch.autocast, plan.device, COMPUTE_TYPES[plan.precision], enabled=narrow)
         """A stage calls its decoder directly, below the forward pass that accelerate runs under autocast."""
         number = ranks.rank % ranks.group_size
         self.behind = ranks.group_size - 1 - number

@@ -23,6 +23,7 @@ from sft_play.launch.process import Console
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared
+from sft_play.text import numbered
 
 Phase = Literal["loading", "training", "updating", "evaluating", "saving", "leaving"]
 
@@ -101,10 +102,7 @@ class Activity:
             "leaving": "while the rank was exiting",
         }[self.phase]
         if self.micro_step is not None:
-            rows = ", ".join(map(str, self.rows[:16])) + (", ..." if len(self.rows) > 16 else "")
-            words += f", micro-batch {self.micro_step}" + (
-                f" (row{'s' if len(self.rows) > 1 else ''} {rows})" if rows else ""
-            )
+            words += f", micro-batch {self.micro_step}" + (f" ({numbered('row', self.rows)})" if self.rows else "")
         return words
 
     def facts(self) -> dict[str, Any]:

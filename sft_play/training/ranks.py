@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -146,15 +146,14 @@ class Ranks:
         """
         if self.world == 1:
             return work()
-        result: T | None = None
-        problem: str | None = None
+        problem = None
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - every rank raises it
             problem = named(error)
         if reason := self.first_problem(problem):
             raise PeerError(reason)
-        return cast("T", result)
+        return result
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors to rank 0, which calls `receive` with their `outline`, as bytes: every backend sends those."""

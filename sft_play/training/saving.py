@@ -17,6 +17,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -52,7 +53,8 @@ class Saver(TrainerCallback):
         """Why the newest save failed, the same on every rank; `None` after a success."""
         self.together: tuple[int, ...] = tuple(range(context.plan.world_size))
         """The ranks that write into rank 0's folder (`ranks_together`)."""
-        self._pending: Writing | None = None
+        self._pending: tuple[Writing, threading.Thread] | None = None
+        """A checkpoint that a thread is writing."""
         self._predicted: int | None = None
         self._synchronous_reported = False
 
@@ -68,23 +70,26 @@ class Saver(TrainerCallback):
         if reason is not None:
             self._failed(step, reason, pause=time.perf_counter() - started)
             return
-        writing = self._snapshot(step)
-        if writing.background:
-            writing.start(self.context, self.trainer)
-            self._pending = writing
+        background = self.context.config.train.async_save and self._memory_allows()
+        writing = self._snapshot(step, background)
+        if background:
+            # A daemon, which does not keep the process alive.
+            thread = threading.Thread(target=writing.run, name=f"save-{step}", daemon=True)
+            thread.start()
+            self._pending = writing, thread
             writing.pause_seconds = time.perf_counter() - started
         else:
-            writing.run(self.context, self.trainer)
-            self._settle(writing, started)
+            writing.run()
+            self._settle(writing, started, background=False)
 
     def finish(self) -> None:
         """Wait for a checkpoint that is written in the background, and publish it. Collective."""
         if self._pending is not None:
-            started, writing = time.perf_counter(), self._pending
+            started, (writing, thread) = time.perf_counter(), self._pending
             self.context.activity.enter("saving", step=writing.step)
-            writing.wait()
+            thread.join()
             self._pending = None
-            self._settle(writing, started)
+            self._settle(writing, started, background=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Fix `best` if a process ended before it was linked, or if a copied run has a folder instead of the link."""
@@ -96,7 +101,7 @@ class Saver(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publish a pending checkpoint once every rank has written its part, at the cost of one number per step."""
-        if self._pending is not None and not self.context.ranks.any(self._pending.running):
+        if self._pending is not None and not self.context.ranks.any(self._pending[1].is_alive()):
             self.finish()
             self.context.activity.enter("training", step=state.global_step + 1)
 
@@ -163,24 +168,21 @@ class Saver(TrainerCallback):
         shared = not self.context.plan.sharded and self.trainer.parts is None and not first
         return (weights if first else 0) + (0 if shared else state_bytes)
 
-    def _snapshot(self, step: int) -> Writing:
+    def _snapshot(self, step: int, background: bool) -> Writing:
         """Return what is to be written, copied if training continues meanwhile. Collective."""
         context, trainer, local = self.context, self.trainer, self.local
-        background = context.config.train.async_save and self._memory_allows()
         with contextlib.nullcontext() if local is None else local.averaged():
             weights = gather_weights(context, trainer, clone=background or (local is not None and local.window > 0))
             average = local.copies() if local is not None and context.ranks.first else {}
         states = collect(context, trainer, local, self.counters(), clone=background, average=average)
-        mine = (
-            bring_together(context.ranks, states, self.together) if len(self.together) < context.ranks.world else states
-        )
         return Writing(
+            context=context,
+            trainer=trainer,
             step=step,
             folder=partial_folder(context.run, step),
-            states=mine,
+            states=bring_together(context.ranks, states, self.together),
             weights=weights,
             trainer_state=self._trainer_state() if context.ranks.first else None,
-            background=background,
         )
 
     def _memory_allows(self) -> bool:
@@ -203,7 +205,7 @@ class Saver(TrainerCallback):
             state.stateful_callbacks[type(callback).__name__] = callback.state()
         return json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
 
-    def _settle(self, writing: Writing, started: float) -> None:
+    def _settle(self, writing: Writing, started: float, *, background: bool) -> None:
         """Publish what all ranks have written, or report why that is impossible. Collective."""
         run, ranks = self.context.run, self.context.ranks
         written = ranks.table([writing.write_seconds, writing.verify_seconds, writing.bytes])
@@ -239,7 +241,7 @@ class Saver(TrainerCallback):
             write_seconds=max(write),
             verify_seconds=max(verified),
             bytes=int(sum(count)),
-            background=writing.background,
+            background=background,
         )
 
     def _failed(self, step: int, reason: str, *, pause: float) -> None:

@@ -171,6 +171,12 @@ class LocalSteps(TrainerCallback):
             for name, parameter in zip(self.names, self.parameters, strict=True)
         }
 
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (state, parameter, values) for what all ranks share."""
+        for name, anchor, velocity in zip(self.names, self.anchor, self.velocity, strict=True):
+            yield ANCHOR, name, anchor
+            yield MOMENTUM, name, velocity
+
     # ---- Averages
 
     @torch.no_grad()

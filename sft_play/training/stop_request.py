@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,6 @@ from sft_play.training.process import Activity, leave_record
 
 PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
 LOOK_SECONDS = 0.1
-LEAVE_SECONDS = 2.0
-"""How long the end waits for the thread that polls other ranks: it polls once a second, and once more at the end."""
-KEY = "asked_to_stop"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,8 +53,6 @@ class StopRequest:
     _ended: bool = False
     _code: int = 1
     _ending: threading.Lock = field(default_factory=threading.Lock)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _sharing: threading.Thread | None = None
 
     def listen(self) -> None:
         """Install the signal handlers; call once, in the main thread."""
@@ -76,21 +71,12 @@ class StopRequest:
             self.heard, self.during = number, self.activity.phase
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
-    def share(self, connect: Callable[[], Any]) -> None:
-        """Exchange requests with other ranks about every second, through a separate torch `Store` from `connect`."""
-        self._sharing = threading.Thread(target=self._share, args=(connect,), name="requests to others", daemon=True)
-        self._sharing.start()
-
     def finish(self, record: Mapping[str, Any]) -> None:
         """Write this process's exit record; all that remains is to exit."""
         with self._ending:
             if not self._ended:
                 leave_record(self.run, self.rank, self._with_facts(record))
                 self._code, self._ended = int(record["code"]), True
-        self._over.set()
-        # A thread that returns from torch's C++ into a finalising interpreter aborts the process.
-        if self._sharing is not None:
-            self._sharing.join(LEAVE_SECONDS)
 
     def _with_facts(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Add the facts of a stop to its exit record."""
@@ -112,11 +98,8 @@ class StopRequest:
             if self.activity.phase == "saving":  # a save is finished, however long it takes
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
             elif self.nothing_to_save:
-                since = f"after step {self.first_step}" if self.first_step else "of this run"
-                reason = f"`train.save_strategy` is `no`, so nothing {since} is kept; step {self.step} had ended"
-                if self.step == self.first_step:
-                    reason = "nothing is lost: no step has ended since the start"
-                self._leave(reason)
+                lost = f"`train.save_strategy` is `no`, so nothing after step {self.first_step} is kept"
+                self._leave("no step has ended since the start" if self.step == self.first_step else lost)
             if time.monotonic() > deadline:
                 self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint")
             time.sleep(LOOK_SECONDS)
@@ -135,20 +118,6 @@ class StopRequest:
             code = stop_code(self.heard)
             leave_record(self.run, self.rank, self._with_facts({"code": code, "error": "", "note": why}))
             os._exit(code)
-
-    def _share(self, connect: Callable[[], Any]) -> None:
-        shared = False
-        # Without the store, or when it is gone, ranks still agree at the end of each step.
-        with contextlib.suppress(RuntimeError):
-            store = connect()
-            while not self._ended:
-                if self.heard is not None and not shared:
-                    store.set(KEY, str(int(self.heard)))
-                    shared = True
-                elif not shared and store.check([KEY]):
-                    shared = True
-                    self.hear(int(store.get(KEY)))
-                self._over.wait(1.0)
 
 
 def _nothing(_number: int, _frame: object) -> None:

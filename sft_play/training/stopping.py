@@ -14,7 +14,7 @@ from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer, Tr
 
 from sft_play.errors import DataError
 from sft_play.files import append_json_line, side_file, write_json
-from sft_play.training.faults import open_store
+from sft_play.text import numbered
 from sft_play.training.metrics import rows_until
 from sft_play.training.ranks import Ranks, TrainContext
 from sft_play.training.saving import Saver
@@ -76,7 +76,7 @@ class Finite:
 
     def _error(self, what: str, value: float, *, blamed: Sequence[int] = (), why: str = "") -> DataError:
         mine, step = self.context.ranks.rank, self.trainer.state.global_step + 1
-        who = f" on rank{'s' if len(blamed) > 1 else ''} {', '.join(map(str, blamed))}" if blamed else ""
+        who = f" on {numbered('rank', blamed)}" if blamed else ""
         return DataError(
             f"the {what} of step {step} is {value}{who}{why}; training has stopped; {self.saver.name_newest()}",
             place=str(self.context.run.bad_rows(blamed[0] if blamed and mine not in blamed else mine)),
@@ -95,15 +95,8 @@ def scale_of(trainer: Trainer) -> float | None:
     return float(scaler.loss_scale if trainer.is_deepspeed_enabled else scaler.get_scale())
 
 
-def saved_attributes(callback: TrainerCallback, state: Any) -> dict[str, Any]:
-    """Return what the checkpoint that a run resumes from holds of a callback's `state`, nothing at a run's start."""
-    saved = state.stateful_callbacks.get(type(callback).__name__) if state.global_step else None
-    return (saved or {}).get("attributes", {})
-
-
 AGREE_SECONDS = 0.5
 """Interval at which ranks agree between the batches of an evaluation."""
-STORE_SECONDS = 30.0
 
 
 class StepEnds(TrainerCallback):
@@ -165,9 +158,6 @@ class StopOnRequest(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = self.request.first_step = state.global_step
         self.request.saved = state.global_step or None
-        if self.ranks.world > 1:
-            # A separate connection, since threads must not wait for each other.
-            self.request.share(lambda: open_store(STORE_SECONDS))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.request.step = state.global_step
@@ -274,7 +264,8 @@ class Patience(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the state of the checkpoint; a run that stopped early but did not publish its model makes no step."""
-        attributes = saved_attributes(self, state)
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        attributes = (saved or {}).get("attributes", {})
         self.early_stopping_patience_counter = attributes.get("early_stopping_patience_counter", 0)
         self.reason = attributes.get("reason")
         control.should_training_stop = control.should_training_stop or self.reason is not None

@@ -59,7 +59,11 @@ class Curves(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        curves = {curve: value for name, entry in logs.items() for curve, value in curves_of(name, entry)}
+        curves = {
+            f"{place}/{name}/{index}" if place else NAMES.get(name) or f"eval/{name.removeprefix('eval_')}": number
+            for place, name, index, number in numbers_of(logs)
+            if place or name in NAMES or name.startswith("eval_")
+        }
         if curves:
             values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in curves.items()]
             self._write(state.global_step, summary=Summary(value=values))
@@ -88,12 +92,13 @@ class Curves(TrainerCallback):
                     stream.close()
 
 
-def curves_of(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the curves of a logged value: one, or one per rank or machine."""
-    if match := PLACE.fullmatch(name):
-        yield from ((f"{match[1]}/{match[2]}/{index}", number) for index, number in enumerate(value))
-    elif isinstance(value, int | float) and (name in NAMES or name.startswith("eval_")):
-        yield NAMES.get(name) or f"eval/{name.removeprefix('eval_')}", value
+def numbers_of(logs: Mapping[str, Any]) -> Iterator[tuple[str, str, int, float]]:
+    """Yield (`rank` or `node`, name, index, number) for each rank or machine, `("", name, 0, number)` for others."""
+    for name, value in logs.items():
+        if match := PLACE.fullmatch(name):
+            yield from ((match[1], match[2], index, number) for index, number in enumerate(value))
+        elif isinstance(value, int | float):
+            yield "", name, 0, value
 
 
 # Each tracker (W&B, MLflow, Comet, Aim) runs its callback in a separate thread: a failure or hang gives a warning and
@@ -126,7 +131,8 @@ class Tracked(TrainerCallback):
         self._hand("on_train_begin", args, state, model=others.get("model"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        self._hand("on_log", args, state, logs=dict(logs) if self.name == AIM else flat(logs))
+        flat = {f"{place}_{name}/{index}" if place else name: number for place, name, index, number in numbers_of(logs)}
+        self._hand("on_log", args, state, logs=dict(logs) if self.name == AIM else flat)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._hand("on_train_end", args, state)
@@ -161,35 +167,35 @@ class Tracked(TrainerCallback):
         """Set the variables for the tracker's run and folder that the user did not set; return the callback."""
         run_id = read_object(self.run.path / IDS).get(self.name)
         folder = str(self.run.path.absolute())
-        variables: dict[str, str] = {}
-        if self.name == "wandb":
-            os.environ["WANDB_LOG_MODEL"] = "false"  # W&B would save the model in this thread while others use it
-            run_id = run_id or uuid.uuid4().hex[:8]
-            variables = {
+        if self.name in ("wandb", "comet_ml"):
+            run_id = run_id or uuid.uuid4().hex
+        os.environ["WANDB_LOG_MODEL"] = "false"  # W&B would save the model in this thread while others use it
+        variables = {
+            "wandb": {
                 "WANDB_RUN_ID": run_id,
                 "WANDB_RESUME": "allow",
                 "WANDB_PROJECT": "sft-play",
                 "WANDB_DIR": folder,
                 "WANDB_CONSOLE": "off",
                 "WANDB_DISABLE_CODE": "true",
-            }
-        elif self.name == "comet_ml":
-            run_id = run_id or uuid.uuid4().hex
-            variables = {
+            },
+            "comet_ml": {
                 "COMET_EXPERIMENT_KEY": run_id,
                 "COMET_PROJECT_NAME": "sft-play",
                 "COMET_OFFLINE_DIRECTORY": folder,
-            }
-        elif self.name == "mlflow":
-            variables = {
+            },
+            "mlflow": {
+                "MLFLOW_RUN_ID": run_id,
                 "MLFLOW_TRACKING_URI": (self.run.path.absolute() / "mlruns").as_uri(),
                 "MLFLOW_EXPERIMENT_NAME": "sft-play",
                 "MLFLOW_ALLOW_FILE_STORE": "true",
                 "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-            } | ({"MLFLOW_RUN_ID": run_id} if run_id else {})
+            },
+        }.get(self.name, {})
         for name, value in variables.items():
-            os.environ.setdefault(name, value)
+            if value:
+                os.environ.setdefault(name, value)
         keep_id(self.run, self.name, run_id)
         return self._make()
 
@@ -206,19 +212,6 @@ def keep_id(run: RunFolder, tracker: str, run_id: str | None) -> None:
     """Save a tracker's id of this run."""
     if run_id:
         write_json(run.path / IDS, read_object(run.path / IDS) | {tracker: run_id})
-
-
-def flat(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the numbers, with a separate name for each rank or machine (`rank_loss/0`)."""
-    numbers: dict[str, Any] = {}
-    for name, value in logs.items():
-        parts = (
-            {f"{name}/{index}": entry for index, entry in enumerate(value)}
-            if isinstance(value, list)
-            else {name: value}
-        )
-        numbers |= {key: entry for key, entry in parts.items() if isinstance(entry, (int, float))}
-    return numbers
 
 
 class AimTracker(TrainerCallback):
@@ -246,16 +239,10 @@ class AimTracker(TrainerCallback):
         keep_id(self.folder, AIM, self.run.hash)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        for name, value in logs.items():
-            kind, plain = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
-            if isinstance(value, int | float):
-                self._track(plain, value, state, {"subset": kind})
-            elif match := PLACE.fullmatch(name):  # `rank_loss`: the loss of each rank
-                for index, entry in enumerate(value):
-                    self._track(match[2], entry, state, {"subset": kind, match[1]: index})
-
-    def _track(self, name: str, value: float, state: Any, context: dict[str, Any]) -> None:
-        self.run.track(float(value), name=name, step=state.global_step, epoch=state.epoch, context=context)
+        for place, name, index, number in numbers_of(logs):
+            context = {"subset": "eval" if name.startswith("eval_") else "train"} | ({place: index} if place else {})
+            plain = name.removeprefix("eval_")
+            self.run.track(float(number), name=plain, step=state.global_step, epoch=state.epoch, context=context)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.run.close()

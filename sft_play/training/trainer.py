@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -37,8 +37,8 @@ from sft_play.training.pipeline import Pipeline
 from sft_play.training.ranks import TrainContext, replicas_of
 from sft_play.training.saving import Saver
 from sft_play.training.slow_network import LocalSteps, local_steps_of
-from sft_play.training.states import restore, restore_random
-from sft_play.training.states.facts import random_states_kept
+from sft_play.training.states import restore
+from sft_play.training.states.facts import random_states_kept, restore_random
 from sft_play.training.states.layout import ShardProof, inner_optimizer, whole_shape
 from sft_play.training.stopping import (
     EvaluationStopped,
@@ -85,25 +85,9 @@ def split_for_lora_plus(optimizer: Any, model: Any, ratio: float) -> None:
             optimizer.add_param_group({**group, "params": moved, "lr": group["lr"] * ratio})
 
 
-class RankRow(NamedTuple):
-    """A rank's work since the last row of metrics: sums, then seconds per step of each of `PHASES`, then readings."""
-
-    loss: float
-    label_weight: float
-    label_tokens: float
-    tokens: float
-    rows: float
-    data: float
-    forward: float
-    backward: float
-    communication: float
-    optimizer: float
-    readings: list[float]
-
-    @classmethod
-    def of(cls, numbers: list[float]) -> RankRow:
-        own = len(cls._fields) - 1
-        return cls._make([*numbers[:own], numbers[own:]])
+SUMS = ("loss", "label_weight", "label_tokens", "tokens", "rows")
+"""What a rank adds up between two rows of metrics; it sends the sums, seconds per step of each of `PHASES`, readings.
+"""
 
 
 class SftTrainer(Trainer):
@@ -144,8 +128,8 @@ class SftTrainer(Trainer):
         """Micro-batches of a step that a pipeline has not started yet."""
         self._readings, self._lap, self._begun, self._logged_step = Readings(), Lap(self.watch), time.perf_counter(), 0
         self._saved_step: int | None = None
-        self._window = torch.zeros(5, dtype=torch.float64, device=context.ranks.device)
-        """Sums since the last row of metrics: loss, weight of label tokens, label tokens, tokens, rows."""
+        self._window = torch.zeros(len(SUMS), dtype=torch.float64, device=context.ranks.device)
+        """`SUMS` since the last row of metrics."""
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -343,22 +327,21 @@ class SftTrainer(Trainer):
             seconds = max(now - self._begun, 1e-9)
             lap, steps = self._lap.take(), max(self.state.global_step - self._logged_step, 1)
             mine = [*(lap[phase] / steps for phase in PHASES), *self._readings.read()]
-            table = [
-                RankRow.of(row)
-                for row in self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
-            ]
-            tokens, ranks = sum(row.tokens for row in table) / self.context.ranks.copies, self.context.plan.ranks
+            table = self.context.ranks.table(torch.cat([self._window, self._window.new_tensor(mine)]))
+            names = (*SUMS, *PHASES)
+            rows = [dict(zip(names, numbers, strict=False)) for numbers in table]
+            tokens, ranks = sum(row["tokens"] for row in rows) / self.context.ranks.copies, self.context.plan.ranks
             extra: dict[str, Any] = {
-                "rank_loss": [row.loss / (row.label_weight or 1) for row in table],
-                "rank_tokens": [int(row.label_tokens) for row in table],
-                "rank_rows": [int(row.rows) for row in table],
+                "rank_loss": [row["loss"] / (row["label_weight"] or 1) for row in rows],
+                "rank_tokens": [int(row["label_tokens"]) for row in rows],
+                "rank_rows": [int(row["rows"]) for row in rows],
                 "tokens_per_second": tokens / seconds,
                 "step_seconds": seconds / steps,
-                **{f"rank_{name}_seconds": [figures(getattr(row, name)) for row in table] for name in PHASES},
+                **{f"rank_{name}_seconds": [figures(row[name]) for row in rows] for name in PHASES},
                 "rank_tokens_per_second": [
-                    figures(row.tokens / steps / max(row.forward + row.backward, 1e-9)) for row in table
+                    figures(row["tokens"] / steps / max(row["forward"] + row["backward"], 1e-9)) for row in rows
                 ],
-                **as_logs([row.readings for row in table]),
+                **as_logs([numbers[len(names) :] for numbers in table]),
                 "rank_memory_limit_gib": [figures(rank.capacity_bytes / 2**30) for rank in ranks],
                 "rank_memory_plan_gib": [figures(rank.peak_bytes / 2**30) for rank in ranks],
             }

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Trainer
 from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import CheckpointError
-from sft_play.runs.checkpoints import step_of
 from sft_play.runs.manifest import (
     FORMAT,
     STATES_NAME,
@@ -30,16 +30,15 @@ from sft_play.runs.manifest import (
     random_file,
     read_facts,
 )
-from sft_play.text import tell
 from sft_play.training.ranks import Ranks, TrainContext, outline
-from sft_play.training.slow_network import LocalSteps
+from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
 from sft_play.training.states.facts import (
     ELEMENTWISE,
-    RandomStates,
     engine_of,
     from_plain,
     groups_of,
-    restore_random_states,
+    random_states,
+    restore_random,
     scaler_of,
     scheduler_of,
     set_engine,
@@ -49,47 +48,31 @@ from sft_play.training.states.facts import (
     to_plain,
 )
 from sft_play.training.states.files import (
-    EXTRA,
     INDEX,
-    VALUES,
     Kind,
     Share,
     StateFiles,
     StatePiece,
-    add_local_steps,
-    facts_of,
-    restore_local_steps,
-    sources_of,
-    write_tensors,
+    readable,
 )
-from sft_play.training.states.layout import Bundle, Layout, layout_of, whole_shape
+from sft_play.training.states.layout import Bundle, layout_of, whole_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """The states of one rank in CPU memory, which any thread can write."""
+    """The states that one rank writes, in CPU memory, so that any thread can write them."""
 
-    rank: int
-    pieces: tuple[StatePiece, ...] | None
-    """`None` on ranks whose states rank 0 writes, because they are the same."""
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Mapping[str, Any]]
-    random: tuple[Mapping[str, Tensor], Mapping[str, str]]
+    files: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]
+    """Name -> tensors and metadata: this rank's, and on rank 0 those of ranks that do not see its folder."""
     facts: StatesFacts | None
     """Only on rank 0."""
-    others: tuple[States, ...] = ()
-    """On rank 0: the states of ranks that do not see its folder."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write and return the files of these ranks; not collective. Raise `OSError`."""
-        written = []
-        for states in (self, *self.others):
-            written.append(folder / random_file(states.rank))
-            write_tensors(written[-1], *states.random)
-            if states.pieces is not None:
-                index = {"pieces": [piece.facts() for piece in states.pieces], "values": states.values}
-                written.append(folder / optimizer_file(states.rank))
-                write_tensors(written[-1], states.tensors, {INDEX: json.dumps(index)})
+        """Write and return the files; not collective. Raise `OSError` or `SafetensorError`."""
+        for name, (tensors, metadata) in self.files.items():
+            save_file(dict(tensors), folder / name, dict(metadata))
+            (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
+        written = [folder / name for name in self.files]
         if self.facts is not None:
             written.append(folder / STATES_NAME)
             written[-1].write_text(json.dumps(asdict(self.facts), indent=2) + "\n", encoding="utf-8")
@@ -111,23 +94,38 @@ def collect(
     rank 0, the average of each trained parameter if weights differ between ranks. Raise `CheckpointError` for a state
     that cannot be saved (an object that is neither tensor nor number).
     """
-    layout, first = layout_of(trainer), context.ranks.first
-    own = facts_of(context, local)
-    apart = own is not None and own["window"] > 0
+    layout, ranks = layout_of(trainer), context.ranks
+    apart = local is not None and local.window > 0
     collector = _Collector(clone, frozenset() if apart else in_weights_file(context, trainer))
-    if layout.sharded or first or local is not None:
+    files = {random_file(ranks.rank): random_states()}
+    own = None if local is None else {"window": local.window, "tokens": local.counts()}
+    if layout.sharded or ranks.first or local is not None:
         for bundle in layout.bundles:
             collector.take(bundle, layout.optimizer.state.get(bundle.key, {}))
-    if first:
-        add_local_steps(local, collector.add, average)
-    return States(
-        rank=context.ranks.rank,
-        pieces=tuple(collector.pieces) if layout.sharded or first or local is not None else None,
-        tensors=collector.tensors,
-        values=collector.values,
-        random=RandomStates.now().as_tensors(),
-        facts=_facts(context, trainer, layout, collector, own, counters) if first else None,
+        if ranks.first and local is not None:
+            averages = ((AVERAGE, name, value) for name, value in average.items())
+            for state, name, value in (*averages, *local.states()):
+                collector.add(state, value.reshape(-1), Share.complete(name, tuple(value.shape)), "slice")
+        index = {"pieces": [piece.facts() for piece in collector.pieces], "values": collector.values}
+        files[optimizer_file(ranks.rank)] = collector.tensors, {INDEX: json.dumps(index)}
+    if not ranks.first:
+        return States(files=files, facts=None)
+    name = type(layout.optimizer).__name__
+    facts = StatesFacts(
+        format=FORMAT,
+        strategy=context.plan.strategy,
+        world_size=ranks.world,
+        optimizer=name,
+        reshardable=name in ELEMENTWISE and all(piece.kind != "rank" for piece in collector.pieces),
+        files=ranks.world if layout.sharded else 1,
+        groups=groups_of(layout.optimizer),
+        scheduler=scheduler_of(trainer.lr_scheduler, layout.optimizer),
+        scaler=scaler_of(trainer),
+        engine=engine_of(trainer),
+        counters=counters,
+        own=own,
     )
+    return States(files=files, facts=facts)
 
 
 def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> States | None:
@@ -135,33 +133,22 @@ def bring_together(ranks: Ranks, states: States, together: Collection[int]) -> S
 
     Collective.
     """
-    mine = None
-    if ranks.rank not in together:
-        mine = {
-            "tensors": outline(states.tensors),
-            "values": states.values,
-            "random": [outline(states.random[0]), states.random[1]],
-            "pieces": None if states.pieces is None else [piece.facts() for piece in states.pieces],
-        }
-    others = []
-    for rank, facts in enumerate(ranks.gather(mine)):
-        if facts is None:
-            continue
-        if ranks.rank == rank:
-            ranks.send(states.tensors)
-            ranks.send(states.random[0])
-        elif ranks.first:
-            tensors, (random, metadata) = ranks.receive(rank, facts["tensors"]), facts["random"]
-            pieces = (
-                None
-                if facts["pieces"] is None
-                else tuple(StatePiece.read(piece_facts, "") for piece_facts in facts["pieces"])
-            )
-            drawn = ranks.receive(rank, random), metadata
-            others.append(
-                States(rank=rank, pieces=pieces, tensors=tensors, values=facts["values"], random=drawn, facts=None)
-            )
-    return replace(states, others=tuple(others)) if mine is None else None
+    away = ranks.rank not in together
+    mine = [[name, outline(tensors), metadata] for name, (tensors, metadata) in states.files.items()] if away else []
+    files = dict(states.files)
+    for rank, sent in enumerate(ranks.gather(mine)):
+        for name, there, metadata in sent:
+            if ranks.rank == rank:
+                ranks.send(states.files[name][0])
+            elif ranks.first:
+                files[name] = ranks.receive(rank, there), metadata
+    return None if away else replace(states, files=files)
+
+
+EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE})
+"""States of a parameter that do not belong to the optimizer."""
+VALUES = ("master", "weight")
+"""States that are the parameter's own values, the more precise first."""
 
 
 class _Collector:
@@ -179,27 +166,20 @@ class _Collector:
             if bundle.master or share.name not in self.in_weights:
                 self._slice("master" if bundle.master else "weight", bundle.local, share)
         for name, state in states.items() if bundle.shares else ():
-            if isinstance(state, Tensor) and not hasattr(state, "__tensor_flatten__"):
-                self._state(bundle, name, state)
-            elif isinstance(state, Tensor) and (flat := bundle.unwrap(state)) is not None:
-                self._slices(bundle, name, flat)
-            else:  # a number; anything else raises
+            flat = bundle.unwrap(state) if isinstance(state, Tensor) and name != "step" else None
+            if flat is not None:
                 for share in bundle.shares:
+                    self._slice(name, flat, share)
+            elif not isinstance(state, Tensor) or hasattr(state, "__tensor_flatten__"):
+                for share in bundle.shares:  # a number; anything else raises
                     self.values.setdefault(share.name, {})[name] = to_plain(state, name)
-
-    def _state(self, bundle: Bundle, name: str, state: Tensor) -> None:
-        flat = bundle.unwrap(state) if name != "step" else None
-        if flat is not None:
-            self._slices(bundle, name, flat)
-        elif state.numel() == 1 or [share.elements for share in bundle.shares] == [math.prod(bundle.shares[0].shape)]:
-            for share in bundle.shares:
-                self.add(name, state, Share.complete(share.name, share.shape), "whole")
-        else:
-            self.add(name, state, Share.complete(bundle.label, tuple(state.shape)), "rank")
-
-    def _slices(self, bundle: Bundle, name: str, flat: Tensor) -> None:
-        for share in bundle.shares:
-            self._slice(name, flat, share)
+            elif state.numel() == 1 or [share.elements for share in bundle.shares] == [
+                math.prod(bundle.shares[0].shape)
+            ]:
+                for share in bundle.shares:
+                    self.add(name, state, Share.complete(share.name, share.shape), "whole")
+            else:
+                self.add(name, state, Share.complete(bundle.label, tuple(state.shape)), "rank")
 
     def _slice(self, name: str, flat: Tensor, share: Share) -> None:
         part = flat[share.offset : share.offset + share.elements]
@@ -210,7 +190,9 @@ class _Collector:
 
     def add(self, state: str, tensor: Tensor, share: Share, kind: Kind) -> None:
         """Add one piece."""
-        values = tensor.detach().to("cpu", copy=self.clone).contiguous()
+        # Parameters may share their complete states, which `save_file` refuses.
+        copy = self.clone or kind in ("whole", "rank")
+        values = tensor.detach().to("cpu", copy=copy).contiguous()
         key = f"{state}/{share.name}"
         self.tensors[key] = values
         self.pieces.append(
@@ -225,31 +207,6 @@ class _Collector:
                 dtype=str(values.dtype).removeprefix("torch."),
             )
         )
-
-
-def _facts(
-    context: TrainContext,
-    trainer: Trainer,
-    layout: Layout,
-    collector: _Collector,
-    own: dict[str, Any] | None,
-    counters: dict[str, Any],
-) -> StatesFacts:
-    world, name = context.ranks.world, type(layout.optimizer).__name__
-    return StatesFacts(
-        format=FORMAT,
-        strategy=context.plan.strategy,
-        world_size=world,
-        optimizer=name,
-        reshardable=name in ELEMENTWISE and all(piece.kind != "rank" for piece in collector.pieces),
-        files=world if layout.sharded else 1,
-        groups=groups_of(layout.optimizer),
-        scheduler=scheduler_of(trainer.lr_scheduler, layout.optimizer),
-        scaler=scaler_of(trainer),
-        engine=engine_of(trainer),
-        counters=counters,
-        own=own,
-    )
 
 
 def in_weights_file(context: TrainContext, trainer: Trainer) -> frozenset[str]:
@@ -284,46 +241,36 @@ def restore(context: TrainContext, trainer: Trainer, local: LocalSteps | None, c
             place=str(checkpoint),
             hint="set `train.optim` (or DeepSpeed's `optimizer`) back to what it was",
         )
-    state_files = StateFiles(checkpoint, range(facts.files))
-    sources = sources_of(context, local, checkpoint, facts, state_files)
     ties: Mapping[str, str] = getattr(trainer.model, "all_tied_weights_keys", None) or {}
-    with torch.no_grad():
+    with torch.no_grad(), readable(checkpoint):
+        written = mine = StateFiles(checkpoint, range(facts.files))
+        alike = facts.own is None or (facts.world_size == context.ranks.world and local is not None)
+        if facts.own is not None:
+            # A rank restores its own states; in another number of ranks each starts from the mean.
+            ranks = [context.ranks.rank] if alike else range(facts.world_size)
+            mine = StateFiles(checkpoint, ranks, mean=not alike)
         layout.begin()
         for bundle in layout.bundles:
-            _put_values(sources.values, bundle, ties, sources.order)
-            state = _states(sources.states, bundle, layout.optimizer, optimizer_file(context.ranks.rank))
+            _put_values(mine if alike else written, bundle, ties, VALUES if alike else (AVERAGE, *VALUES))
+            state = _states(mine, bundle, layout.optimizer, optimizer_file(context.ranks.rank))
             if state:
                 layout.optimizer.state[bundle.key] = state
         layout.finish()
-        restore_local_steps(context, local, facts, state_files, sources)
+        if local is not None:
+            for anchor, weights in zip(local.anchor, local.parameters, strict=True):
+                anchor.copy_(weights)  # for a run that had a single rank until now
+            for name, parameter, values in local.states():
+                if written.pieces(parameter, name):
+                    written.fill(values.view(-1), parameter, name, 0, values.numel())
+            if facts.own is not None:
+                local.window = int(facts.own["window"])
+                local.tokens = float(facts.own["tokens"][context.ranks.rank]) if alike else 0.0
     set_groups(layout.optimizer, facts.groups)
     set_scheduler(trainer.lr_scheduler, layout.optimizer, facts.scheduler)
     set_scaler(trainer, facts.scaler)
     set_engine(trainer, facts.engine)
-    missing = context.ranks.gather(not _random_file(context, checkpoint).is_file())
-    fresh = [str(rank) for rank, is_missing in enumerate(missing) if is_missing]
-    if fresh and context.ranks.first:
-        who = f"rank{'s' if len(fresh) > 1 else ''} {', '.join(fresh)}"
-        message = f"note: {checkpoint.name} has no random states of {who}: drawn from `train.seed` and the step"
-        tell(message)
     restore_random(context, checkpoint)
     return facts.counters
-
-
-def restore_random(context: TrainContext, checkpoint: Path) -> None:
-    """Restore this rank's random states."""
-    path, seed = _random_file(context, checkpoint), context.config.train.seed
-    restore_random_states(path, _draws_as(context), seed=seed, step=step_of(checkpoint))
-
-
-def _draws_as(context: TrainContext) -> int:
-    """Return the rank whose random numbers this one draws; ranks with slices of a layer must draw the same ones."""
-    return context.ranks.rank - context.ranks.rank % context.plan.tensor_parallel
-
-
-def _random_file(context: TrainContext, checkpoint: Path) -> Path:
-    """Return the file of this rank's random states, which a checkpoint of fewer ranks does not have."""
-    return checkpoint / random_file(_draws_as(context))
 
 
 def _put_values(state_files: StateFiles, bundle: Bundle, ties: Mapping[str, str], order: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -22,7 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer
 
 from sft_play.errors import CheckpointError
-from sft_play.training.states.files import readable
+from sft_play.runs.checkpoints import step_of
+from sft_play.runs.manifest import random_file
+from sft_play.training.ranks import TrainContext
 
 NOT_KEPT = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "maximize", "param_names"})
 """Keys of a parameter group that describe how this process computes, or that a new process sets itself."""
@@ -208,79 +210,59 @@ def set_engine(trainer: Trainer, saved: dict[str, Any] | None) -> None:
         engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
 
 
-class RandomStates(NamedTuple):
-    """The states of this process's random number generators."""
+def random_states() -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the states of this process's random number generators: tensors, and their other values as metadata."""
+    version, inner, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    tensors = {
+        "python": torch.tensor(inner, dtype=torch.int64),
+        "numpy": torch.from_numpy(numpy.array(keys, dtype=numpy.uint32)),
+        "torch": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    facts = {
+        "python": [version, gauss],
+        "numpy": [str(name), int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, {"facts": json.dumps(facts)}
 
-    python: Any
-    numpy: Any
-    torch: Tensor
-    cuda: Tensor | None
 
-    @classmethod
-    def now(cls) -> RandomStates:
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return cls(random.getstate(), numpy.random.get_state(), torch.random.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        """Set the random states of this process to these."""
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        torch.random.set_rng_state(self.torch)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
-
-    def as_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return copies of the states as tensors, and their other values as metadata."""
-        version, inner, gauss = self.python
-        name, keys, position, has_gauss, cached = self.numpy
-        tensors = {
-            "python": torch.tensor(inner, dtype=torch.int64),
-            "numpy": torch.from_numpy(numpy.array(keys, dtype=numpy.uint32)),
-            "torch": self.torch.clone(),
-        }
-        if self.cuda is not None:
-            tensors["cuda"] = self.cuda.clone()
-        facts = {
-            "python": [version, gauss],
-            "numpy": [str(name), int(position), int(has_gauss), float(cached)],
-        }
-        return tensors, {"facts": json.dumps(facts)}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> RandomStates:
-        """Return the states of `as_tensors`."""
-        facts = json.loads(metadata["facts"])
-        version, gauss = facts["python"]
-        name, *numbers = facts["numpy"]
-        return cls(
-            (version, tuple(tensors["python"].tolist()), gauss),
-            (name, tensors["numpy"].numpy(), *numbers),
-            tensors["torch"],
-            tensors.get("cuda"),
-        )
+def set_random_states(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Set the random states of this process to those of `random_states`."""
+    facts = json.loads(metadata["facts"])
+    (version, gauss), (name, *numbers) = facts["python"], facts["numpy"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    numpy.random.set_state((name, tensors["numpy"].numpy(), *numbers))
+    torch.random.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
 
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore the random states after the body."""
-    states = RandomStates.now()
+    states = random_states()
     try:
         yield
     finally:
-        states.restore()
+        set_random_states(*states)
 
 
-def restore_random_states(path: Path, rank: int, *, seed: int, step: int) -> None:
-    """Restore a rank's states from its file, or seed them by `fresh_seed` if the rank is new and has no file."""
+def restore_random(context: TrainContext, checkpoint: Path) -> None:
+    """Restore this rank's random states, or seed them by `fresh_seed` if a checkpoint of fewer ranks has none."""
+    rank = context.ranks.rank
+    rank -= rank % context.plan.tensor_parallel  # ranks with slices of a layer must draw the same numbers
+    path = checkpoint / random_file(rank)
     if not path.is_file():
-        number = fresh_seed(seed, rank, step)
+        number = fresh_seed(context.config.train.seed, rank, step_of(checkpoint))
         random.seed(number)
         numpy.random.seed(number % 2**32)
         torch.manual_seed(number)
         return
-    with readable(path), safe_open(path, framework="pt", device="cpu") as file:
+    with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-        RandomStates.of_tensors(tensors, file.metadata()).restore()
+        set_random_states(tensors, file.metadata())
 
 
 def fresh_seed(seed: int, rank: int, step: int) -> int:

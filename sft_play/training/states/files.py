@@ -1,4 +1,4 @@
-"""Write and read optimizer states in pieces, each a range of a parameter, and choose whose pieces a rank reads."""
+"""Write and read optimizer states in pieces, each a range of a parameter."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sft_play.errors import CheckpointError
 from sft_play.model.published import tensor_files
-from sft_play.runs.manifest import StatesFacts, optimizer_file
-from sft_play.training.ranks import TrainContext
-from sft_play.training.slow_network import ANCHOR, AVERAGE, MOMENTUM, LocalSteps
+from sft_play.runs.manifest import optimizer_file
 
 Kind = Literal["slice", "columns", "whole", "rank"]
 """`slice`: a range of the parameter's elements; `columns`: a range of its columns, all rows; `whole`: the same on every
@@ -72,11 +69,6 @@ class StatePiece:
         """Return the entry for the index of a file."""
         return {name: value for name, value in asdict(self).items() if name != "file"}
 
-    @staticmethod
-    def read(facts: Mapping[str, Any], file: str) -> StatePiece:
-        """Return the piece of an index entry, the inverse of `facts`."""
-        return StatePiece(**{**facts, "shape": tuple(facts["shape"]), "file": file})
-
 
 def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iterator[tuple[StatePiece, int, int, int]]:
     """Yield how to fill the elements `[start, end)` from `pieces`, which may overlap.
@@ -100,7 +92,6 @@ def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iter
         )
 
 
-NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 INDEX = "index"
 """Metadata key of a state file: JSON with its pieces, and with the values that are not tensors."""
 
@@ -108,20 +99,19 @@ INDEX = "index"
 class StateFiles:
     """A checkpoint's files: pieces of states, from any rank, and complete weights."""
 
-    def __init__(self, checkpoint: Path, ranks: Iterable[int]) -> None:
-        """Read the indices of the state files of `ranks`. Raise `CheckpointError` if a file is missing or not ours."""
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Path, ranks: Iterable[int], *, mean: bool = False) -> None:
+        """Read the indices of the state files of `ranks`; with `mean` states are averaged over them."""
+        self.checkpoint, self.mean = checkpoint, mean
         self._open: dict[str, Any] = {}
         self._pieces: dict[str, dict[str, list[StatePiece]]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         for name in map(optimizer_file, ranks):
-            with readable(checkpoint / name):
-                index = json.loads(self._file(name).metadata()[INDEX])
+            index = json.loads(self._file(name).metadata()[INDEX])
             for facts in index["pieces"]:
-                piece = StatePiece.read(facts, name)
+                piece = StatePiece(**{**facts, "shape": tuple(facts["shape"]), "file": name})
                 self._pieces.setdefault(piece.parameter, {}).setdefault(piece.state, []).append(piece)
             for parameter, values in index["values"].items():
-                self._values.setdefault(parameter, {}).update(values)
+                self._values[parameter] = values | self._values.get(parameter, {})
 
     def states(self, parameter: str) -> list[str]:
         """Return the names of a parameter's tensor states, in the order in which the optimizer created them."""
@@ -138,8 +128,7 @@ class StateFiles:
     @functools.cached_property
     def _weights(self) -> dict[str, str]:
         """Name of a weight -> the file of the model that holds it."""
-        with readable(self.checkpoint):
-            return {name: path.name for name, path in tensor_files(self.checkpoint).items()}
+        return {name: path.name for name, path in tensor_files(self.checkpoint).items()}
 
     def weight(self, name: str) -> list[StatePiece]:
         """Return a weight of the model's files as a single piece, or nothing if there is no such weight."""
@@ -164,7 +153,16 @@ class StateFiles:
 
     def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
         """Write elements `[start, end)` of a state into `target`. Raise `CheckpointError` if one is missing."""
-        self.fill_from(self.pieces(parameter, state), target, start, end, f"`{state}` of `{parameter}`")
+        pieces, what = self.pieces(parameter, state), f"`{state}` of `{parameter}`"
+        if not (self.mean and target.is_floating_point()):
+            self.fill_from(pieces, target, start, end, what)
+            return
+        total, part = torch.zeros(target.shape, dtype=torch.float64), torch.empty(target.shape, dtype=target.dtype)
+        files = {piece.file for piece in pieces}
+        for file in sorted(files):
+            self.fill_from([piece for piece in pieces if piece.file == file], part, start, end, what)
+            total += part
+        target.copy_(total / len(files))
 
     def fill_from(self, pieces: list[StatePiece], target: Tensor, start: int, end: int, what: str) -> None:
         """Do as `fill` does, from the `pieces` of a state; `what` names it in errors."""
@@ -181,8 +179,7 @@ class StateFiles:
         target.copy_(block.view(-1)[start - top * width : end - top * width])
 
     def _shape(self, file: str, key: str) -> tuple[int, ...]:
-        with readable(self.checkpoint / file):
-            return tuple(self._file(file).get_slice(key).get_shape())
+        return tuple(self._file(file).get_slice(key).get_shape())
 
     def _elements(self, piece: StatePiece, start: int, end: int) -> Tensor:
         """Return elements of a piece's own tensor, reading only the rows that contain them."""
@@ -194,20 +191,17 @@ class StateFiles:
         return self._rows(piece, first, -(-end // width)).reshape(-1)[start - first * width : end - first * width]
 
     def _rows(self, piece: StatePiece, start: int, end: int) -> Tensor:
-        with readable(self.checkpoint / piece.file):
-            rows: Tensor = self._file(piece.file).get_slice(piece.key)[start:end]
+        rows: Tensor = self._file(piece.file).get_slice(piece.key)[start:end]
         return rows
 
     def whole(self, piece: StatePiece) -> Tensor:
         """Return a piece's own tensor."""
-        with readable(self.checkpoint / piece.file):
-            tensor: Tensor = self._file(piece.file).get_tensor(piece.key)
+        tensor: Tensor = self._file(piece.file).get_tensor(piece.key)
         return tensor
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            with readable(self.checkpoint / name):
-                self._open[name] = safe_open(self.checkpoint / name, framework="pt", device="cpu")
+            self._open[name] = safe_open(self.checkpoint / name, framework="pt", device="cpu")
         return self._open[name]
 
 
@@ -216,144 +210,7 @@ def readable(path: Path) -> Iterator[None]:
     """Raise `CheckpointError` with the file's path if the body cannot read it."""
     try:
         yield
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the file cannot be read: {error}", place=str(path), hint="use an earlier checkpoint"
+            f"it cannot be read: {error}", place=str(path), hint="use an earlier checkpoint"
         ) from error
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write CPU tensors as safetensors, one by one, without a copy of the file in memory.
-
-    Raise `OSError`, which may leave an incomplete file. The library's own `save_file` builds the file in memory and
-    reports a full disk as another error. The format: 8 bytes with the header's length, the header as JSON (name ->
-    type, shape, offsets), the tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
-    """
-    # Widest types first, so that every tensor starts at a multiple of its item size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    position = 0
-    for name, tensor in ordered:
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
-    text = json.dumps(header, ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little"))
-        stream.write(text)
-        for _, tensor in ordered:
-            if tensor.numel():
-                stream.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-# ---- States of local steps, which differ between ranks although all train the same parameters
-
-EXTRA = frozenset({ANCHOR, MOMENTUM, AVERAGE})
-"""States of a parameter that do not belong to the optimizer."""
-VALUES = ("master", "weight")
-"""States that are the parameter's own values, the more precise first."""
-Add = Callable[[str, Tensor, Share, Kind], None]
-
-
-def facts_of(context: TrainContext, local: LocalSteps | None) -> dict[str, Any] | None:
-    """Return the entry of `states.json` about states of single ranks, or `None` if there are none. Collective."""
-    if local is None:
-        return None
-    return {"world": context.ranks.world, "window": local.window, "tokens": local.counts()}
-
-
-def add_local_steps(local: LocalSteps | None, add: Add, average: Mapping[str, Tensor]) -> None:
-    """Add the states of local steps, and the `average` of weights that differ between ranks. Call on rank 0."""
-    if local is None:
-        return
-    tensors = [(AVERAGE, name, value) for name, value in average.items()]
-    for name, anchor, velocity in zip(local.names, local.anchor, local.velocity, strict=True):
-        tensors += [(ANCHOR, name, anchor), (MOMENTUM, name, velocity)]
-    for state, name, value in tensors:
-        add(state, value.reshape(-1), Share.complete(name, tuple(value.shape)), "slice")
-
-
-class MeanStateFiles(StateFiles):
-    """Several ranks' states read as one: floats are averaged per element, everything else is the first rank's."""
-
-    def __init__(self, per_rank: Sequence[StateFiles]) -> None:
-        self.per_rank, first = tuple(per_rank), per_rank[0]
-        self.checkpoint, self._open, self._pieces, self._values = (
-            first.checkpoint,
-            first._open,
-            first._pieces,
-            first._values,
-        )
-
-    def fill(self, target: Tensor, parameter: str, state: str, start: int, end: int) -> None:
-        """Write the mean over the ranks that have the state."""
-        holding = [state_files for state_files in self.per_rank if state_files.pieces(parameter, state)] or [
-            self.per_rank[0]
-        ]
-        if not target.is_floating_point() or len(holding) == 1:
-            holding[0].fill(target, parameter, state, start, end)
-            return
-        total, part = torch.zeros(target.shape, dtype=torch.float64), torch.empty(target.shape, dtype=target.dtype)
-        for state_files in holding:
-            state_files.fill(part, parameter, state, start, end)
-            total += part
-        target.copy_(total / len(holding))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sources:
-    """The files from which this rank restores its states."""
-
-    values: StateFiles
-    order: tuple[str, ...]
-    """Names of the states that are a parameter's values, the preferred one first."""
-    states: StateFiles
-    alike: bool
-    """Whether every rank continues with its own weights."""
-
-
-def sources_of(
-    context: TrainContext, local: LocalSteps | None, checkpoint: Path, facts: StatesFacts, state_files: StateFiles
-) -> Sources:
-    """Return the sources of this rank's states; `state_files` are the files that rank 0 wrote.
-
-    A rank restores its own states. If the number of ranks has changed, each restores the mean of the states in the
-    checkpoint, and all start from the averaged weights.
-    """
-    if facts.own is None:
-        return Sources(values=state_files, order=VALUES, states=state_files, alike=True)
-    alike = facts.own["world"] == context.ranks.world and local is not None
-    own = (
-        StateFiles(checkpoint, [context.ranks.rank])
-        if alike
-        else MeanStateFiles([StateFiles(checkpoint, [rank]) for rank in range(facts.own["world"])])
-    )
-    different = facts.own["window"] > 0 and alike
-    return Sources(
-        values=own if different else state_files,
-        order=VALUES if different else (AVERAGE, *VALUES),
-        states=own,
-        alike=alike,
-    )
-
-
-def restore_local_steps(
-    context: TrainContext, local: LocalSteps | None, facts: StatesFacts, state_files: StateFiles, sources: Sources
-) -> None:
-    """Restore the states of local steps; call after the weights are restored."""
-    if local is None:
-        return
-    for index, (name, parameter) in enumerate(zip(local.names, local.parameters, strict=True)):
-        if not state_files.pieces(name, ANCHOR):  # the run had a single rank until now
-            local.anchor[index].copy_(parameter.detach())
-            continue
-        for state, target in ((ANCHOR, local.anchor[index]), (MOMENTUM, local.velocity[index])):
-            state_files.fill(target.view(-1), name, state, 0, target.numel())
-    if facts.own is not None:
-        local.window = int(facts.own["window"])
-        local.tokens = float(facts.own["tokens"][context.ranks.rank]) if sources.alike else 0.0
