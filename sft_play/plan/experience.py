@@ -55,7 +55,7 @@ class PastRun:
 def same_name(device: str) -> str:
     """Return a common name for a device: the driver's `NVIDIA H200` and the catalogue's `H200` are the same."""
     card = find_card(device)
-    return card[0] if card else " ".join(device.lower().split())
+    return card.name if card else " ".join(device.lower().split())
 
 
 def most_like(runs: Sequence[PastRun], work: Work, *, same_world: bool) -> PastRun | None:

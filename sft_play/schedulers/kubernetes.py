@@ -146,7 +146,7 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
         device=plan.device,
         pods=plan.num_nodes,
         processes=rehearsal.processes,
-        card=card[0] if card else names[0],
+        card=card.name if card else names[0],
         files=files,
         join_seconds=loaded.config.launch.join_seconds,
         own_words=tuple(own_words(loaded)),
