@@ -473,16 +473,16 @@ def large_memory(lab: Lab) -> Iterator[Row]:
 def fast(lab: Lab, gib: int, *names: str) -> Iterator[Row]:
     """Measure tokens/s with plan, goal and MFU: 6 operations per weight and token, 4 with adapters, plus attention."""
     lab.needs(gib)
-    key, card = find_card(lab.card) or ("", None)
+    card = find_card(lab.card)
 
     def rows(name: str, run: Run) -> Iterator[Row]:
         speed, metrics, plan = run.tokens_per_second, run.metrics, run.plan
         length = metrics["tokens"] / (metrics["steps"] * plan["global_batch_size"])
         shape = SHAPE | {"layers": TRAININGS[name].layers}
         operations = (6 if "full" in name else 4) * parameters(shape) + 6 * shape["layers"] * shape["hidden"] * length
-        details = f", MFU {operations * speed / (card.bf16_tflops * 1e12):.0%}" if card else ""
+        details = f", MFU {operations * speed / card.peak_flops:.0%}" if card and card.peak_flops else ""
         details += f" (plan {plan['tokens_per_second']:,.0f})" if plan["tokens_per_second"] else ""
-        least, most = GOALS.get(key, {}).get(name, (None, None))
+        least, most = GOALS.get(card.name if card else "", {}).get(name, (None, None))
         bound, holds = (f">= {least:,}", speed >= least) if least else ("", None)
         yield Row(f"{name}: tokens/s", f"{speed:,.0f}{details}", bound, holds)
         yield within_plan(name, run)

@@ -159,7 +159,7 @@ def catalogue() -> str:
     lines = ["| name | memory | bf16 |", "|---|---|---|"]
     for name, card in CATALOGUE.items():
         mark = "*" if name in UNCONFIRMED else ""
-        lines.append(f"| `{name}`{mark} | {card.memory_gib:g} | {card.bf16_tflops:g} |")
+        lines.append(f"| `{name}`{mark} | {card.memory_bytes / GIB:g} | {(card.peak_flops or 0) / 1e12:g} |")
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
 """`make bench`: train some steps as `make train` does, and compare speed and memory with the plan. Like every complete
-run they improve the forecast (`plan/experience.py`).
+run they improve the forecast (`plan/throughput.py`).
 """
 
 from __future__ import annotations

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sft_play.config.reader import record_of
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, UserError, first_line
 from sft_play.files import read_json, text_sha256, write_json
-from sft_play.plan.shape import DEFAULT_ATTENTION, ModelShape
+from sft_play.plan.shape import DEFAULT_ATTENTION, FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, ModelShape
 from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline
 from sft_play.runs.prepared import Prepared
 
@@ -117,24 +118,15 @@ def offline_unless_reachable() -> bool:
 
 
 TABLE = Path(__file__).with_name("shapes.json")
-FORMULA_MODEL_TYPES = frozenset({
-    "arcee", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral3", "mistral", "qwen2",
-    "qwen3", "smollm3",
-})  # fmt: skip
-"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); others are counted
-on the model itself.
-"""
 BIASES = ("attention_bias", "mlp_bias", "use_bias")
 """Keys of `config.json` for weights that the formulas do not count."""
-TIED_BY_DEFAULT = frozenset({"ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"})
-"""Families with tied head and embedding whose `config.json` may not mention it, as before transformers 5."""
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
     """Return the shape of the configured model. Raise `DataError` if it cannot be determined."""
     row, path = known_models().get(model.name), None if is_scratch(model) else config_file(model)
     if path is None and row and "shape" in row:
-        return ModelShape.read(row["shape"])
+        return record_of(row["shape"], ModelShape)
     place = str(path or model.name)
     try:
         return shape_of_config(architecture_of(model), place, trusts_code=model.trust_remote_code)
@@ -213,7 +205,7 @@ def _count_model(config: dict[str, Any], place: str) -> ModelShape:
     (row,) = ask([{"count": config}])
     if "error" in row:
         raise DataError(row["error"], place=place, hint=row.get("hint"))
-    return ModelShape.read(row)
+    return record_of(row, ModelShape)
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
@@ -362,15 +354,13 @@ def ask(questions: Sequence[Mapping[str, Any]], *, starts: bool = True) -> list[
     Empty where an answer is not known and `starts` forbids to ask.
     """
     paths = [cache_folder() / "traces" / f"{key_of(question)}.json" for question in questions]
-    unknown = [(question, path) for question, path in zip(questions, paths, strict=True) if not path.is_file()]
-    answers = running_tracer().ask([question for question, _ in unknown]) if unknown and starts else []
-    errors: dict[Path, dict[str, Any]] = {}
-    for (_, path), answer in zip(unknown, answers, strict=bool(answers)):
-        if "error" in answer:
-            errors[path] = answer
-        else:
+    unknown = {path: question for path, question in zip(paths, questions, strict=True) if not path.is_file()}
+    results = running_tracer().ask(list(unknown.values())) if unknown and starts else [{}] * len(unknown)
+    answers = dict(zip(unknown, results, strict=True))
+    for path, answer in answers.items():
+        if answer and "error" not in answer:
             write_json(path, answer)
-    return [errors.get(path) or (read_json(path) if path.is_file() else {}) for path in paths]
+    return [answers[path] if path in answers else read_json(path) for path in paths]
 
 
 TRACE_SECONDS = 300

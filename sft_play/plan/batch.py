@@ -239,10 +239,9 @@ def halve(rows: int, times: int) -> int:
 def _auto(rows_per_step: int, fitting: tuple[int, ...], most: int) -> tuple[tuple[int, ...], str]:
     """Return the smallest micro-batches with the fewest micro-steps that memory allows, and the reason."""
     least, room = min(fitting), tuple(min(most, rows) for rows in fitting)
-    capacity = f"up to {plural(least, 'row')}" if least == max(fitting) else f"{least} to {max(fitting)} rows"
-    why = f": {capacity} {'fits' if capacity == 'up to 1 row' else 'fit'}"
-    why += f", and {most} are the most in a micro-batch" if least > most else ""
-    return even_micro_batches(rows_per_step, room), f"{why}; the work is divided evenly"
+    capacity = plural(least, "row") if least == max(fitting) else f"{least} to {max(fitting)} rows"
+    cap = f", and {most} are the most in a micro-batch" if least > most else ""
+    return even_micro_batches(rows_per_step, room), f": memory holds {capacity}{cap}; the work is divided evenly"
 
 
 def even_micro_batches(total: int, room: Sequence[int]) -> tuple[int, ...]:
@@ -286,13 +285,17 @@ class Division:
     @property
     def accumulation(self) -> int:
         """Micro-steps per optimizer step of the rank that makes most."""
-        return max(steps for _, steps in self.slots)
+        return max(self.steps)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Micro-steps per optimizer step of each rank."""
+        return tuple(steps for _, steps in self.slots)
 
     @property
     def own_steps(self) -> tuple[int, ...]:
         """Micro-steps of each rank where they differ, which only DDP allows; otherwise empty."""
-        steps = tuple(steps for _, steps in self.slots)
-        return steps if len(set(steps)) > 1 else ()
+        return self.steps if len(set(self.steps)) > 1 else ()
 
     @property
     def rows(self) -> int:
@@ -308,7 +311,7 @@ class Division:
     def expected_steps(self) -> tuple[int, ...]:
         """Micro-steps that each rank is expected to make, without the empty ones, which are skipped."""
         if self.packs is None:
-            return tuple(steps for _, steps in self.slots)
+            return self.steps
         if not self.own_steps:
             return (max(1, round(self.packs.micro_steps(sum(self.micro_batches)))),) * len(self.slots)
         return tuple(
@@ -388,11 +391,7 @@ def average_row(request: Request, division: Division) -> AverageRow:
         return AverageRow(tokens=longest, longest=longest, label_share=1.0)
     rows, tokens, labels = float(split.rows), float(split.tokens), float(split.label_tokens)
     if mixture := mixture_of(request.config.data, split.sources):
-        taken = [
-            (count / source.rows, source)
-            for count, source in zip(mixture.epoch_rows, split.sources, strict=True)
-            if count
-        ]
+        taken = list(zip(mixture.repeats, mixture.sources, strict=True))
         rows = float(sum(mixture.epoch_rows))
         tokens = sum(times * source.tokens for times, source in taken)
         labels = sum(times * source.label_tokens for times, source in taken)

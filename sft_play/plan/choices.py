@@ -18,7 +18,6 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
-from sft_play.plan.network import attention_for_slices
 from sft_play.plan.plan import Layout, Precision, Setup, Strategy
 from sft_play.plan.request import Request
 from sft_play.plan.shape import (
@@ -28,6 +27,7 @@ from sft_play.plan.shape import (
     FLATTENED_TOKENS,
     LIGER_MODEL_TYPES,
     SINK_MODEL_TYPES,
+    SLICED_MODEL_TYPES,
     UNMASKED_MODEL_TYPES,
     VARLEN,
     VARLEN_MODEL_TYPES,
@@ -65,16 +65,15 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
     hardware lacks.
     """
     train, cpu = request.config.train, request.hardware.kind == "cpu"
-    without = next((device for device in request.ranks.devices if not device.bf16), None)
-    if train.bf16 is True and cpu and strategy not in ("single", "ddp"):
-        message = f"`train.bf16` is `true`, but {strategy} on a CPU computes in fp32 only"
-        raise HardwareError(message, place="train.bf16", hint="leave it to `auto`")
-    if train.bf16 is True and without is not None:
-        who = f"{'this CPU' if cpu else without.name} does not compute in bfloat16" + (
-            " any faster than in fp32" if cpu else ""
-        )
+    without, refused = request.ranks.without_bf16, ""
+    if cpu and strategy not in ("single", "ddp"):
+        refused = f"{strategy} on a CPU computes in fp32 only"
+    elif without:
+        who = "this CPU does not compute in bfloat16 any faster than in fp32"
+        refused = who if cpu else f"{without.name} does not compute in bfloat16"
+    if train.bf16 is True and refused:
         hint = "leave `train.bf16` to `auto`" + ("" if cpu else ", or set TRAIN_FP16=true")
-        raise HardwareError(f"`train.bf16` is `true`, but {who}", place="train.bf16", hint=hint)
+        raise HardwareError(f"`train.bf16` is `true`, but {refused}", place="train.bf16", hint=hint)
     if train.fp16 and cpu:
         message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
         raise HardwareError(message, place="train.fp16", hint="omit it: fp32 is used")
@@ -127,13 +126,19 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
     """Return the attention implementation. Raise for one that devices, precision or family do not support."""
     config, shape, kind = request.config, request.shape, request.hardware.kind
     configured, family = config.model.attn_implementation, shape.model_type
-    no_flash = _without_flash(kind, request.ranks.devices, precision)
+    no_flash = _without_flash(kind, request.ranks.without_bf16, precision)
     by_rows = kind == "cpu" or family in SINK_MODEL_TYPES  # `varlen` without a dedicated kernel
-    if config.launch.sequence_parallel > 1:
+    no_varlen = _without_varlen(config, shape, by_rows)
+    why = (not by_rows and no_flash) or no_varlen
+    if (size := config.launch.sequence_parallel) > 1:
+        if family not in SLICED_MODEL_TYPES:
+            why = f"`{family}` is not among the families whose tokens meet in attention alone, computed by lengths"
+        if why:
+            raise UserError(f"`launch.sequence_parallel` is {size}, but {why}", hint="LAUNCH_SEQUENCE_PARALLEL=1")
         reasons["attention"] = (
             "attention varlen: on a share of the heads and all tokens of a line, by `launch.sequence_parallel`"
         )
-        return attention_for_slices(request, (not by_rows and no_flash) or _without_varlen(config, shape, by_rows))
+        return VARLEN
     if configured != "auto":
         if configured in BY_LENGTHS and no_flash and not (configured == VARLEN and by_rows):
             raise HardwareError(
@@ -149,14 +154,13 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
                 f"`model.attn_implementation` is `{configured}`, but transformers has no such kernel for `{family}`",
                 hint="leave it to `auto`",
             )
-        if configured == VARLEN and (why := _without_varlen(config, shape, by_rows)):
-            raise UserError(f"`model.attn_implementation` is `varlen`, but {why}", hint="leave it to `auto`")
+        if configured == VARLEN and no_varlen:
+            raise UserError(f"`model.attn_implementation` is `varlen`, but {no_varlen}", hint="leave it to `auto`")
         return configured
     flash = "flash_attention_2" in shape.attention and family not in VARLEN_MODEL_TYPES - FLATTENED_MODEL_TYPES
     if flash and not no_flash and importlib.util.find_spec("flash_attn"):
         reasons["attention"] = "attention flash_attention_2: it is installed"
         return "flash_attention_2"
-    why = (not by_rows and no_flash) or _without_varlen(config, shape, by_rows)
     if not why:
         own = "row by row" if by_rows else "torch's own flash attention takes rows of any length in one line"
         reasons["attention"] = f"attention varlen: {own}, without a mask"
@@ -169,11 +173,11 @@ def choose_attention(request: Request, precision: Precision, reasons: Reasons) -
     return "sdpa"
 
 
-def _without_flash(kind: str, devices: tuple[Device, ...], precision: Precision) -> str | None:
+def _without_flash(kind: str, old: Device | None, precision: Precision) -> str | None:
     """Return why neither the package's flash attention nor torch's can compute rows by their lengths here."""
     if kind == "cpu":
         return "flash attention needs a GPU"
-    if old := next((device for device in devices if not device.bf16), None):
+    if old:
         major, minor = old.compute_capability or (7, 5)
         return f"flash attention needs compute capability 8.0, and {old.name} has {major}.{minor}"
     return "flash attention computes in bf16 and fp16 only, and this run in fp32" if precision == "fp32" else None
@@ -335,7 +339,7 @@ def choose_kernels(request: Request, reasons: Reasons) -> Literal["off", "liger"
     configured = config.train.kernels
     if configured == "off":
         return "off"
-    without = next((device for device in request.ranks.devices if not device.bf16), None)
+    without = request.ranks.without_bf16
     if kind == "cpu":
         why = "Triton's kernels need an NVIDIA GPU"
     elif without is not None:

@@ -41,14 +41,6 @@ def gpu_facts() -> dict[str, Any]:
     "reason"}`.
     """
     hardware = cpu_only()
-    (device,) = hardware.devices
-    cpu = {
-        "name": device.name,
-        "threads": hardware.cpu_threads,
-        "memory_bytes": device.memory_bytes,
-        "free_bytes": device.free_bytes,
-    }
-    cpu["bf16"] = device.bf16
     facts: dict[str, Any] = {
         "count": 0,
         "driver": None,
@@ -56,7 +48,7 @@ def gpu_facts() -> dict[str, Any]:
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "gpus": [],
         "links": [],
-        "cpu": cpu,
+        "cpu": {"threads": hardware.cpu_threads, **_facts(hardware.devices[0], "bf16")},
         "reason": None,
     }
     with nvml_session() as nvml:
@@ -74,14 +66,14 @@ def gpu_facts() -> dict[str, Any]:
 def _gpu(nvml: Any, gpu: Shown, device: Device) -> dict[str, Any]:
     return {
         "index": device.number,
-        "name": device.name,
         "uuid": nvml.nvmlDeviceGetUUID(gpu.handle),
-        "memory_bytes": device.memory_bytes,
-        "free_bytes": device.free_bytes,
+        **_facts(device, "bf16", "fp8"),
         "compute_capability": ".".join(map(str, device.compute_capability or ())),
-        "bf16": device.bf16,
-        "fp8": device.fp8,
     }
+
+
+def _facts(device: Device, *names: str) -> dict[str, Any]:
+    return {name: getattr(device, name) for name in ("name", "memory_bytes", "free_bytes", *names)}
 
 
 def _links(nvml: Any, gpus: list[Shown]) -> list[dict[str, Any]]:
@@ -166,8 +158,7 @@ def _devices_now() -> list[dict[str, Any]]:
 
 def _in_use(label: str, device: Device, holders: list[dict[str, Any]]) -> dict[str, Any]:
     most = sorted(holders, key=lambda holder: -holder["bytes"])[:SHOWN_PROCESSES]
-    shown = {"device": label, "name": device.name, "memory_bytes": device.memory_bytes, "free_bytes": device.free_bytes}
-    return shown | {"processes": most}
+    return {"device": label, **_facts(device), "processes": most}
 
 
 def _holders(nvml: Any, handle: Any) -> list[dict[str, Any]]:

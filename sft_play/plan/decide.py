@@ -31,7 +31,7 @@ from sft_play.plan.memory import (
     trainable_parameters,
 )
 from sft_play.plan.plan import Plan, RankPlan, Setup, Strategy, tightest
-from sft_play.plan.ranks import visible_variable
+from sft_play.plan.ranks import visible_names
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Request, describe_machines
 from sft_play.plan.shape import check_targets, describe_adapters
 from sft_play.plan.strategies import choose_strategy, has_bitsandbytes, is_automatic
@@ -340,15 +340,7 @@ def _settle(
         request.require(setup, fitting)
     except DoesNotFitError as error:
         raise _refusal(request, error, shards, fitting) from None
-    network.check_gathering(request, setup)
-    if setup.gathers and slow:
-        who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
-        smaller = "TUNING_MODE=qlora, " if network.may_quantise(config) else ""
-        reasons["slow"] = (
-            f"SLOW: {who} forces {setup.strategy} over {slow}: {network.gathering_arithmetic(request, setup)}. Replicas"
-            f" (`ddp`) would send gradients alone: {smaller}shorter rows or a smaller model make them fit. A pipeline"
-            " (`LAUNCH_STRATEGY=pipeline`) sends hidden states alone"
-        )
+    network.check_gathering(request, setup, reasons)
     return setup, fitting
 
 
@@ -441,7 +433,8 @@ def _refusal(
     hardware, setup, notes = request.hardware, error.setup, []
     whole = [index for index, rows in enumerate(fitting) if rows >= error.micro_batch]
     if whole and request.launch.num_nodes == 1 and hardware.kind == "cuda" and not hardware.described:
-        notes.append(f"{visible_variable(hardware, whole)}: {len(whole)} of {setup.world_size} GPUs hold it")
+        names = ",".join(visible_names(hardware.devices, whole))
+        notes.append(f"CUDA_VISIBLE_DEVICES={names}: {len(whole)} of {setup.world_size} GPUs hold it")
     slow = network.slow_network(request)
     if slow and not setup.gathers:
         unasked = (

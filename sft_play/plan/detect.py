@@ -19,7 +19,7 @@ from typing import Any
 from sft_play.errors import HardwareError, raise_all
 from sft_play.plan.hardware import Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
 from sft_play.runs.origin import torch_version
-from sft_play.text import Finding
+from sft_play.text import Finding, plural
 
 NOTHING = ("", "-1", "none", "void", "NoDevFiles")
 """Entries of `CUDA_VISIBLE_DEVICES` that hide GPUs on purpose; Slurm sets the last one for jobs without GPUs."""
@@ -136,7 +136,7 @@ def shown_gpus(nvml: Any) -> tuple[list[Shown], int]:
                 raise _no_answer(numbers[0], count, lost[numbers[0]])
             matches = [cards[index] for index in numbers]
         if not matches:
-            machine = "no GPU here has it" if name.startswith("MIG-") else gpus_here(count)
+            machine = "no GPU here has it" if name.startswith("MIG-") else f"this machine has {plural(count, 'GPU')}"
             raise HardwareError(
                 f"CUDA_VISIBLE_DEVICES=`{text}` names {name}, but {machine}",
                 hint="unset CUDA_VISIBLE_DEVICES, or name GPUs of `nvidia-smi -L`",
@@ -216,9 +216,7 @@ def look_at_gpus(nvml: Any) -> tuple[list[tuple[Shown, Device]], int]:
 def _device(nvml: Any, gpu: Shown) -> Device:
     name, (total, free) = str(nvml.nvmlDeviceGetName(gpu.handle)), gpu_memory(nvml, gpu)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
-    capability, flops, bandwidth = (int(major), int(minor)), None, None
-    if row := None if gpu.mig_uuid else find_card(name):
-        flops, bandwidth = row[1].bf16_tflops * 1e12, row[1].bandwidth_gb_s * 1e9
+    capability, card = (int(major), int(minor)), None if gpu.mig_uuid else find_card(name)
     return Device(
         name=name,
         memory_bytes=total,
@@ -226,11 +224,11 @@ def _device(nvml: Any, gpu: Shown) -> Device:
         bf16=capability >= (8, 0),
         fp8=capability >= (8, 9),
         compute_capability=capability,
-        peak_flops=flops,
-        bandwidth=bandwidth,
+        peak_flops=card.peak_flops if card else None,
+        bandwidth=card.bandwidth if card else None,
         number=gpu.number,
         mig_uuid=gpu.mig_uuid,
-        expandable_segments=not is_wsl(),
+        expandable_segments="microsoft" not in os.uname().release.lower(),  # WSL2
     )
 
 
@@ -239,11 +237,6 @@ def _no_answer(index: int, count: int, error: Exception) -> HardwareError:
     without = f"`CUDA_VISIBLE_DEVICES={others}` continues without it" if others else WITHOUT
     hint = f"look at `nvidia-smi`; a restart often brings it back; {without}"
     return HardwareError(f"GPU {index} of {count} does not answer: {error}", hint=hint)
-
-
-def is_wsl() -> bool:
-    """Return whether this is Linux under Windows (WSL2), by the kernel's name."""
-    return "microsoft" in os.uname().release.lower()
 
 
 def other_gpu() -> str:
@@ -278,11 +271,6 @@ LACKING_REMEDY = (
 )
 
 
-def gpus_here(count: int) -> str:
-    """Return how many GPUs a machine has, in words."""
-    return f"this machine has {count} GPU{'' if count == 1 else 's'}"
-
-
 def problems(
     facts: Mapping[str, Any] | str, devices: Sequence[Device], driver: str | None, driver_cuda: str | None
 ) -> list[Finding]:
@@ -294,7 +282,10 @@ def problems(
         return [Finding("torch-broken", "error", f"torch cannot be imported: {facts}", "make install")]
     version, cuda, failures = facts["version"], facts["cuda"], facts.get("failures")
     if cuda is None:
-        text = f"{gpus_here(len(devices))}, but torch {version} is a build without CUDA: training would use the CPU"
+        text = (
+            f"this machine has {plural(len(devices), 'GPU')}, but torch {version} is a build without CUDA: training"
+            " would use the CPU"
+        )
         remedy = "install torch's CUDA build: remove .venv, unset a CPU-only index in pip's settings, make install"
         return [Finding("torch-without-cuda", "error", text, remedy)]
     if failures == {}:
@@ -308,6 +299,7 @@ def problems(
             )
         ]
     capabilities = [".".join(map(str, device.compute_capability or ())) for device in devices]
+    has = f"; it has {', '.join(facts['architectures'])}" if facts["architectures"] else ""
     built = facts["architectures"] or [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
     without = {capability for capability in capabilities if not supports(built, capability)}
     kinds = dict.fromkeys((device.name, own) for device, own in zip(devices, capabilities, strict=True))
@@ -315,7 +307,7 @@ def problems(
         Finding(
             "torch-lacks-architecture",
             "error",
-            describe_missing_code(version, facts["architectures"], name, capability),
+            f"torch {version} has no code for {name} (compute capability {capability}){has}",
             LACKING_REMEDY,
         )
         for name, capability in kinds
@@ -394,9 +386,3 @@ def supports(architectures: Sequence[str], capability: str) -> bool:
         if kind == "compute" and built <= card:
             return True
     return False
-
-
-def describe_missing_code(torch: str, architectures: Sequence[str], names: str, capability: str) -> str:
-    """Return a sentence about cards for which a torch build has no code."""
-    text = f"torch {torch} has no code for {names} (compute capability {capability})"
-    return f"{text}; it has {', '.join(architectures)}" if architectures else text

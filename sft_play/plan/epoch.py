@@ -39,10 +39,7 @@ MANY_TIMES = 10
 class Mixture:
     """Sources with weights."""
 
-    names: tuple[str, ...]
-    rows: tuple[int, ...]
-    """Rows of each source."""
-    tokens: tuple[int, ...]
+    sources: tuple[SourceFacts, ...]
     weights: tuple[float, ...]
     """Shares of the sources, which add up to 1."""
     by: Literal["tokens", "rows"]
@@ -51,21 +48,21 @@ class Mixture:
     @cached_property
     def epoch_rows(self) -> tuple[int, ...]:
         """Rows that each source contributes to an epoch."""
-        sizes = self.tokens if self.by == "tokens" else self.rows
+        sizes = [source.tokens if self.by == "tokens" else source.rows for source in self.sources]
         shares = [
             (size / share, index) for index, (size, share) in enumerate(zip(sizes, self.weights, strict=True)) if share
         ]
         epoch, decides = max(shares) if self.exhausted == "repeat" else min(shares)
         counts = []
-        for index, (rows, size, share) in enumerate(zip(self.rows, sizes, self.weights, strict=True)):
-            count = max(1, round(epoch * share * rows / size)) if share else 0
-            count = min(count, rows) if self.exhausted == "stop" else count
-            counts.append(rows if index == decides else count)
+        for index, (source, size, share) in enumerate(zip(self.sources, sizes, self.weights, strict=True)):
+            count = max(1, round(epoch * share * source.rows / size)) if share else 0
+            count = min(count, source.rows) if self.exhausted == "stop" else count
+            counts.append(source.rows if index == decides else count)
         return tuple(counts)
 
     def order(self, source_of_row: Sequence[int], lengths: Sequence[int], seed: int, epoch: int) -> list[int]:
         """Return the row indices of an epoch."""
-        members: list[list[int]] = [[] for _ in self.rows]
+        members: list[list[int]] = [[] for _ in self.sources]
         for row, source in enumerate(source_of_row):
             members[source].append(row)
         streams = [self._stream(members[s], count, seed, epoch, s) for s, count in enumerate(self.epoch_rows)]
@@ -97,30 +94,24 @@ class Mixture:
     @property
     def repeats(self) -> tuple[float, ...]:
         """How often an epoch takes each source's rows."""
-        return tuple(rows / max(1, whole) for rows, whole in zip(self.epoch_rows, self.rows, strict=True))
+        return tuple(rows / max(1, source.rows) for rows, source in zip(self.epoch_rows, self.sources, strict=True))
 
     def describe(self) -> list[str]:
         """Return lines that describe each source's part of an epoch, and warnings."""
-        tokens_by_source = [
-            rows * size / max(1, whole)
-            for rows, size, whole in zip(self.epoch_rows, self.tokens, self.rows, strict=True)
-        ]
-        lines = []
-        for name, rows, whole, tokens in zip(self.names, self.epoch_rows, self.rows, tokens_by_source, strict=True):
-            share = (
-                tokens / max(1.0, sum(tokens_by_source)) if self.by == "tokens" else rows / max(1, sum(self.epoch_rows))
-            )
+        tokens = [times * source.tokens for times, source in zip(self.repeats, self.sources, strict=True)]
+        sizes: Sequence[float] = tokens if self.by == "tokens" else self.epoch_rows
+        lines, warnings = list[str](), list[str]()
+        for index, (source, times) in enumerate(zip(self.sources, self.repeats, strict=True)):
             lines.append(
-                f"{name}: {rows:,} rows an epoch ({rows / max(1, whole):.3g} x its {whole:,}), about {tokens:,.0f}"
-                f" tokens, {share:.1%} of the {self.by}"
+                f"{source.name}: {self.epoch_rows[index]:,} rows an epoch ({times:.3g} x its {source.rows:,}), about"
+                f" {tokens[index]:,.0f} tokens, {sizes[index] / max(1.0, sum(sizes)):.1%} of the {self.by}"
             )
-        lines += [
-            f"warning: every row of {name} comes {times:.0f} times an epoch and may be learnt by heart: lower its"
-            " weight, or set `data.exhausted: stop`"
-            for name, times in zip(self.names, self.repeats, strict=True)
-            if times >= MANY_TIMES
-        ]
-        return lines
+            if times >= MANY_TIMES:
+                warnings.append(
+                    f"warning: every row of {source.name} comes {times:.0f} times an epoch and may be learnt by heart:"
+                    " lower its weight, or set `data.exhausted: stop`"
+                )
+        return lines + warnings
 
 
 def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
@@ -142,9 +133,7 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
     if total <= 0:
         raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="omit them")
     return Mixture(
-        names=tuple(source.name for source in sources),
-        rows=tuple(source.rows for source in sources),
-        tokens=tuple(source.tokens for source in sources),
+        sources=tuple(sources),
         weights=tuple(share / total for share in shares),
         by=data.mix_by,
         exhausted=data.exhausted,

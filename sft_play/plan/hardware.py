@@ -14,11 +14,11 @@ from typing import Literal
 
 from sft_play.config.reader import closest_word
 from sft_play.errors import HardwareError
+from sft_play.files import read_json
 from sft_play.runs.origin import processor
 from sft_play.text import figure
 
 GIB = 2**30
-GB = 10**9
 USABLE = 0.98
 """Share of a card's nominal gigabytes (in fact GiB) that programs can use; ECC and driver keep the rest."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
@@ -154,31 +154,15 @@ def _devices(part: str, text: str) -> list[Device]:
         if size < GIB:
             raise _nonsense(part, text)
         return [Device(name=f"{memory.group(1)} GB GPU", memory_bytes=size, free_bytes=size, bf16=True)] * count
-    row = find_card(name)
-    if row is None:
+    device = find_card(name)
+    if device is None:
         raise _nonsense(part, text)
-    device = device_of(*row)
     if written := re.search(r"(\d+)\s*Gi?B$", name, re.IGNORECASE):
         size = int(int(written.group(1)) * GIB * USABLE)
         # Another version of the card: `3080 12GB`, `4090 48GB`.
         if abs(size - device.memory_bytes) > 0.1 * device.memory_bytes:
             device = replace(device, name=f"{device.name} {written.group(1)}GB", memory_bytes=size, free_bytes=size)
     return [device] * count
-
-
-def device_of(label: str, card: Card) -> Device:
-    """Return the device that a catalogue row describes."""
-    size = int(card.memory_gib * GIB)
-    return Device(
-        name=label,
-        memory_bytes=size,
-        free_bytes=size,
-        bf16=card.capability >= (8, 0),
-        fp8=card.capability >= (8, 9),
-        compute_capability=card.capability,
-        peak_flops=card.bf16_tflops * 1e12,
-        bandwidth=card.bandwidth_gb_s * GB,
-    )
 
 
 def _nonsense(part: str, text: str) -> HardwareError:
@@ -193,63 +177,39 @@ def _nonsense(part: str, text: str) -> HardwareError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A row of the catalogue: nominal figures for a forecast before anything is measured; laptop parts are separate."""
-
-    memory_gib: float
-    """Memory that programs can use, in GiB."""
-    bf16_tflops: float
-    bandwidth_gb_s: float
-    capability: tuple[int, int]
-
-
-AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
-
 NO_PEER_TO_PEER = re.compile(r"GeForce RTX (40|50)\d\d")
 """Consumer cards without peer-to-peer transfers; accelerate knows only the 40 series, and a pair of the 50 series may
 hang. `RTX 4000` is not a consumer card.
 """
 
-CATALOGUE: Mapping[str, Card] = {
-    # GeForce, desktop: 512 operations per clock and multiprocessor, at boost clock.
-    "RTX3060": Card(11.8, 25.5, 360, AMPERE),
-    "RTX3070": Card(7.8, 40.6, 448, AMPERE), "RTX3070Ti": Card(7.8, 43.5, 608, AMPERE),
-    "RTX3080": Card(9.8, 59.5, 760, AMPERE),
-    "RTX3080Ti": Card(11.8, 68.2, 912, AMPERE), "RTX3090": Card(23.6, 71.2, 936, AMPERE),
-    "RTX3090Ti": Card(23.6, 80, 1008, AMPERE), "RTX4060": Card(7.8, 30.2, 272, ADA),
-    "RTX4060Ti": Card(7.8, 44.1, 288, ADA), "RTX4060Ti-16GB": Card(15.6, 44.1, 288, ADA),
-    "RTX4070": Card(11.8, 58.3, 504, ADA), "RTX4070Super": Card(11.8, 71, 504, ADA),
-    "RTX4070Ti": Card(11.8, 80.2, 504, ADA), "RTX4070TiSuper": Card(15.6, 88.2, 672, ADA),
-    "RTX4080": Card(15.6, 97.5, 717, ADA), "RTX4080Super": Card(15.6, 104.4, 736, ADA),
-    "RTX4090": Card(23.6, 165.2, 1008, ADA), "RTX5070": Card(11.8, 61.7, 672, BLACKWELL),
-    "RTX5070Ti": Card(15.6, 87.9, 896, BLACKWELL), "RTX5080": Card(15.6, 112.6, 960, BLACKWELL),
-    "RTX5090": Card(31.4, 209.5, 1792, BLACKWELL),
-    # GeForce, laptops: at the highest power that a manufacturer may set; the RTX 4070 reaches 22.7 TFLOP/s at 35 W.
-    "RTX4060Laptop": Card(7.8, 29.1, 256, ADA), "RTX4070Laptop": Card(7.8, 40.1, 256, ADA),
-    "RTX4080Laptop": Card(11.8, 67.7, 432, ADA), "RTX4090Laptop": Card(15.6, 79.4, 576, ADA),
-    # NVIDIA's 992 AI TOPS / 16, a rule that holds for desktop cards; a boost clock near 2.2 GHz gives 52.
-    "RTX5070TiLaptop": Card(11.8, 62, 672, BLACKWELL),
-    # Workstations and servers, dense, from NVIDIA's data sheets (V100 16 GB and T4: fp16, since they lack bf16; A100,
-    # H100 and H200: SXM; GH200 96 GB; B200 180 GB).
-    "RTXA6000": Card(47.5, 154.8, 768, AMPERE), "RTX6000Ada": Card(47.4, 364.2, 960, ADA),
-    "V100": Card(15.8, 125, 900, (7, 0)), "T4": Card(14.7, 65, 320, (7, 5)),
-    "L4": Card(22.2, 121, 300, ADA), "L40": Card(44.4, 181, 864, ADA),
-    "L40S": Card(44.4, 362, 864, ADA), "A10": Card(22.2, 125, 600, AMPERE),
-    "A10G": Card(22.2, 70, 600, AMPERE), "A40": Card(44.4, 149.7, 696, AMPERE),
-    "A100-40GB": Card(39.4, 312, 1555, (8, 0)), "A100": Card(79.2, 312, 2039, (8, 0)),
-    "H20": Card(95, 148, 4000, (9, 0)), "H100": Card(79.1, 989, 3350, (9, 0)),
-    "H100PCIe": Card(79.1, 756, 2000, (9, 0)), "H100NVL": Card(93.1, 835, 3900, (9, 0)),
-    "GH200": Card(94.5, 989, 4000, (9, 0)), "H200": Card(139.8, 989, 4800, (9, 0)),
-    "H200NVL": Card(139.8, 835, 4800, (9, 0)), "B200": Card(178, 2250, 8000, (10, 0)),
-}  # fmt: skip
 
+def _card(name: str, memory_gib: float, bf16_tflops: float, bandwidth_gb_s: float, capability: list[int]) -> Device:
+    """Return the GPU of a row of the catalogue; `memory_gib` is what programs can use."""
+    major, minor = capability
+    return Device(
+        name=name,
+        memory_bytes=int(memory_gib * GIB),
+        free_bytes=int(memory_gib * GIB),
+        bf16=(major, minor) >= (8, 0),
+        fp8=(major, minor) >= (8, 9),
+        compute_capability=(major, minor),
+        peak_flops=bf16_tflops * 1e12,
+        bandwidth=bandwidth_gb_s * 1e9,
+    )
+
+
+CATALOGUE: Mapping[str, Device] = {
+    name: _card(name, *figures)
+    for source in read_json(Path(__file__).with_name("cards.json")).values()
+    for name, figures in source.items()
+}
+"""Nominal figures for a forecast before anything is measured, by their sources; laptop parts are separate."""
 OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
 """Suffixes that make a longer name another card: L40 is not an L4, but `H100 80GB` is an H100."""
 
 
-def find_card(name: str) -> tuple[str, Card] | None:
-    """Return the catalogue row of a GPU's name as people or drivers write it, or `None`."""
+def find_card(name: str) -> Device | None:
+    """Return the catalogue's GPU of a name as people or drivers write it, or `None`."""
     full = re.sub(r"nvidia|geforce|graphics|gpu|device|tesla|sxm\d?|hbm\d?e?", "", _plain(name))
     if re.match(r"\d|a6000", full):  # `4090`, `3090 Ti`
         full = f"rtx{full}"
@@ -258,12 +218,12 @@ def find_card(name: str) -> tuple[str, Card] | None:
     for plain in (full, shorter):
         for key in keys:
             if plain == _plain(key):
-                return key, CATALOGUE[key]
+                return CATALOGUE[key]
     laptop = "laptop" in full
     for key in keys:
         short = _plain(key)
         if shorter.startswith(short) and ("laptop" in short) == laptop and not OTHER_MODEL.match(shorter[len(short) :]):
-            return key, CATALOGUE[key]
+            return CATALOGUE[key]
     return None
 
 

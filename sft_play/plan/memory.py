@@ -8,7 +8,7 @@ and the sources of the pinned DeepSpeed).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from importlib.metadata import distributions
 from typing import Literal
@@ -36,15 +36,12 @@ NCCL_BYTES = 300 * MIB
 """
 WORKSPACE_BYTES = {"cuda": 2 * 32 * MIB, "cpu": 0}
 """cuBLAS takes 32 MiB since Hopper, 8 MiB before, in each of two threads: the backward pass runs in a separate one."""
-FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22}
+FRAGMENTATION = {"cuda": 0.06, "native": 0.12, "cpu": 0.42, "by row": 0.22, "mapped": 0.05}
 """Share of a step's temporary memory that an allocator loses. On a CPU glibc's heap keeps gaps that it cannot fill:
 0.33 to 0.48 were measured with a mask over all rows, 0.0 to 0.28 with attention row by row (docs/memory.md). `native`
 is CUDA's allocator without expandable segments: 0.117, compared with 0.074 with them, in a trace of the quickstart
-(`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`).
-"""
-MAPPED_FRAGMENTATION = 0.05
-"""The same share where tensors are mapped one by one: with recomputation on a CPU the heap would lose several times
-what is in use (ADR 5).
+(`SOURCE=trace HARDWARE=RTX4090 TRAIN_BATCH_SIZE=8`). `mapped` is where tensors are mapped one by one: with
+recomputation on a CPU the heap would lose several times what is in use (ADR 5).
 """
 OPTIMIZER_BYTES = {
     "adamw_bnb_8bit": 2.03, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03,
@@ -60,7 +57,10 @@ and AdEMAMix has three. Other optimizers are counted as Adam: two moments in the
 ADAM_MOMENTS = 2
 AVERAGED_AT_A_TIME = 2**24
 """Largest number of values that local steps average in one message, unless a parameter is larger: 64 MiB."""
-MICRO_STEP = ("activations", "recompute", "logits")
+STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimizer")
+"""Parts that stay for all of a step."""
+MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
+"""Parts that come and go within it."""
 FIRST_RETURNING = 2 / 3
 """Share of a layer's gradients in the backward pass that exist before the layer releases its activations (traced)."""
 
@@ -95,36 +95,22 @@ def _moments(config: Config, shape: ModelShape, setup: Setup, micro_batch: int) 
     if setup.stages:
         # Hidden states that were received, and that wait to be sent.
         states["buffers"] += 2.0 * (passing + 1) * tokens * shape.hidden_size * setup.width
-        moving = {moment: parts | {"activations": parts["activations"] * passing} for moment, parts in moving.items()}
-    if _bits(config, shape):
-        expanded = _expanded_bytes(config, shape, setup)
-        stays = nf4_experts(config, shape, setup.strategy) and not setup.gradient_checkpointing
-        moving = {
-            moment: parts | {"dequantised": expanded if stays or not moment.endswith("head") else 0.0}
-            for moment, parts in moving.items()
-        }
+    expanded = _expanded_bytes(config, shape, setup) if _bits(config, shape) else 0.0
+    stays = nf4_experts(config, shape, setup.strategy) and not setup.gradient_checkpointing
+    for moment, parts in moving.items():
+        parts["activations"] *= passing
+        parts["dequantised"] = expanded if stays or not moment.endswith("head") else 0.0
     # Temporaries of the optimizer's step exist only when activations do not.
-    moving["update"] = {**dict.fromkeys(MICRO_STEP, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
+    moving["update"] = {**dict.fromkeys(MOVING, 0.0), "workspace": _optimizer_step_bytes(config, shape, setup)}
     context = CONTEXT_BYTES[setup.device] + (NCCL_BYTES if setup.device == "cuda" and setup.world_size > 1 else 0)
-    mapped = setup.device == "cpu" and setup.gradient_checkpointing
-    native = setup.device == "cuda" and not setup.expandable_segments
-    lost = (
-        MAPPED_FRAGMENTATION
-        if mapped
-        else FRAGMENTATION["native" if native else "by row" if _by_row(setup) else setup.device]
-    )
+    if setup.device == "cuda":
+        lost = FRAGMENTATION["cuda" if setup.expandable_segments else "native"]
+    else:
+        lost = FRAGMENTATION["mapped" if setup.gradient_checkpointing else "by row" if _by_row(setup) else "cpu"]
     for parts in moving.values():
-        whole = (
-            states
-            | parts
-            | {
-                "workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0),
-                "context": context,
-            }
-        )
+        whole = states | parts | {"workspace": WORKSPACE_BYTES[setup.device] + parts.get("workspace", 0.0)}
+        whole["context"] = context
         whole["fragmentation"] = lost * sum(size for name, size in parts.items() if name != "dequantised")
-        if not (setup.autocast or _casts_adapters(config, setup)):
-            whole.pop("casts", None)
         yield {name: int(size) for name, size in whole.items()}
 
 
@@ -476,10 +462,15 @@ def _adapter_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
         return 2 * (per_target - sum(maps[name][0] for name in names if name == "o_proj")) + ranks + masks
     if setup.precision == "fp32" and trained_bytes(config, setup) != w:
         return 4 * per_target + ranks + masks
-    shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
     # `o_proj` reads what attention keeps.
-    read = {shared.get(name, name): maps[name][0] for name in names if name != "o_proj"}
-    return w * sum(read.values()) + ranks + masks
+    return w * _distinct_inputs(shape, {name for name in names if name != "o_proj"}) + ranks + masks
+
+
+def _distinct_inputs(shape: ModelShape, names: Collection[str]) -> int:
+    """Return the numbers per token that these linear maps of a layer read; those that read the same count once."""
+    shared = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "mlp", "up_proj": "mlp"}
+    read = {shared.get(name, name): inputs for name, (inputs, _) in shape.linear_maps().items() if name in names}
+    return sum(read.values())
 
 
 def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -490,9 +481,7 @@ def _int8_inputs(config: Config, shape: ModelShape, setup: Setup) -> float:
     """
     if _bits(config, shape) != 8:
         return 0.0
-    maps = shape.linear_maps()
-    shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-    return float(setup.width * sum(inside for name, (inside, _) in maps.items() if shared.get(name) not in maps))
+    return float(setup.width * _distinct_inputs(shape, shape.linear_maps()))
 
 
 def _mask_bytes(shape: ModelShape, setup: Setup, tokens: int) -> float:

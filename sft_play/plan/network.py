@@ -31,9 +31,7 @@ from sft_play.plan.plan import Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import (
     NOT_STAGED_MODEL_TYPES,
-    SLICED_MODEL_TYPES,
     TENSOR_PARALLEL_MODEL_TYPES,
-    VARLEN,
     ModelShape,
 )
 from sft_play.text import figure, plural
@@ -141,24 +139,15 @@ def exchanges(request: Request, setup: Setup, computing_seconds: float | None) -
     own, width = config.launch, trained_bytes(config, setup)
     plain = "fp32" if width == 4 else "16 bits"
     names: dict[Any, str] = {"none": f"none ({plain})", "fp16": "fp16", "bf16": "bf16"}
-    local = own.local_steps > 1
-    steps = own.local_steps if local else EXAMPLE_LOCAL_STEPS
-
-    def row(choice: str, chosen: bool, launch: LaunchConfig) -> Mapping[str, Any]:
+    steps = own.local_steps if own.local_steps > 1 else EXAMPLE_LOCAL_STEPS
+    ways = {f"compression: {name}": replace(own, compression=kind, local_steps=1) for kind, name in names.items()}
+    rows = []
+    for choice, launch in (ways | {f"local_steps: {steps}": replace(own, local_steps=steps)}).items():
         sent = sent_bytes(config, shape, setup, launch)
         seconds = communication_seconds(sent, ranks, link)
         share = None if computing_seconds is None else seconds / (seconds + computing_seconds)
-        return {"choice": choice, "chosen": chosen, "bytes": sent, "seconds": seconds, "share": share}
-
-    ways = [
-        row(
-            f"compression: {name}",
-            kind == own.compression and not local,
-            replace(own, compression=kind, local_steps=1),
-        )
-        for kind, name in names.items()
-    ]
-    return (*ways, row(f"local_steps: {steps}", local, replace(own, local_steps=steps)))
+        rows.append({"choice": choice, "chosen": launch == own, "bytes": sent, "seconds": seconds, "share": share})
+    return tuple(rows)
 
 
 def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -224,24 +213,31 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     )
 
 
-def check_gathering(request: Request, setup: Setup) -> None:
-    """Raise `UserError` if weights would travel over a stated slow network for more than `MOST_WAITING` per micro-step.
+def check_gathering(request: Request, setup: Setup, reasons: dict[str, str]) -> None:
+    """Note that weights travel over a slow network.
 
+    Raise `UserError` if each micro-step waits for them longer than `MOST_WAITING` over one of stated speed, unless
     `launch.slow_network: allow` permits it.
     """
-    config, speed = request.config, request.hardware.network_bytes_per_second
-    slow = speed is not None and slow_network(request)  # computation hides the traffic of a fast network
-    if not setup.gathers or not speed or not slow or config.launch.slow_network == "allow":
+    config, speed, slow = request.config, request.hardware.network_bytes_per_second, slow_network(request)
+    if not setup.gathers or not slow:  # computation hides the traffic of a fast network
         return
-    if gathering_seconds(config, request.shape, setup, setup.world_size, speed) <= MOST_WAITING:
-        return
+    arithmetic = gathering_arithmetic(request, setup)
     smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
-    raise UserError(
-        f"{setup.strategy} over {slow} would mostly wait for weights: {gathering_arithmetic(request, setup)}",
-        hint=(
-            f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or a"
-            " smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it anyway"
-        ),
+    waits = speed is not None and gathering_seconds(config, request.shape, setup, setup.world_size, speed)
+    if waits > MOST_WAITING and config.launch.slow_network != "allow":
+        raise UserError(
+            f"{setup.strategy} over {slow} would mostly wait for weights: {arithmetic}",
+            hint=(
+                f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or"
+                " a smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it anyway"
+            ),
+        )
+    who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
+    reasons["slow"] = (
+        f"SLOW: {who} forces {setup.strategy} over {slow}: {arithmetic}. Replicas (`ddp`) would send gradients alone:"
+        f" {smaller}shorter rows or a smaller model make them fit. A pipeline (`LAUNCH_STRATEGY=pipeline`) sends hidden"
+        " states alone"
     )
 
 
@@ -310,19 +306,6 @@ def check_slices(request: Request) -> dict[str, str]:
     if key == TENSOR_KEY:
         return {"slices": f"each layer in {size} slices: a rank computes {share}, for all tokens"}
     return {"slices": f"each line in {size} slices: a rank has 1/{size} of its activations, and attends with {share}"}
-
-
-def attention_for_slices(request: Request, why: str | None) -> str:
-    """Return the attention that computes slices of sequences.
-
-    Raise `UserError` if the family does not support it, or with `why` it cannot run.
-    """
-    family = request.shape.model_type
-    if family not in SLICED_MODEL_TYPES:
-        why = f"`{family}` is not among the families whose tokens meet in attention alone, computed by lengths"
-    if why:
-        raise UserError(f"`{KEY}` is {request.group_size}, but {why}", hint="LAUNCH_SEQUENCE_PARALLEL=1")
-    return VARLEN
 
 
 def slices_bytes(request: Request, setup: Setup, tokens: float) -> float:

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from sft_play.config.reader import misfit, record_of
+from sft_play.config.reader import Positive, Range, misfit, record_of
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, first_line
 from sft_play.files import read_json, write_json
-from sft_play.plan.experience import Work
 from sft_play.plan.hardware import Device
 from sft_play.runs.manifest import SHARDED
 from sft_play.runs.origin import code_sha256, git_state, machine, versions
@@ -182,6 +181,36 @@ class Setup:
         return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
 
 
+Speed = Annotated[float, Range(above=0, maximum=1e30)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The facts about model and hardware by which speeds are compared."""
+
+    devices: tuple[str, ...]
+    """`plan.throughput.same_name` of each kind of device."""
+    world_size: Positive
+    strategy: str
+    mode: str
+    precision: str
+    offload: bool
+    flops_per_token: Speed
+    """Operations that a token requires, without recomputation and attention's own products."""
+    guess: Speed
+    """Tokens per second by arithmetic alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PastRun:
+    """A complete run."""
+
+    name: str
+    work: Work
+    steady_tokens_per_second: Speed
+    """Speed at the median of its steps."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Setup):
     """All decisions of a run. Workers take every value from here and decide nothing themselves."""
@@ -203,7 +232,6 @@ class Plan(Setup):
     communication_share: float | None = None
     seconds_per_step: float | None = None
     total_seconds: float | None = None
-    epoch_seconds: float | None = None
     communication_seconds: float | None = None
     """Of a step, unless computation hides it."""
     mfu: float | None = None

@@ -28,6 +28,11 @@ class RankLayout:
     """Index of this machine."""
 
     @property
+    def without_bf16(self) -> Device | None:
+        """The first device that does not compute in bfloat16 at full speed."""
+        return next((device for device in self.devices if not device.bf16), None)
+
+    @property
     def local(self) -> int:
         """Number of ranks of this machine."""
         return self.nodes[self.this_node]
@@ -116,11 +121,6 @@ def devices_for(
         return (hardware.devices.index(best),), (best,)
     chosen = hardware.devices[: asked or len(hardware.devices)]
     return tuple(range(len(chosen))), chosen
-
-
-def visible_variable(hardware: Hardware, indices: list[int]) -> str:
-    """Return the `CUDA_VISIBLE_DEVICES` that selects these devices, by the driver's numbers."""
-    return "CUDA_VISIBLE_DEVICES=" + ",".join(visible_names(hardware.devices, indices))
 
 
 def visible_names(devices: Sequence[Device], indices: Sequence[int]) -> list[str]:

@@ -13,10 +13,9 @@ from typing import Any
 
 from sft_play.config.schema import Config, TrainConfig
 from sft_play.errors import HardwareError
-from sft_play.plan.experience import PastRun
 from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, network_speed, rate_in_words
 from sft_play.plan.memory import rank_memory
-from sft_play.plan.plan import LaunchRequest, Setup
+from sft_play.plan.plan import LaunchRequest, PastRun, Setup
 from sft_play.plan.ranks import RankLayout, group_size, one_each, ranks_of, stages
 from sft_play.plan.shape import ModelShape
 from sft_play.runs.prepared import Prepared, PreparedSplit
@@ -208,10 +207,8 @@ def with_machines(request: Request) -> Request:
     `HARDWARE` outranks `launch.network`. Raise `HardwareError`.
     """
     hardware, launch, network = request.hardware, request.launch, request.config.launch.network
-    if network:
-        network_speed(network, "launch.network", "`launch.network` is")
-        if launch.num_nodes > 1 and not hardware.network:
-            hardware = replace(hardware, network=network)
+    if network and launch.num_nodes > 1 and not hardware.network:
+        hardware = replace(hardware, network=network)
     count = len(hardware.devices)
     apart = hardware.described and request.hardware.network and 1 < hardware.listed == count
     if apart and launch.num_nodes not in (1, count) and not launch.node_devices and launch.num_gpus in (None, 1):

@@ -1,8 +1,8 @@
 """A model's sizes and adapter targets, and its family's abilities: layouts without a mask, attention kernels. Pure.
 
-The abilities of families are facts of the pinned and of the oldest supported transformers, listed here so that the plan
-need not import it. `tests/numerics/test_layouts.py` compares them with what a tiny model of every family computes, in
-both directions: a wrong name fails, and so does a missing one.
+The abilities of families (`families.json`) are facts of the pinned and of the oldest supported transformers, listed so
+that the plan need not import it. `tests/numerics/test_layouts.py` compares them with what a tiny model of every family
+computes, in both directions: a wrong name fails, and so does a missing one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import UserError
+from sft_play.files import read_json
 from sft_play.runs.adapters import MUTATING, embeddings_of
 
 ROUTER = re.compile(r"(?:^|\.)(?:router|gate|wg|classifier|\w*expert_gate)(?:\.|$)")
@@ -128,15 +130,6 @@ class ModelShape:
     """Attention that transformers computes it with, apart from `eager`."""
     counted: Counted | None = None
     """Sizes counted on the model itself, for families that the formulas do not know."""
-
-    @staticmethod
-    def read(row: Mapping[str, Any]) -> ModelShape:
-        """Return the shape that a JSON object describes."""
-        fields, counted = {**row, "attention": tuple(row.get("attention", DEFAULT_ATTENTION))}, row.get("counted")
-        if counted:
-            matrices = tuple(Matrices(**matrix) for matrix in counted["matrices"])
-            fields["counted"] = Counted(**{**counted, "matrices": matrices})
-        return ModelShape(**fields)
 
     @property
     def quantized_bits(self) -> int:
@@ -303,127 +296,78 @@ class ModelShape:
 
 
 BIASED = ("q_proj", "k_proj", "v_proj")
-CONV1D = ("gpt2", "openai-gpt", "imagegpt")
+
+FAMILIES: Mapping[str, Sequence[str]] = read_json(Path(__file__).with_name("families.json"))
+"""Model type -> what its family can do, and what it needs, by the words that are described here."""
+
+
+def families(word: str) -> frozenset[str]:
+    """Return the families that `families.json` describes by this word."""
+    return frozenset(family for family, words in FAMILIES.items() if word in words)
+
+
+CONV1D = families("conv1d")
 """Families whose linear layers are `Conv1D`, with a transposed weight."""
-
-
 NEWER = (
     {"lfm2", "lfm2_moe", "llama4_text"}
     if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
     else set[str]()
 )
 """Families whose flattened rows an older transformers mixes."""
-
-UNMASKED_MODEL_TYPES = frozenset({
-    "afmoe", "apertus", "arcee", "bamba", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "deepseek_v4", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba",
-    "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
-    "granitemoe", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "jais2", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "mamba", "mamba2", "mellum",
-    "mimo_v2_flash", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "mpt",
-    "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
-    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "qwen3_vl", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-})  # fmt: skip
+UNMASKED_MODEL_TYPES = families("unmasked")
 """Families in which no token attends to the padding after its row. Others were not tried."""
-
-FLATTENED_MODEL_TYPES = UNMASKED_MODEL_TYPES - NEWER - {
-    "afmoe", "bamba", "bloom", "deepseek_v4", "falcon", "falcon_h1", "falcon_mamba", "gpt_oss", "granitemoehybrid",
-    "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "mpt", "nemotron_h",
-    "olmo_hybrid", "opt", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-}  # fmt: skip
+FLATTENED_MODEL_TYPES = families("flattened") - NEWER
 """Families whose flattened rows need only position ids. Others carry a state from token to token, count positions
 themselves (bloom, mpt), or build their masks without position ids (afmoe, gpt_oss, opt).
 """
-
 CHUNKED_HEAD_MODEL_TYPES = UNMASKED_MODEL_TYPES
 """Families whose loss in chunks equals the loss at once, even where logits change after the head (Gemma 2 caps them,
 Granite and Cohere scale them); `tests/numerics/test_chunked_loss.py` proves each.
 """
-
 VARLEN = "varlen"
 """Our name for attention over rows of different lengths (`model.kernels`): torch's own flash attention, on a CPU with
 one call per row.
 """
-
 BY_LENGTHS = frozenset({VARLEN, "flash_attention_2"})
 """Attention that keeps flattened rows apart by their lengths, without a mask."""
-
-VARLEN_MODEL_TYPES = UNMASKED_MODEL_TYPES - NEWER - {
-    "bloom", "deepseek_v32", "deepseek_v4", "falcon", "falcon_mamba", "gemma2", "glm_moe_dsa", "gptj", "jamba",
-    "llama4_text", "mamba", "mamba2", "minimax", "mpt", "nemotron", "phimoe", "qwen2_moe", "stablelm",
-}  # fmt: skip
+VARLEN_MODEL_TYPES = families("varlen") - NEWER
 """Families that `varlen` computes. Others cap their scores (gemma2), add a separate mask (bloom, mpt, llama4_text, the
 sparse attention of deepseek_v32), or do not pass on the lengths (nemotron, stablelm, jamba, mamba) or their window
 (qwen2_moe, phimoe).
 """
-
-SLICED_MODEL_TYPES = VARLEN_MODEL_TYPES - {
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-}
+SINK_MODEL_TYPES = families("sinks")
+"""Families of `VARLEN_MODEL_TYPES` whose heads have sinks: `varlen` takes one call per row on GPUs too, in any type."""
+SLICED_MODEL_TYPES = families("sliced")
 """Families whose tokens interact only in `varlen` attention, so that ranks can hold slices of a sequence. Others carry
 a state along it.
 """
-
-TENSOR_PARALLEL_MODEL_TYPES = frozenset({
-    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text",
-    "gpt_neox", "granite", "helium", "jais2", "llama", "ministral", "ministral3", "mistral", "mistral3", "nanochat",
-    "nemotron", "olmo", "phi", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
-})  # fmt: skip
+TENSOR_PARALLEL_MODEL_TYPES = families("tensor parallel")
 """Families whose layers can be held in slices (`tests/numerics/test_tensor_parallel.py`). Others have fused layers,
 norms over all heads, experts, or no plan in transformers.
 """
-
-NOT_STAGED_MODEL_TYPES = frozenset(
-    {
-        "bloom",
-        "deepseek_v4",
-        "gemma3n_text",
-        "gemma4",
-        "gemma4_text",
-        "gpt2",
-        "gpt_bigcode",
-        "mistral3",
-        "nemotron_h",
-        "opt",
-        "qwen3_vl",
-    }
-)
+NOT_STAGED_MODEL_TYPES = families("not staged")
 """Families whose layers cannot form pipeline stages (`tests/numerics/test_stages.py`), since they read more than the
 previous layer's output.
 """
-
-SINK_MODEL_TYPES = frozenset({"gpt_oss", "mimo_v2_flash"})
-"""Families of `VARLEN_MODEL_TYPES` whose heads have sinks: `varlen` takes one call per row on GPUs too, in any type."""
-
-TEXT_WITHIN = frozenset({
-    "aya_vision", "cohere2_vision", "exaone4_5", "glm4v", "glm4v_moe", "internvl", "kimi_k25", "lfm2_vl", "llava",
-    "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-})  # fmt: skip
+TEXT_WITHIN = families("text within")
 """Image and text models whose text part trains like a language model (`tests/numerics/test_image_text.py`)."""
-
-LAYER_OUTPUTS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
-"""Model type -> length of the tuple that its layers return; layers of all others return only the hidden states."""
-
-PROMPTED_ALONE = frozenset({"deepseek_v4", "minimax"})
+PROMPTED_ALONE = families("prompted alone")
 """Families that are prompted one at a time, since padding before a prompt changes their answers: compressed keys are
 counted from the beginning of the sequence, or a cached state decays differently. `tests/numerics/test_row_alone.py`
 tries all families.
 """
+LIGER_MODEL_TYPES = families("liger")
+"""Dense families with SwiGLU in which Liger replaces every norm and feed-forward part
+(`tests/numerics/test_kernels.py`).
+"""
+FORMULA_MODEL_TYPES = families("formula")
+"""Families whose every parameter and adapter the formulas count (`tests/numerics/test_shapes.py`); others are counted
+on the model itself.
+"""
+TIED_BY_DEFAULT = families("tied")
+"""Families with tied head and embedding whose `config.json` may not mention it, as before transformers 5."""
+LAYER_OUTPUTS = {"bamba": 2, "bloom": 2, "falcon": 2, "falcon_h1": 1, "glm_moe_dsa": 2, "gptj": 2, "mpt": 2}
+"""Model type -> length of the tuple that its layers return; layers of all others return only the hidden states."""
 CHANGED_LOGITS: Mapping[str, str] = {
     **dict.fromkeys(
         ("gemma2", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "nanochat"), "final_logit_softcapping"
@@ -438,11 +382,6 @@ READ_DIRECTLY = frozenset({"correction_coefs"})
 """Layers whose weight the parent module reads directly, bypassing an adapter (Gemma 3n)."""
 READ_BY_KERNELS = frozenset({"dt_proj", "out_proj", "x_proj"})
 """Layers of a Mamba mixer whose weights its kernels read directly."""
-
-LIGER_MODEL_TYPES = frozenset({"granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"})
-"""Dense families with SwiGLU in which Liger replaces every norm and feed-forward part
-(`tests/numerics/test_kernels.py`).
-"""
 SILU = ("silu", "swish")
 """Names of the only activation that Liger's SwiGLU computes."""
 

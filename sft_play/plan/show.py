@@ -11,6 +11,7 @@ from typing import Any
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
 from sft_play.plan.hardware import GIB, Hardware
+from sft_play.plan.memory import MOVING, STATES
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
@@ -18,23 +19,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.gate import read_facts
 from sft_play.text import duration, energy, figure, gib, list_some, plural
 
-ORDER = (
-    "frozen",
-    "quant_state",
-    "trained",
-    "adapters",
-    "gradients",
-    "optimizer",
-    "buffers",
-    "activations",
-    "recompute",
-    "logits",
-    "casts",
-    "dequantised",
-    "workspace",
-    "context",
-    "fragmentation",
-)
+ORDER = (*STATES, "buffers", *MOVING, "context", "fragmentation")
 LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts": "16-bit copies"}
 """Parts that are shown by another name."""
 BAR = 40
@@ -224,7 +209,7 @@ def show_speed(plan: Plan) -> list[str]:
         f", MFU {plan.mfu:.0%}" if plan.mfu is not None else ""
     )
     times = [f"{duration(plan.total_seconds)} in all"] if plan.total_seconds is not None else []
-    times += [f"{duration(plan.epoch_seconds)} an epoch"] if plan.epoch_seconds is not None else []
+    times += [f"{duration(plan.seconds_per_step * plan.steps_per_epoch)} an epoch"] if plan.steps_per_epoch else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
     return [*lines, *communication, *_cost(plan)]
 

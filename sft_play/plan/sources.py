@@ -27,13 +27,13 @@ from sft_play.plan.architecture import (
     shape_of,
 )
 from sft_play.plan.detect import detect
-from sft_play.plan.experience import past_runs
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
-from sft_play.plan.memory import MIB, WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
+from sft_play.plan.memory import MIB, MOVING, STATES, WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
 from sft_play.plan.plan import LaunchRequest, Plan, Setup, setup_of
 from sft_play.plan.request import DoesNotFitError, Request
 from sft_play.plan.shape import ModelShape, fuses_adapters, quantises_experts
+from sft_play.plan.throughput import past_runs
 from sft_play.runs.folder import cache_folder
 from sft_play.runs.prepared import Prepared, lookup
 
@@ -66,22 +66,16 @@ UNSLOTH = (
 
 def plan_by_source(request: Request, source: Source) -> Plan:
     """Return the plan by this source. Raise like `make_plan`, and `UserError` for a probe of pipeline stages."""
-    if source == "probe" and request.config.launch.strategy == "pipeline":
+    pipeline = request.config.launch.strategy == "pipeline"
+    if source == "probe" and pipeline:
         raise UserError(
             "`SOURCE=probe` measures complete models, and `launch.strategy` is `pipeline`", hint="omit SOURCE"
         )
-    try:
-        return _plan_by(request, source)
-    finally:
-        end_tracer()
-
-
-def _plan_by(request: Request, source: Source) -> Plan:
     if source == "formula":
         return _by_formula(request)
     if request.config.tuning.backend == "unsloth":
         return _by_formula(request, UNSLOTH)
-    if request.config.launch.strategy == "pipeline":
+    if pipeline:
         return _by_formula(request, "memory by formula: the stages of a pipeline are not traced")
     unknown = request.shape.counted or trains_layers(request.config, request.shape)
     if unknown and (source == "known" or request.prepared):
@@ -200,16 +194,14 @@ def plan_for(
             if problem.place:
                 problem.place = loaded.origins.get(problem.place, problem.place)  # where the key was written
         raise
+    finally:
+        end_tracer()
 
 
 def needs_several(loaded: LoadedConfig, hardware: Hardware, request: LaunchRequest) -> bool:
     """Return whether a run would have more than one process, by its hardware or by what was typed."""
     asked = (request.num_gpus or 1) > 1 or request.num_nodes > 1 or loaded.config.launch.strategy != "auto"
     return asked or (hardware.kind == "cuda" and len(hardware.devices) > 1 and request.num_gpus != 1)
-
-
-STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimizer")
-MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -294,17 +286,13 @@ def _scale_parts(parts: Mapping[str, int], formula: Mapping[str, int], observed:
 
     Temporary parts are scaled together, since the formula's peak may be at another moment.
     """
-    scaled = {
+    now, then = (sum(of.get(name, 0) for name in MOVING) for of in (parts, formula))
+    states = {
         name: int(size * observed.get(name, 0) / formula[name]) if formula.get(name) else size
         for name, size in parts.items()
+        if name not in MOVING
     }
-    now, then = (sum(of.get(name, 0) for name in MOVING) for of in (parts, formula))
-    seen = {name: observed.get(name, 0) for name in MOVING}
-    if not then or not any(seen.values()):
-        return scaled
-    return {name: size for name, size in scaled.items() if name not in MOVING} | {
-        name: int(size * now / then) for name, size in seen.items() if size or name in parts
-    }
+    return states | {name: int(observed.get(name, 0) * now / then) for name in MOVING}
 
 
 def assemble(

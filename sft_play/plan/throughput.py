@@ -11,15 +11,16 @@ dimension d costs 4 d per layer and pair of tokens forward, 2.5 times that backw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from sft_play.config.optimizers import OPTIMIZERS
+from sft_play.config.reader import record_of
 from sft_play.config.schema import Config
 from sft_play.plan.batch import Division, average_row
 from sft_play.plan.epoch import AverageRow
-from sft_play.plan.experience import Work, most_like, same_name
-from sft_play.plan.hardware import Device
+from sft_play.plan.hardware import Device, find_card
 from sft_play.plan.memory import NF4_BYTES, layer_input_bytes, quantised_parameters, trainable_parameters
 from sft_play.plan.network import (
     PCIE_BYTES_PER_SECOND,
@@ -29,9 +30,11 @@ from sft_play.plan.network import (
     slices_seconds,
     stage_shares,
 )
-from sft_play.plan.plan import Plan, Setup
+from sft_play.plan.plan import PastRun, Plan, Setup, Work
 from sft_play.plan.request import Request
 from sft_play.plan.shape import BY_LENGTHS, ModelShape
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.gate import all_runs, read_facts
 from sft_play.text import figure
 
 GPU_EFFICIENCY = 0.35
@@ -58,6 +61,13 @@ writes three (28).
 """
 TYPICAL_FLOPS, TYPICAL_BANDWIDTH, TYPICAL_NETWORK = 1e14, 1e12, 1e9
 """Assumed for cards and networks whose speed is not known, to compare runs on them; no such figure is shown."""
+
+ALIKE = 2.0
+"""Largest ratio of operations per token between models that count as similar."""
+LEAST_STEPS = 5
+"""Steps that a run must have made."""
+NEWEST = 200
+"""Largest number of run folders that are read."""
 
 
 def batch_flops(
@@ -87,11 +97,6 @@ def attended_pairs(setup: Setup, lengths: Sequence[float], *, ragged: bool, insi
     if setup.attn_implementation in BY_LENGTHS or (setup.attn_implementation == "sdpa" and not masked):
         return sum(length**2 for length in lengths) / 2
     return sum(lengths) ** 2 if setup.layout == "flattened" else len(lengths) * max(lengths, default=0.0) ** 2
-
-
-def _reached(peak_flops: float, setup: Setup) -> float:
-    """Return the operations per second that training reaches on a GPU of this peak; fp32 uses no tensor cores."""
-    return peak_flops * GPU_EFFICIENCY * (FP32_SHARE if setup.precision == "fp32" else 1.0)
 
 
 def _expansion_bytes(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -150,7 +155,6 @@ def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
         tokens_per_second=tokens / seconds if seconds else None,
         seconds_per_step=seconds,
         total_seconds=total,
-        epoch_seconds=seconds * plan.steps_per_epoch if seconds and plan.steps_per_epoch else None,
         communication_seconds=communication,
         communication_share=min(1.0, communication / seconds) if seconds and communication is not None else None,
         mfu=_utilisation(request, tokens / seconds) if seconds else None,
@@ -166,7 +170,7 @@ def _seconds(request: Request, setup: Setup, device: Device, flops: float, micro
     if setup.device == "cpu":
         return CPU_LAYER_SECONDS * layers * micro_steps + flops / (_threads(request) * CPU_FLOPS_PER_THREAD)
     writing = _expansion_bytes(request.config, request.shape, setup) / (device.bandwidth or TYPICAL_BANDWIDTH)
-    speed = _reached(device.peak_flops or TYPICAL_FLOPS, setup)
+    speed = (device.peak_flops or TYPICAL_FLOPS) * GPU_EFFICIENCY * (FP32_SHARE if setup.precision == "fp32" else 1.0)
     return max(writing * micro_steps + flops / speed, GPU_LAYER_SECONDS * layers * micro_steps)
 
 
@@ -239,3 +243,43 @@ def _utilisation(request: Request, tokens_per_second: float) -> float | None:
     """Return the MFU at a speed, or `None` if a device's peak is not known."""
     peaks = [device.peak_flops for device in request.ranks.devices if device.peak_flops]
     return _useful_flops(request) * tokens_per_second / sum(peaks) if len(peaks) == len(request.ranks.devices) else None
+
+
+# Complete runs: a plan uses the most similar one in `runs/`, as workers wrote it to `training_metrics.json`.
+
+
+def same_name(device: str) -> str:
+    """Return a common name for a device: the driver's `NVIDIA H200` and the catalogue's `H200` are the same."""
+    card = find_card(device)
+    return card.name if card else " ".join(device.lower().split())
+
+
+def most_like(runs: Sequence[PastRun], work: Work, *, same_world: bool) -> PastRun | None:
+    """Return the run most similar to this work, the newest of equals; `None` without a similar one."""
+
+    names = ("devices", "mode", "precision", "offload", *(("world_size",) if same_world else ()))
+
+    def distance(there: Work) -> tuple[bool, bool, float]:
+        times = abs(math.log(there.flops_per_token / work.flops_per_token))
+        return there.world_size != work.world_size, there.strategy != work.strategy, round(times, 2)
+
+    like = [run for run in runs if all(getattr(run.work, name) == getattr(work, name) for name in names)]
+    near = [run for run in like if distance(run.work)[2] <= round(math.log(ALIKE), 2)]
+    return min(near, key=lambda run: distance(run.work), default=None)
+
+
+def past_runs() -> tuple[PastRun, ...]:
+    """Return the complete runs in `runs/`, the newest first; unreadable ones are skipped."""
+    return tuple(run for run in map(_past_run, all_runs()[:NEWEST]) if run)
+
+
+def _past_run(run: RunFolder) -> PastRun | None:
+    facts = read_facts(run.training_metrics)
+    if (facts.get("steps") or 0) < LEAST_STEPS:
+        return None
+    try:
+        return record_of(
+            {"name": run.name, **{key: facts[key] for key in ("work", "steady_tokens_per_second")}}, PastRun
+        )
+    except (KeyError, ValueError):  # written by another version, or damaged
+        return None

@@ -240,7 +240,7 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
         plan=plan,
         command="train-deepspeed" if rehearsal.options.deepspeed else replicas,
         processes=rehearsal.processes,
-        card=card[0] if card else names[0],
+        card=card.name if card else names[0],
         files=files,
     )
 

@@ -168,17 +168,16 @@ def materialise(model: nn.Module, device: str) -> None:
     """Give every meta parameter and buffer a tensor on `device`, tied ones the same; inside a fake mode they hold
     nothing.
     """
-    materialised: dict[int, nn.Parameter] = {}
+    copies: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                if id(parameter) not in materialised:
-                    content = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-                    materialised[id(parameter)] = nn.Parameter(content, requires_grad=parameter.requires_grad)
-                module._parameters[name] = materialised[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+        tensors: dict[str, Any]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None and tensor not in copies:
+                    copies[tensor] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        copies[tensor] = nn.Parameter(copies[tensor], requires_grad=tensor.requires_grad)
+                tensors[name] = None if tensor is None else copies[tensor]
 
 
 def parts_of(model: nn.Module, case: Case) -> list[tuple[Tensor, str]]:
@@ -227,31 +226,31 @@ class NF4Linear(nn.Linear):
         self.bias = plain.bias
         _hold_scales(self, weights)
 
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Return room for the whole weight."""
+        return _expand(self.weight, (self.out_features, self.in_features), dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the layer's output shape and type."""
-        bias = None if self.bias is None else self.bias.to(self.compute)
-        out = _NF4.apply(x.to(self.compute), self.weight, self.out_features, self.in_features, bias)
-        result: Tensor = out.to(x.dtype)
+        result: Tensor = _Quantised.apply(x.to(self.compute), self, self.bias).to(x.dtype)
         return result
 
 
-class _NF4(torch.autograd.Function):
+class _Quantised(torch.autograd.Function):
+    """Expands the weight in each pass. int8 keeps its input as an attribute, as bitsandbytes does, past the hooks by
+    which checkpointing frees saved tensors.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, outputs: int, inputs: int, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(packed)
-        ctx.shape = (outputs, inputs)
-        return functional.linear(x, _expand(x, ctx.shape, x.dtype), bias)
+    def forward(ctx: Any, x: Tensor, layer: NF4Linear | Int8Linear, bias: Tensor | None) -> Tensor:
+        ctx.layer, ctx.dtype, ctx.kept = layer, x.dtype, x if isinstance(layer, Int8Linear) else None
+        return functional.linear(x, layer.expand(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return (
-            (grad @ _expand(grad, ctx.shape, grad.dtype) if ctx.needs_input_grad[0] else None),
-            None,
-            None,
-            None,
-            None,
-        )
+        expanded = ctx.layer.expand(ctx.dtype)
+        return (grad.to(ctx.dtype) @ expanded if ctx.needs_input_grad[0] else None), None, None
 
 
 def _expand(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -287,41 +286,21 @@ class Int8Linear(nn.Linear):
         self.bias = plain.bias
         self.register_buffer("scales", torch.empty(plain.out_features, dtype=torch.float32, device="meta"))
 
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole weight."""
+        with count_as("dequantised"):
+            return self.weight.to(dtype).mul_(self.scales.unsqueeze(1))
+
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the layer's output shape and type."""
-        out: Tensor = _Int8.apply(x, self.weight, self.scales, self.bias)
+        out: Tensor = _Quantised.apply(x, self, self.bias)
         return out
-
-
-class _Int8(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.kept = (
-            x,
-            weight,
-            scales,
-        )  # bitsandbytes sets attributes too, past the hooks by which checkpointing frees saved tensors
-        return functional.linear(x, _rescale(weight, scales, x.dtype), None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, weight, scales = ctx.kept
-        expanded = _rescale(weight, scales, x.dtype)
-        return (grad.to(x.dtype) @ expanded if ctx.needs_input_grad[0] else None), None, None, None
-
-
-def _rescale(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    with count_as("dequantised"):
-        return weight.to(dtype).mul_(scales.unsqueeze(1))
 
 
 def _expand_for_dora(module: nn.Module, plain: Callable[[nn.Module], Tensor] = dora.dequantize_module_weight) -> Tensor:
     """Return room for the weight that DoRA measures: bitsandbytes' nf4 in the computation's type, its int8 in fp32."""
-    if isinstance(module, NF4Linear):
-        return _expand(module.weight, (module.out_features, module.in_features), module.compute)
-    if isinstance(module, Int8Linear):
-        return _rescale(module.weight, module.scales, torch.float32)
+    if isinstance(module, (NF4Linear, Int8Linear)):
+        return module.expand(module.compute if isinstance(module, NF4Linear) else torch.float32)
     return plain(module)
 
 

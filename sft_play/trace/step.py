@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers.masking_utils as masks
@@ -48,7 +50,6 @@ def real_branches(case: Case) -> Iterator[None]:
         case.layout == "flattened" and (case.rows > 1 or case.packed),
         case.layout == "padded" and case.rows > 1,
     )
-    find, ignore = masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa
 
     def positions(position_ids: Tensor) -> Tensor | None:
         first = position_ids[:, :1] - 1
@@ -63,20 +64,12 @@ def real_branches(case: Case) -> Iterator[None]:
     def grouped(_input: Tensor, weight: Tensor, _offsets: Tensor) -> bool:
         return weight.dtype == torch.bfloat16  # fake tensors refuse others; the fallback's results are as large
 
-    usable = moe._can_use_grouped_mm
-    masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = (
-        positions,
-        ignored,
-        grouped,
-    )
-    try:
+    with (
+        patch.object(masks, "find_packed_sequence_indices", positions),
+        patch.object(masks, "_ignore_causal_mask_sdpa", ignored),
+        patch.object(moe, "_can_use_grouped_mm", grouped),
+    ):
         yield
-    finally:
-        masks.find_packed_sequence_indices, masks._ignore_causal_mask_sdpa, moe._can_use_grouped_mm = (
-            find,
-            ignore,
-            usable,
-        )
 
 
 class StepTrace:
@@ -89,29 +82,23 @@ class StepTrace:
         self.objective = Objective(factor=FACTORS[case.loss], smoothing=case.label_smoothing)
         for index, layer in enumerate(layers):
             where = "first" if index == 0 else "last" if index == len(layers) - 1 else "middle"
-            layer.register_forward_pre_hook(self._entering(where))
-            layer.register_forward_hook(self._left(where, is_last=index == len(layers) - 1))
+            layer.register_forward_pre_hook(partial(self._enter, where))
+            layer.register_forward_hook(partial(self._leave, where))
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self._gradient)
 
-    def _entering(self, where: str) -> Callable[..., None]:
-        def note(_module: nn.Module, _arguments: Any) -> None:
-            if not self.backward:
-                self.tracker.moment = f"forward {where}"
+    def _enter(self, where: str, _layer: nn.Module, _arguments: Any) -> None:
+        if not self.backward:
+            self.tracker.moment = f"forward {where}"
 
-        return note
-
-    def _left(self, where: str, *, is_last: bool) -> Callable[..., None]:
-        def note(_module: nn.Module, _arguments: Any, output: Any) -> None:
-            if self.backward:
-                return
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
-                hidden.register_hook(lambda _: self._returning(where))
-            if is_last:
-                self.tracker.moment = "forward head"
-
-        return note
+    def _leave(self, where: str, layer: nn.Module, _arguments: Any, output: Any) -> None:
+        if self.backward:
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._returning(where))
+        if layer is self.layers[-1]:
+            self.tracker.moment = "forward head"
 
     def _returning(self, where: str) -> None:
         self.tracker.moment = f"backward {where}"

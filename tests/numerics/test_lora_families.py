@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, LoraSettings, ModelConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.model.lora import add_adapters, expert_names, find_targets, read_adapter
@@ -115,7 +116,7 @@ def test_names_that_peft_would_rewrite_survive_saving(tmp_path: Path) -> None:
 )
 def test_a_layer_that_takes_no_adapter_is_refused_with_the_reason(name: str, typed: str, why: str) -> None:
     """By the plan, with the reason, and by the model itself."""
-    shape = ModelShape.read(count(tiny_config(name).to_dict()))
+    shape = record_of(count(tiny_config(name).to_dict()), ModelShape)
     with pytest.raises(UserError) as caught:
         check_targets(lora(["o_proj", typed, "nothing"]), shape)
     assert f"`{typed}` ({why}), `nothing`" in caught.value.message
@@ -132,7 +133,7 @@ def lora(targets: list[str], **settings: Any) -> Config:
 
 
 def test_adapters_on_experts_are_planned_and_have_no_dropout() -> None:
-    shape = ModelShape.read(count(tiny_config("qwen3_moe").to_dict()))
+    shape = record_of(count(tiny_config("qwen3_moe").to_dict()), ModelShape)
     typed = ["q_proj", "experts.down_proj"]
     model = add_adapters(tiny_model("qwen3_moe"), LoraSettings(r=2, target_modules=typed), BASE, torch.float32)
     assert shape.adapter_parameters(LoraSettings(r=2, target_modules=typed)) == sum(

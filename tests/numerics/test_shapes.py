@@ -16,10 +16,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from sft_play.config.reader import record_of
 from sft_play.config.schema import LoraSettings, ModelConfig
 from sft_play.model import lora
-from sft_play.plan.architecture import FORMULA_MODEL_TYPES, shape_from_config, shape_of
-from sft_play.plan.shape import ModelShape
+from sft_play.plan.architecture import shape_from_config, shape_of
+from sft_play.plan.shape import FORMULA_MODEL_TYPES, ModelShape
 from sft_play.trace.build import BASE
 from sft_play.trace.run import count
 from tests.families import FAMILIES, tiny_config, tiny_model
@@ -76,7 +77,10 @@ def test_every_parameter_of_every_family_is_counted(name: str) -> None:
     """All, those that train under full tuning, adapters by `auto` and on typed experts, and the largest layer."""
     config = json.loads(tiny_config(name).to_json_string())
     by_formula = config["model_type"] in FORMULA_MODEL_TYPES
-    shape, model = shape_from_config(config) if by_formula else ModelShape.read(count(config)), tiny_model(name, "meta")
+    shape, model = (
+        shape_from_config(config) if by_formula else record_of(count(config), ModelShape),
+        tiny_model(name, "meta"),
+    )
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.largest_layer_parameters == largest_layer(model)
     lora.free_text_part(model)
@@ -94,7 +98,7 @@ def test_every_parameter_of_every_family_is_counted(name: str) -> None:
 @pytest.mark.parametrize("kind", sorted(FORMULA_MODEL_TYPES))
 def test_the_formulas_say_what_is_counted(kind: str) -> None:
     config = json.loads(AutoConfig.for_model(kind, **SMALL).to_json_string())
-    formula, counted = shape_from_config(config), ModelShape.read(count(config))
+    formula, counted = shape_from_config(config), record_of(count(config), ModelShape)
     for name in (
         "parameters",
         "linear_parameters",

@@ -51,7 +51,7 @@ def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
     for name, card in CATALOGUE.items():
         assert parse_hardware(name).devices[0].name == name
         # A desktop card's name is not enough for a laptop.
-        assert ("Laptop" in name) == (find_card(f"NVIDIA {name} Laptop GPU") == (name, card))
+        assert ("Laptop" in name) == (find_card(f"NVIDIA {name} Laptop GPU") == card)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_unknown_hardware_is_refused_with_the_known_names(text: str) -> None:
 )
 def test_cards_are_known_by_the_names_of_drivers(driver: str, expected: str | None) -> None:
     card = find_card(driver)
-    assert (card[0] if card else None) == expected
+    assert (card.name if card else None) == expected
 
 
 @pytest.mark.parametrize(

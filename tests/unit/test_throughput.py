@@ -13,11 +13,10 @@ from sft_play.config.schema import Config, ModelConfig, TuningConfig
 from sft_play.errors import UserError
 from sft_play.files import write_json
 from sft_play.plan.architecture import shape_of
-from sft_play.plan.experience import PastRun, past_runs, same_name
 from sft_play.plan.hardware import parse_hardware
-from sft_play.plan.plan import Plan, setup_of
+from sft_play.plan.plan import PastRun, Plan, setup_of
 from sft_play.plan.show import beside_forecast, parse_price, show_plan, show_speed, with_cost
-from sft_play.plan.throughput import batch_flops
+from sft_play.plan.throughput import batch_flops, past_runs, same_name
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.progress import energy_kwh as measured_energy
 from tests import plans
