@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,8 +61,7 @@ def main(call: Call) -> int:
     }
     if call.json and not as_page:
         shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in samples[split]]}
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
-        return 0
+        return call.show(shown)
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
     mixtures = {"train": mixture.describe() if mixture else ()}
     if as_page:
@@ -80,8 +78,7 @@ def main(call: Call) -> int:
         }
         path = typed_path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
         write_text(path, page_html(record))
-        print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
-        return 0
+        return call.show({"page": str(path)}, f"page: {path}")
     # `[/x]` and `:x:` are data here
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     show(console, split, manifests[split], samples[split], mixtures.get(split, ()))
