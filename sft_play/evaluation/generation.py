@@ -264,14 +264,14 @@ class AnswerBatch:
 class _EnoughStopped(StoppingCriteria):
     """Interrupt generation when enough rows have ended, by a stop token or by their own limit."""
 
-    def __init__(self, stops: Tensor, tokens_left: Tensor, share: float) -> None:
-        self.stops, self.tokens_left, self.share, self.steps = stops, tokens_left, share, 0
+    def __init__(self, stops: Tensor, tokens_left: Tensor) -> None:
+        self.stops, self.tokens_left, self.steps = stops, tokens_left, 0
         self.stopped = torch.zeros(len(tokens_left), dtype=torch.bool, device=tokens_left.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         self.steps += 1
         self.stopped |= torch.isin(input_ids[:, -1], self.stops) | (self.tokens_left <= self.steps)
-        return (self.stopped.float().mean() >= self.share).expand(len(self.stopped))
+        return (self.stopped.float().mean() >= SHARE_STOPPED).expand(len(self.stopped))
 
 
 def generate_refilling(
@@ -299,11 +299,7 @@ def generate_refilling(
             chosen, waiting = waiting[:room], waiting[room:]
             batch = admit(model, batch, pad_left(prompts, chosen, limit, generation.pad_token_id, device))
         assert batch is not None, "a missing batch always admits prompts"
-        changes = (
-            len(batch.places) > 1 or bool(waiting) or bool((batch.tokens_left < int(batch.tokens_left.max())).any())
-        )
-        ended = [_EnoughStopped(stops, batch.tokens_left, SHARE_STOPPED)] if changes else []
-        criteria = StoppingCriteriaList([*cut_when(enough), *ended])
+        criteria = StoppingCriteriaList([*cut_when(enough), _EnoughStopped(stops, batch.tokens_left)])
         batch = advance(model, batch, generation, stops, criteria, answers=answers)
     return [tokens[:limit] for tokens in answers]
 

@@ -141,7 +141,6 @@ def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "
     reasons = (
         (not rows, "there are no validation rows (`data.validation`)"),
         (asked is False, "`train.predict_with_generate` is `false`"),
-        (config.eval.samples == 0, "`eval.samples` is 0"),
         (not config.eval.metrics, "`eval.metrics` is empty"),
         (not ready, "no validation row has a reference answer (documents, plain text and tokens have none)"),
         (
