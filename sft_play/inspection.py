@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,8 @@ def main(call: Call) -> int:
     }
     if call.json and not as_page:
         shown = {"split": split, "manifest": manifests[split], "samples": [asdict(sample) for sample in samples[split]]}
-        return call.show(shown)
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return 0
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
     mixtures = {"train": mixture.describe() if mixture else ()}
     if as_page:

@@ -146,7 +146,7 @@ class Call:
 
     def show(self, facts: Any, *lines: str) -> int:
         """Print facts as JSON or lines for people, and return 0."""
-        print(json.dumps(facts, indent=2, ensure_ascii=False) if self.json else "\n".join(lines), flush=True)
+        print(json.dumps(facts, indent=2) if self.json else "\n".join(lines), flush=True)
         return 0
 
     def with_defaults(self, values: Mapping[str, str]) -> Call:
