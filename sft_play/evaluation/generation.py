@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +27,14 @@ from sft_play.plan.shape import PROMPTED_ALONE
 from sft_play.text import Show
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """One completion."""
 
-    text: str
-    """The visible answer, without thought and tool calls."""
+    parts: AnswerParts
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
     stopped: bool
     """Whether the model ended its turn itself."""
-    thought: str = ""
-    calls: tuple[str, ...] = ()
-    """As in `data.answers.AnswerParts`."""
-
-    @property
-    def parts(self) -> AnswerParts:
-        return AnswerParts(self.text, self.thought, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,8 +171,7 @@ def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in stops), None)
     answer_tokens = tokens if end is None else tokens[:end]
-    text, thought, calls = parts_of(tokenizer, answer_tokens)
-    return Answer(text=text, thought=thought, calls=calls, tokens=len(answer_tokens), stopped=end is not None)
+    return Answer(parts_of(tokenizer, answer_tokens), len(answer_tokens), end is not None)
 
 
 class Stream:
