@@ -95,12 +95,16 @@ COMMANDS: dict[str, Command] = {
         "RUN JSON MODEL CHECKPOINT INPUT OUTPUT PROMPT SYSTEM",
     ),
     "merge": Command(
-        "sft_play.model.use:main", "adapters merged into a model that any tool loads", "RUN JSON CHECKPOINT OUT"
+        "sft_play.model.use:main",
+        "adapters merged into a model that any tool loads",
+        "RUN JSON CHECKPOINT OUT",
+        overrides=False,
     ),
     "serve": Command(
         "sft_play.serve.server:main",
         "an OpenAI-compatible endpoint on 127.0.0.1, or HOST= with a token",
         "RUN JSON MODEL CHECKPOINT HOST PORT",
+        overrides=False,
     ),
     "cluster-check": Command(
         "sft_play.cluster.check:main",
@@ -256,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _answer(arguments: list[str]) -> int:
     out = None
     try:
-        from sft_play.config.call import parse_call
+        from sft_play.config.call import command_help, parse_call
         from sft_play.launch.process import console_may_go, end_by_signals
         from sft_play.runs.folder import forget_consent, give_consent
 
@@ -264,10 +268,11 @@ def _answer(arguments: list[str]) -> int:
         if arguments == ["--version"]:
             print(f"sft-play {importlib.metadata.version('sft-play')}")
             return 0
-        if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in COMMANDS:
-            return show_command(arguments[1])
-        if arguments[:1] and arguments[0] in COMMANDS and {"-h", "--help"}.intersection(arguments[1:]):
-            return show_command(arguments[0])
+        first, second, *_ = *arguments, "", ""
+        asked = second if first == "help" else first if {"-h", "--help"}.intersection(arguments[1:]) else ""
+        if asked in COMMANDS:
+            print(command_help(asked, COMMANDS[asked]))
+            return 0
         call = parse_call(arguments or ["help"], COMMANDS, targets=MAKEFILE_TARGETS)
         configured[:] = call.configuration_words()
         if call.trusts_code:
@@ -342,14 +347,6 @@ def show_help(_: object) -> int:
     for name, text in MAKEFILE_TARGETS.items():
         print(f"  {name:<{width}}{text}")
     print("\n`sft-play COMMAND --help` and docs/launching.md list the variables of each command")
-    return 0
-
-
-def show_command(name: str) -> int:
-    """Print a command's description and its variables."""
-    from sft_play.config.call import command_help
-
-    print(command_help(name, COMMANDS[name]))
     return 0
 
 

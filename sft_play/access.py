@@ -1,6 +1,4 @@
-"""Access to this project's servers: the addresses they may listen on, and the check of every request. No heavy
-imports.
-"""
+"""Access to this project's servers: the addresses they may listen on, and the check of every request."""
 
 from __future__ import annotations
 
@@ -12,10 +10,13 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from sft_play.config.call import Call
 from sft_play.errors import UserError
+from sft_play.launch.environment import next_free_port
+from sft_play.text import tell
 
 LOOPBACK = "127.0.0.1"
 TOKEN_VARIABLE = "SFT_PLAY_SERVE_TOKEN"
@@ -75,6 +76,30 @@ def serve_token(address: str) -> str | None:
     return token
 
 
+class Place(NamedTuple):
+    """Where a server listens, and the token that a request must have."""
+
+    address: str
+    port: int
+    token: str | None
+
+    @property
+    def url(self) -> str:
+        """As a client on this machine calls it."""
+        return own_url(self.address, self.port)
+
+
+def place_of(call: Call, default_port: int) -> Place:
+    """Return the place that `HOST` and `PORT` name, or one with the next free port, and note what may surprise."""
+    address, typed = address_of(call.options.get("HOST")), call.port("PORT") or default_port
+    token, port = serve_token(address), next_free_port(typed, address, "PORT")
+    if port != typed:
+        tell(f"port {typed} is taken; using {port}")
+    if not is_loopback(address):
+        tell("note: nothing is encrypted; outside a network that you trust, use TLS or `ssh -L`")
+    return Place(address, port, token)
+
+
 class Guard:
     """An ASGI application in front of another one that requires the token, or refuses cross-site requests.
 
@@ -82,30 +107,18 @@ class Guard:
     site's page, since any page can make a browser call 127.0.0.1.
     """
 
-    def __init__(
-        self,
-        app: App,
-        *,
-        token: str | None,
-        address: str,
-        pages: frozenset[str] = frozenset(),
-        as_password: bool = False,
-    ) -> None:
-        """Wrap `app`; `pages` are the allowed paths (empty: all), and with `as_password` a browser may send the token
-        as a password.
-        """
-        self.app, self._pages, self._as_password = app, pages, as_password
+    def __init__(self, app: App, *, token: str | None, address: str, as_password: bool = False) -> None:
+        """Wrap `app`; with `as_password` a browser may send the token as a password."""
+        self.app, self._as_password = app, as_password
         self._digest = hashlib.sha256(token.encode()).digest() if token else None
         self._own = {"localhost", address, LOOPBACK, "::1"}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401, 403 or 404."""
+        """Pass a request on, or answer 401 or 403."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         refused = self._refusal([(bytes(name).lower(), bytes(value)) for name, value in scope.get("headers", ())])
-        if refused is None and self._pages and scope["path"] not in self._pages:
-            refused = 404, f"there is only {', '.join(sorted(self._pages))}"
         if refused is None:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -4,7 +4,6 @@ run they improve the forecast (`plan/throughput.py`).
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from sft_play.config.call import Call
@@ -28,13 +27,10 @@ def main(call: Call) -> int:
     run, outcome = start_run(call.with_defaults(SHORT), "auto" if several else "single")
     if outcome.code:
         return finish(call, run, outcome)
-    if call.json:
-        facts = read_facts(run.training_metrics)
-        names = ("tokens_per_second", "steady_tokens_per_second", "training_seconds", "peak_memory_bytes")
-        measured = {name: facts.get(name) for name in names}
-        print(json.dumps({"run": str(run.path), "measured": measured, "plan": facts.get("forecast")}, indent=2))
-    else:
-        print(
-            f"\n{run.path}\n{beside_forecast(run)}  plans of similar models on these devices use this run from now on"
-        )
-    return 0
+    facts = read_facts(run.training_metrics)
+    names = ("tokens_per_second", "steady_tokens_per_second", "training_seconds", "peak_memory_bytes")
+    measured = {name: facts.get(name) for name in names}
+    return call.show(
+        {"run": str(run.path), "measured": measured, "plan": facts.get("forecast")},
+        f"\n{run.path}\n{beside_forecast(run)}  plans of similar models on these devices use this run from now on",
+    )

@@ -128,8 +128,9 @@ def machine() -> dict[str, Any]:
 # Python, packages, compilers, and files that shadow libraries.
 
 
-def python_version(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
+def python_version() -> Iterator[Finding]:
     """Report a Python that is too old."""
+    version = sys.version_info
     if version < OLDEST_PYTHON:
         yield Finding(
             "python-version",

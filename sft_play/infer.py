@@ -67,7 +67,7 @@ def main(call: Call) -> int:
     options = call.options
     _check_options(options)
     plain = plain_model(options, "infer")
-    _check_overrides(call, OF_A_MODEL if plain else SETTINGS)
+    call.refuse_keys(OF_A_MODEL if plain else SETTINGS, f"a trained {'model' if plain else 'run'}")
     run = None if plain else find_run(options["RUN"])
     folder = weights_folder(run, options.get("CHECKPOINT")) if run else None
     rows = read_questions(Path(options["INPUT"]), _columns(run) if run else ()) if "INPUT" in options else None
@@ -152,16 +152,6 @@ def _check_options(options: Mapping[str, str]) -> None:
         if (output.exists() and not output.is_file()) or not os.access(output.absolute().parent, os.W_OK):
             message = "`OUTPUT` cannot be written: it is no plain file, or its folder does not exist or is not writable"
             raise UserError(message, place=str(output))
-
-
-def _check_overrides(call: Call, allowed: frozenset[str]) -> None:
-    refused = sorted({override.key for override in call.overrides} - allowed)
-    if refused:
-        raise UserError(
-            f"`make infer` cannot change {', '.join(f'`{key}`' for key in refused)} of a trained"
-            f" {'run' if allowed is SETTINGS else 'model'}",
-            hint=f"it takes {', '.join(sorted(key.upper().replace('.', '_') for key in allowed))}",
-        )
 
 
 def _settings(config: Config, planned_batch: int) -> AnswerSettings:

@@ -80,8 +80,7 @@ def main(call: Call) -> int:
         }
         path = typed_path(call.options.get("OUT") or f"inspect-{_name(call)}.html")
         write_text(path, page_html(record))
-        print(json.dumps({"page": str(path)}) if call.json else f"page: {path}")
-        return 0
+        return call.show({"page": str(path)}, f"page: {path}")
     # `[/x]` and `:x:` are data here
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     show(console, split, manifests[split], samples[split], mixtures.get(split, ()))

@@ -33,7 +33,7 @@ from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
 from sft_play.runs.adapters import made_folder, parent_of
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import ChatFormat, ParentAdapter, Prepared, ResolvedModel, day_of, remember
+from sft_play.runs.prepared import ChatFormat, ParentAdapter, Prepared, ResolvedModel, day_of, remember, sources_of
 from sft_play.runs.stamp import MADE
 from sft_play.text import tell
 
@@ -65,16 +65,9 @@ def data(call: Call) -> int:
     mixture = mixture_of(config.data, prepared.train.sources) if prepared.train else None
     for line in mixture.describe() if mixture else []:
         tell(f"mixture: {line}")
-    if call.json:
-        contents = {
-            "model": asdict(prepared.model),
-            "train": manifests["train"],
-            "validation": manifests.get("validation"),
-        }
-        print(json.dumps(contents, indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(f"{name}: {manifest['split']['path']}" for name, manifest in manifests.items()))
-    return 0
+    contents = {"train": manifests["train"], "validation": manifests.get("validation")}
+    lines = (f"{name}: {manifest['split']['path']}" for name, manifest in manifests.items())
+    return call.show({"model": asdict(prepared.model), **contents}, *lines)
 
 
 @contextmanager
@@ -206,11 +199,10 @@ def _offline_when_unreachable(config: Config) -> None:
     from sft_play.data.sources import is_hub
     from sft_play.plan.architecture import offline_unless_reachable
 
-    sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
     needs_hub = any(not Path(name).expanduser().is_dir() for name in names)
     with suppress(DataError):  # a missing source is refused when it is read, unless it was prepared before
-        needs_hub = needs_hub or any(is_hub(source) for source in sources)
+        needs_hub = needs_hub or any(map(is_hub, sources_of(config)))
     if needs_hub:
         offline_unless_reachable()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,14 +53,11 @@ def main(call: Call) -> int:
                 " for it"
             ),
         )
-    print(
-        json.dumps(profiles, indent=2)
-        if call.json
-        else "\n\n".join("\n".join(lines(name, override)) for name, override in profiles.items())
+    return call.show(
+        profiles,
+        *("\n".join([*lines(name, profile), ""]) for name, profile in profiles.items()),
+        f"traces for https://ui.perfetto.dev, chrome://tracing or TensorBoard's profiler plugin: {run.profile}",
     )
-    if not call.json:
-        print(f"\ntraces for https://ui.perfetto.dev, chrome://tracing or TensorBoard's profiler plugin: {run.profile}")
-    return 0
 
 
 def summaries(run: RunFolder) -> dict[str, dict[str, Any]]:

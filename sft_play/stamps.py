@@ -113,8 +113,7 @@ def _show_stamp(call: Call) -> int:
     again = run_again(RunFolder(folder)) if is_run else None
     if call.json:
         rules = {field: asdict(rule) for field, rule in RULES.items()}
-        print(json.dumps({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again}, indent=2))
-        return 0
+        return call.show({"folder": str(folder), "stamp": asdict(stamp), "rules": rules, "again": again})
     print(_title(folder, stamp) + "\n")
     rows: list[tuple[str, ...]] = [("", "", *PURPOSES)]
     for field, rule in RULES.items():
@@ -150,8 +149,7 @@ def _show_difference(call: Call) -> int:
     differing = differences(a, b)
     if call.json:
         facts = {"a": str(folders[0]), "b": str(folders[1]), "steps": [a.step, b.step], "differences": differing}
-        print(json.dumps(facts, indent=2))
-        return 0
+        return call.show(facts)
     for letter, folder, stamp in zip("AB", folders, (a, b), strict=True):
         print(f"{letter} {_title(folder, stamp)}")
     print()

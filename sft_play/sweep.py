@@ -8,15 +8,15 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.call import Call, enter_unsloth, flatten
+from sft_play.config.call import Call, enter_unsloth
 from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import Override, config_path
-from sft_play.config.load import load_config, read_config
+from sft_play.config.load import flatten, load_config, read_config
 from sft_play.config.metrics import OF_LOSS
 from sft_play.config.reader import INVALID, Mismatch, closest_word, read_record, shown
 from sft_play.config.schema import TrainConfig
@@ -111,8 +111,8 @@ def main(call: Call) -> int:
     metric = _metric(sweep, base, path)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
-        Trial(name=f"{name}-{index:02d}", values=values, origin=str(path))
-        for index, values in enumerate(combinations(sweep), 1)
+        Trial(name=f"{name}-{index:02d}", values=dict(zip(sweep.keys, values, strict=True)), origin=str(path))
+        for index, values in enumerate(itertools.product(*sweep.keys.values()), 1)
     ]
     say_plan(call, trials)
     return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, metric)
@@ -122,7 +122,8 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
     """Train the runs one after the other and rank them. Return the exit code."""
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
-        tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {_words(trial)}")
+        words = ", ".join(f"{key}={text}" for key, text in trial.values.items())
+        tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {words}")
         trial_call = _call(call, trial.name, *trial.overrides())
         _, outcome = start_run(trial_call, usual_strategy(trial_call))
         if outcome.code in STOPPED:
@@ -133,7 +134,7 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
         results.append(result_of(trial))
     metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
-    return 0 if any(trial_call.summary.state == "finished" for trial_call in results) else 75
+    return 0 if any(result.summary.state == "finished" for result in results) else 75
 
 
 def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
@@ -231,12 +232,6 @@ def check_unchanged(trial: Trial) -> None:
                 place=f"{trial.origin}:{line}",
                 hint="restore the value to continue the sweep; RUN_NAME=other starts another one",
             )
-
-
-def combinations(sweep: Sweep) -> Iterator[dict[str, str]]:
-    """Yield the values of each trial; the last key's change fastest."""
-    for values in itertools.product(*sweep.keys.values()):
-        yield dict(zip(sweep.keys, values, strict=True))
 
 
 def say_plan(call: Call, trials: Sequence[Trial]) -> None:
@@ -339,7 +334,3 @@ def _text(node: YamlNode) -> str:
     if isinstance(plain, list | dict):
         return json.dumps(plain)
     return node.text if node.text is not None else scalar_text(plain)
-
-
-def _words(trial: Trial) -> str:
-    return ", ".join(f"{key}={text}" for key, text in trial.values.items())

@@ -87,11 +87,10 @@ def stop(call: Call) -> int:
     if server := find_server():
         _end(server)
     pid_file().unlink(missing_ok=True)
-    if call.json:
-        print(json.dumps({"stopped": server is not None, "pid": server.pid if server else None}))
-    else:
-        print(f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs")
-    return 0
+    return call.show(
+        {"stopped": server is not None, "pid": server.pid if server else None},
+        f"TensorBoard (pid {server.pid}) has ended" if server else "no TensorBoard of this project runs",
+    )
 
 
 def _end(server: TensorBoardServer) -> None:
@@ -158,8 +157,5 @@ def answers(url: str) -> bool:
 
 
 def _say(call: Call, server: TensorBoardServer, note: str) -> int:
-    if call.json:
-        print(json.dumps(asdict(server) | {"note": note}))
-    else:
-        print(typed_here(f"TensorBoard: {server.url}\n  {server.folder}\n  {note}"))
-    return 0
+    text = typed_here(f"TensorBoard: {server.url}\n  {server.folder}\n  {note}")
+    return call.show(asdict(server) | {"note": note}, text)

@@ -22,7 +22,7 @@ from typing import Any
 from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, config_path, preset_path
-from sft_play.config.load import LoadedConfig, load_config, modes_with, override_config, read_config
+from sft_play.config.load import LoadedConfig, flatten, load_config, modes_with, override_config, read_config
 from sft_play.config.names import OWN_VARIABLES, VARIABLES
 from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
@@ -135,6 +135,20 @@ class Call:
         note_consent(loaded)
         return loaded
 
+    def refuse_keys(self, allowed: frozenset[str], owner: str) -> None:
+        """Raise `UserError` for overrides of other keys than `allowed`."""
+        if refused := sorted({override.key for override in self.overrides} - allowed):
+            keys = ", ".join(f"`{key}`" for key in refused)
+            raise UserError(
+                f"`make {self.command}` cannot change {keys} of {owner}",
+                hint=f"it takes {', '.join(sorted(map(variable_name, allowed)))}",
+            )
+
+    def show(self, facts: Any, *lines: str) -> int:
+        """Print facts as JSON or lines for people, and return 0."""
+        print(json.dumps(facts, indent=2) if self.json else "\n".join(lines), flush=True)
+        return 0
+
     def with_defaults(self, values: Mapping[str, str]) -> Call:
         """Return the call with these values for keys that were not typed."""
         typed, origin = {override.key for override in self.overrides}, f"make {self.command}"
@@ -189,42 +203,10 @@ COLUMN = 44
 def show(call: Call) -> int:
     """Print the configuration and return 0."""
     loaded = call.load_config()
-    flat = flatten(loaded)
-    if call.json:
-        print(
-            json.dumps({key: {"value": value, "origin": loaded.origins[key]} for key, value in flat.items()}, indent=2)
-        )
-    else:
-        mode = loaded.config.tuning.mode
-        used = {key: value for key, value in flat.items() if mode in (modes_with(key) or (mode,))}
-        print(as_yaml(used, loaded.origins))
-    return 0
-
-
-def flatten(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return dotted key -> plain value in the schema's order, followed by further `TrainingArguments`."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, name: str) -> None:
-        for item in dataclasses.fields(value):
-            key, inner = f"{name}.{item.name}" if name else item.name, getattr(value, item.name)
-            if key == "train.extra":
-                flat.update({f"train.{field}": _plain(part) for field, part in inner.items()})
-            elif dataclasses.is_dataclass(inner):
-                walk(inner, key)
-            else:
-                flat[key] = _plain(inner)
-
-    walk(loaded.config, "")
-    return flat
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
-    return dict(value) if isinstance(value, Mapping) else value
+    flat, mode = flatten(loaded), loaded.config.tuning.mode
+    used = {key: value for key, value in flat.items() if mode in (modes_with(key) or (mode,))}
+    facts = {key: {"value": value, "origin": loaded.origins[key]} for key, value in flat.items()}
+    return call.show(facts, as_yaml(used, loaded.origins))
 
 
 def as_yaml(flat: Mapping[str, Any], origins: Mapping[str, str]) -> str:

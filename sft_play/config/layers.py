@@ -267,7 +267,7 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
         ours: dict[str, Value] = {}
         for key, value in layer:
             if value.of_run and needs_own_word(key):
-                if value.node.plain() not in (_default(key), *WITHOUT_OTHERS):
+                if value.node.plain() not in (getattr(find_key(key), "default", None), *WITHOUT_OTHERS):
                     hint = f"type {variable_name(key)}=... with the command if you want it"
                     notices.append(f"`{key}` is not read from a run's folder: {hint}")
             elif key in ours:  # `train.seed: 1` and `train: {seed: 2}` in one file
@@ -280,11 +280,6 @@ def merge(layers: Iterable[Layer], problems: list[UserError], notices: list[str]
         merged |= ours
     _note_other_data(merged, notices)
     return merged
-
-
-def _default(key: str) -> Any:
-    schema_key = find_key(key)
-    return schema_key.default if schema_key else None
 
 
 def _contradicted(key: str, value: Value, merged: Mapping[str, Value]) -> Iterator[str]:

@@ -164,6 +164,19 @@ def saved_form(loaded: LoadedConfig) -> dict[str, Any]:
     return {"config": dataclasses.asdict(config), "origins": origins, "path": path}
 
 
+def flatten(loaded: LoadedConfig) -> dict[str, Any]:
+    """Return dotted key -> plain value; entries of lists are without their empty fields."""
+    layer = saved_layer(saved_form(loaded), "", [], of_run=False)
+    return {key: _without_null(value.node.plain()) for key, value in layer}
+
+
+def _without_null(value: Any) -> Any:
+    entries = value if isinstance(value, list) else []
+    if any(isinstance(entry, dict) for entry in entries):
+        return [{name: part for name, part in entry.items() if part is not None} for entry in entries]
+    return value
+
+
 # From layers to a configuration.
 
 
@@ -270,9 +283,11 @@ def own_words(loaded: LoadedConfig) -> list[str]:
     this configuration.
     """
     config = loaded.config
-    settings = {f"launch.{item.name}": getattr(config.launch, item.name) for item in dataclasses.fields(config.launch)}
-    settings |= {f"train.{name}": value for name, value in config.train.extra.items()}
-    values = {key: value for key, value in settings.items() if needs_own_word(key) and value is not None}
+    values = {
+        key: value
+        for key, value in flatten(loaded).items()
+        if needs_own_word(key) and key.startswith(("launch.", "train.")) and value is not None
+    }
     if config.model.trust_remote_code and "model.trust_remote_code" not in loaded.of_run:
         values["model.trust_remote_code"] = True
     if any(name.startswith(LIBRARY) for name in config.eval.metrics) and "eval.metrics" not in loaded.of_run:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -14,7 +11,6 @@ from sft_play.config.metrics import VALIDATE, never_evaluated
 from sft_play.config.reader import Conflict, Mismatch, Range, convert
 from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import wrap
-from sft_play.errors import HardwareError
 
 OPTIM, SCHEDULE, SETTINGS, ARGUMENTS = (
     "train.optim",
@@ -148,19 +144,6 @@ BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 WITHOUT_WARMUP = ("constant", *BY_METRIC)
 
 
-def missing_optimizer(config: Config) -> list[HardwareError]:
-    """Return the error for a `train.optim` whose package is not installed."""
-    chosen = OPTIMIZERS[config.train.optim]
-    if chosen.refused or not chosen.module or importlib.util.find_spec(chosen.module):
-        return []
-    return [
-        HardwareError(
-            f"`{OPTIM}` is `{config.train.optim}`, which needs `{chosen.module}`, and that is not installed here",
-            hint=f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {chosen.pip}",
-        )
-    ]
-
-
 def optimizer(config: Config) -> Iterator[Conflict]:
     """Refuse an optimizer that cannot run, cannot be saved, or would ignore other keys."""
     train, word = config.train, config.train.optim
@@ -183,7 +166,7 @@ def optimizer(config: Config) -> Iterator[Conflict]:
 
 def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
     """Check `train.optim_args`, which transformers reads as `name=value,name=value`."""
-    taken, typed = OPTIMIZERS[word].arguments, dict[str, Any]()
+    settings: dict[str, Any] = {}
     for part in text.replace(" ", "").split(",") if text else ():
         name, equals, value = part.partition("=")
         if not equals or "=" in value:
@@ -192,21 +175,31 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
                 f"`{ARGUMENTS}` has `{part}`, which is not `name=value`",
                 "TRAIN_OPTIM_ARGS=name=value,name=value",
             )
-        elif name not in taken:
-            names = ", ".join(taken) or "none"
-            yield Conflict(ARGUMENTS, f"`{ARGUMENTS}` has `{name}`, which `{word}` does not take", f"it takes: {names}")
         else:
-            problems: list[Mismatch] = []
-            typed[name] = convert(wrap(_plain(value.lower())), taken[name], f"{ARGUMENTS}.{name}", problems)
-            yield from (
-                Conflict(ARGUMENTS, f"`{mismatch.key}` {mismatch.problem}", mismatch.hint) for mismatch in problems
-            )
-    if typed.get("nesterov") is True and (not typed.get("momentum") or typed.get("dampening")):
+            settings[name] = _plain(value.lower())
+    yield from _entries(ARGUMENTS, settings, OPTIMIZERS[word].arguments, f"`{word}`")
+    if (
+        word == "sgd"
+        and settings.get("nesterov") is True
+        and (not settings.get("momentum") or settings.get("dampening"))
+    ):
         yield Conflict(
             ARGUMENTS,
             f"`{ARGUMENTS}` has `nesterov=true`, which needs a momentum, and no dampening",
             "TRAIN_OPTIM_ARGS=nesterov=true,momentum=0.9",
         )
+
+
+def _entries(key: str, settings: Mapping[str, Any], taken: Mapping[str, Any], taker: str) -> Iterator[Conflict]:
+    """Check names and values of the entries of `key`."""
+    for name, value in settings.items():
+        if name not in taken:
+            hint = f"it takes: {', '.join(taken) or 'none'}"
+            yield Conflict(key, f"`{key}` has `{name}`, which {taker} does not take", hint)
+            continue
+        problems: list[Mismatch] = []
+        convert(wrap(value), taken[name], f"{key}.{name}", problems)
+        yield from (Conflict(key, f"`{mismatch.key}` {mismatch.problem}", mismatch.hint) for mismatch in problems)
 
 
 def _plain(text: str) -> Any:
@@ -230,14 +223,7 @@ def schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(SETTINGS, f"`{SETTINGS}` is not a mapping", "`lr_scheduler_kwargs: {num_cycles: 2}`")
         return
     taken = SETTINGS_OF[word]
-    for name, value in settings.items():
-        if name not in taken:
-            hint = f"it takes: {', '.join(taken) or 'none'}"
-            yield Conflict(SETTINGS, f"`{SETTINGS}` has `{name}`, which the schedule `{word}` does not take", hint)
-            continue
-        problems: list[Mismatch] = []
-        convert(wrap(value), taken[name], f"{SETTINGS}.{name}", problems)
-        yield from (Conflict(SETTINGS, f"`{mismatch.key}` {mismatch.problem}", mismatch.hint) for mismatch in problems)
+    yield from _entries(SETTINGS, settings, taken, f"the schedule `{word}`")
     floors = [name for name in ("min_lr", "min_lr_rate") if settings.get(name) is not None]
     if taken.keys() >= _FLOORED.keys() and len(floors) != 1:
         has = "both `min_lr` and `min_lr_rate`" if floors else "neither `min_lr` nor `min_lr_rate`"

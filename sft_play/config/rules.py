@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from sft_play.config import data_rules, metrics, optimizers, schedulers, trackers
@@ -28,6 +29,10 @@ SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*[GM]bit(?:/s)?", re.IGNORECASE)
 NOTIFIED = re.compile(r"https?://\S+|\$\w*NOTIFY\w*")
 SECRET_PART = re.compile(r"/(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{20,}")
 """A part of an address that cannot be guessed."""
+PATHS = (
+    *("model.adapter", "model.revision", "model.tokenizer"),
+    *("data.chat_template", "data.train_path", "data.val_path"),
+)
 REPLICAS = ("auto", "ddp")
 """Strategies under which every rank has all trained weights."""
 
@@ -65,19 +70,11 @@ def _in_words(config: Config, key: str) -> str:
 
 def paths(config: Config) -> Iterator[Conflict]:
     """Refuse names that are empty and patterns that mean nothing; whether the files exist is checked later."""
-    data, short = config.data, {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
+    short = {"data.sources": config.data.train_path, "data.validation": config.data.val_path}
+    nameless = None if config.model.init == "random" or config.model.adapter else ""
     named = [
-        (
-            "model.name",
-            "model.name",
-            config.model.name or (None if config.model.init == "random" or config.model.adapter else ""),
-        ),
-        ("model.adapter", "model.adapter", config.model.adapter),
-        ("model.revision", "model.revision", config.model.revision),
-        ("model.tokenizer", "model.tokenizer", config.model.tokenizer),
-        ("data.chat_template", "data.chat_template", data.chat_template),
-        ("data.train_path", "data.train_path", data.train_path),
-        ("data.val_path", "data.val_path", data.val_path),
+        *((key, key, attrgetter(key)(config)) for key in PATHS),
+        ("model.name", "model.name", config.model.name or nameless),
         # A short key is the path of the only source.
         *((key, f"{key}[{i}].path", source.path) for key, i, source in data_rules.sources(config) if not short[key]),
     ]

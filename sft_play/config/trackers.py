@@ -1,4 +1,4 @@
-"""Trackers of `train.report_to`: their packages and the rule about their names."""
+"""Trackers of `train.report_to`: the rule about their names; the packages that they and optimizers need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 
+from sft_play.config.optimizers import OPTIM, OPTIMIZERS
 from sft_play.config.reader import Conflict, closest_word
 from sft_play.config.schema import Config
 from sft_play.errors import HardwareError
@@ -41,15 +42,18 @@ def trackers(config: Config) -> list[str]:
     return ["comet_ml" if name == "comet" else name for name in names]
 
 
-def missing_trackers(config: Config) -> list[HardwareError]:
-    """Return an error for each configured tracker that is not installed."""
-    needed = {name: PACKAGES[name] for name in trackers(config) if name in PACKAGES}
+def missing_packages(config: Config) -> list[HardwareError]:
+    """Return an error for each package of trackers and optimizer that is not installed."""
+    optim = config.train.optim
+    chosen = OPTIMIZERS[optim]
+    needed = [(f"`{KEY}` names `{name}`", *PACKAGES[name]) for name in trackers(config) if name in PACKAGES]
+    needed.append((f"`{OPTIM}` is `{optim}`, which needs `{chosen.module}`", chosen.module, chosen.pip))
     return [
         HardwareError(
-            f"`{KEY}` names `{name}`, which is not installed here",
+            f"{asked}, which is not installed here",
             hint=f"{shlex.quote(sys.executable)} -m pip install -c constraints.txt {package}",
         )
-        for name, (module, package) in needed.items()
+        for asked, module, package in needed
         if module and importlib.util.find_spec(module) is None
     ]
 

@@ -226,36 +226,25 @@ taken.
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that a reader of YAML 1.1 or 1.2 would read as another type."""
 
-    literal = True
-    """Whether texts of several lines may be literal blocks."""
-
     def ignore_aliases(self, _data: Any) -> bool:
         return True
 
     def text(self, value: str) -> yaml.ScalarNode:
         plain = PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str) and value.lower() not in OLD_BOOLEANS
-        literal = self.literal and "\n" in value and LITERAL.fullmatch(value)
+        literal = "\n" in value and LITERAL.fullmatch(value)  # in a list on one line PyYAML quotes it
         quote = "'" if '"' in value and value.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if literal else None if plain else quote)
-
-
-class _LineDumper(_Dumper):
-    literal = False
 
 
 _Dumper.add_representer(str, _Dumper.text)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_multi_representer(Mapping, _Dumper.represent_dict)  # type: ignore[type-abstract]
-_LineDumper.yaml_representers, _LineDumper.yaml_multi_representers = (
-    _Dumper.yaml_representers,
-    _Dumper.yaml_multi_representers,
-)
 
 
-def _dump(documents: Sequence[Any], dumper: type[_Dumper], *, explicit_start: bool = False, flow: bool = False) -> str:
+def _dump(documents: Sequence[Any], *, explicit_start: bool = False, flow: bool = False) -> str:
     text: str = yaml.dump_all(
         documents,
-        Dumper=dumper,
+        Dumper=_Dumper,
         explicit_start=explicit_start,
         sort_keys=False,
         default_flow_style=flow,
@@ -267,15 +256,15 @@ def _dump(documents: Sequence[Any], dumper: type[_Dumper], *, explicit_start: bo
 
 def scalar_text(value: Any) -> str:
     """Return a scalar, list or mapping as YAML on one line."""
-    return _dump([value], _LineDumper, flow=True).removesuffix("\n").removesuffix("\n...")
+    return _dump([[value]], flow=True)[1:-2]
 
 
 def dump_yaml(value: Mapping[str, Any]) -> str:
     """Return nested mappings as block YAML."""
-    return _dump([value], _Dumper)
+    return _dump([value])
 
 
 def dump_documents(documents: Sequence[Mapping[str, Any]], comment: str = "") -> str:
     """Return YAML documents as one file that begins with `comment`, each after its `---` and with its order of keys."""
     head = "".join(f"# {line}\n" for line in printable(comment).splitlines())
-    return head + _dump(documents, _Dumper, explicit_start=True)
+    return head + _dump(documents, explicit_start=True)

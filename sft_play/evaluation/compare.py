@@ -11,13 +11,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play.config.call import flatten
-from sft_play.config.load import read_config
+from sft_play.config.load import read_config, saved_form
 from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import CheckpointError, UserError
 from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
-from sft_play.launch.runs import summary_of
+from sft_play.launch.runs import flat_keys, summary_of
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import (
     RunFolder,
@@ -367,17 +366,13 @@ def how_to_score(run: RunFolder, weights: Weights, data: str | None = None) -> s
 
 def _settings(run: RunFolder) -> dict[str, Any]:
     """Return key -> value of the configuration; for a plain model only the keys that do not concern training."""
-    settings = flatten(read_config(run.config))
-    for key in ("data.sources", "data.validation"):
-        for index, source in enumerate(settings[key] if isinstance(settings[key], list) else ()):
-            settings |= {f"{key}[{index}].{k}": v for k, v in source.items() if v not in (None, False, "auto", {})}
-        if isinstance(settings[key], list):
-            del settings[key]
     trained = has_started(run)
     return {
         key: value
-        for key, value in settings.items()
-        if key not in NOT_SETTINGS and (trained or key.startswith(("model.", "tuning.")))
+        for key, value in flat_keys(saved_form(read_config(run.config))["config"])
+        if key not in NOT_SETTINGS
+        and (trained or key.startswith(("model.", "tuning.")))
+        and ("[" not in key or value not in (None, False, "auto", {}))
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.metrics import OF_ANSWERS, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
-from sft_play.files import file_sha256, read_json
+from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.model.resolve import check_trained, weights_sha256
 from sft_play.plan.architecture import shape_of
@@ -117,14 +116,13 @@ def main(call: Call) -> int:
             from sft_play.launch.commands import write_report_of
 
             write_report_of(run)
-    if call.json:
-        print(json.dumps({"run": run.name, "weights": weights.label, "folder": str(folder), **scores}, indent=2))
-    else:
-        name = "untuned base" if weights.label == BASE else weights.label
-        print(
-            f"run          {run.name}, {name} (step {weights.step})", *table(scores), f"files        {folder}", sep="\n"
-        )
-    return 0
+    name = "untuned base" if weights.label == BASE else weights.label
+    return call.show(
+        {"run": run.name, "weights": weights.label, "folder": str(folder), **scores},
+        f"run          {run.name}, {name} (step {weights.step})",
+        *table(scores),
+        f"files        {folder}",
+    )
 
 
 def _with_earlier_metrics(config: Config, scores: Mapping[str, Any]) -> Config:
@@ -152,9 +150,9 @@ def table(scores: Mapping[str, Any]) -> list[str]:
         few = ", too few to compare" if value["n"] < LEAST_ROWS else ""
         lines.append(f"{label_of_metric(metric):<12} {value['mean']:.4f}   {interval}, n = {value['n']}{few}")
     if classification := scores.get("classification"):
-        from sft_play.evaluation import labels
+        from sft_play.evaluation.scores import label_lines
 
-        lines += ["", *labels.lines(classification), ""]
+        lines += ["", *label_lines(classification), ""]
     if scores.get("complete") is False:
         lines.append(
             f"answered     {scores['answers']} of {scores['answers_asked']}: the time budget ended (`eval.max_seconds`)"
@@ -198,12 +196,7 @@ def check_options(call: Call) -> None:
         ):
             if name in options:
                 raise UserError(f"`RUN` and `{name}` are both given", hint=f"give one of them; {instead}")
-        refused = sorted(keys - SCORING - OTHER_ROWS)
-        if refused:
-            raise UserError(
-                f"`make eval` cannot change {', '.join(f'`{key}`' for key in refused)} of a finished run",
-                hint="it takes " + ", ".join(sorted(key.upper().replace(".", "_") for key in SCORING | OTHER_ROWS)),
-            )
+        call.refuse_keys(SCORING | OTHER_ROWS, "a finished run")
         changed = sorted(keys & (OTHER_ROWS - {"data.val_path", "data.validation"}))
         if changed and not _gives_rows(call):
             raise UserError(
@@ -412,7 +405,7 @@ def plain_run(loaded: LoadedConfig, model: ResolvedModel) -> RunFolder:
     data = DataConfig(chat_template=typed_data.chat_template, system=typed_data.system, style=typed_data.style)
     config = replace(loaded.config, data=data, train=train, eval=EvalConfig(), tuning=tuning)
     leaf = Path(config.model.name.rstrip("/")).name or "model"
-    shaped = hashlib.sha256(repr([config.model, tuning, data]).encode()).hexdigest()
+    shaped = text_sha256(repr([config.model, tuning, data]))
     run = RunFolder(runs_folder() / f"model-{leaf}-{shaped[:8]}")
     prepared = Prepared(model=model, train=None, validation=None)
     if run.plan.is_file() and Prepared.load(run.prepared) == prepared:
@@ -443,7 +436,7 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRo
         "num_beams": config.train.generation_num_beams,
         "max_new_tokens": config.train.generation_max_new_tokens,
     }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    key = text_sha256(json.dumps(settings, sort_keys=True))
     return {**settings, "key": key, "rows_trained": _rows_trained(rows.split, prepared.train) if weights.folder else 0}
 
 
@@ -471,7 +464,6 @@ def _content(folder: Path) -> str:
     )
     shaping = ("config.json", "adapter_config.json", "tokenizer.json")
     others = sorted(path for path in folder.iterdir() if path.suffix == ".jinja" or path.name in shaping)
-    digests: Mapping[str, str] = dict(zip((path.name for path in weights), weights_sha256(weights), strict=True))
-    lines = [f"{name} {digest}\n" for name, digest in digests.items()]
+    lines = [f"{path.name} {digest}\n" for path, digest in zip(weights, weights_sha256(weights), strict=True)]
     lines += [f"{path.name} {file_sha256(path)}\n" for path in others]
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    return text_sha256("".join(sorted(lines)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +27,14 @@ from sft_play.plan.shape import PROMPTED_ALONE
 from sft_play.text import Show
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """One completion."""
 
-    text: str
-    """The visible answer, without thought and tool calls."""
+    parts: AnswerParts
     tokens: int
     """Tokens of the answer, without the one that ends the turn."""
     stopped: bool
     """Whether the model ended its turn itself."""
-    thought: str = ""
-    calls: tuple[str, ...] = ()
-    """As in `data.answers.AnswerParts`."""
-
-    @property
-    def parts(self) -> AnswerParts:
-        return AnswerParts(self.text, self.thought, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,8 +171,7 @@ def refills(model: Any, settings: AnswerSettings, *, synced: bool) -> bool:
 def _answer(tokenizer: Any, tokens: Sequence[int], stops: set[int]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in stops), None)
     answer_tokens = tokens if end is None else tokens[:end]
-    text, thought, calls = parts_of(tokenizer, answer_tokens)
-    return Answer(text=text, thought=thought, calls=calls, tokens=len(answer_tokens), stopped=end is not None)
+    return Answer(parts_of(tokenizer, answer_tokens), len(answer_tokens), end is not None)
 
 
 class Stream:
@@ -264,14 +254,14 @@ class AnswerBatch:
 class _EnoughStopped(StoppingCriteria):
     """Interrupt generation when enough rows have ended, by a stop token or by their own limit."""
 
-    def __init__(self, stops: Tensor, tokens_left: Tensor, share: float) -> None:
-        self.stops, self.tokens_left, self.share, self.steps = stops, tokens_left, share, 0
+    def __init__(self, stops: Tensor, tokens_left: Tensor) -> None:
+        self.stops, self.tokens_left, self.steps = stops, tokens_left, 0
         self.stopped = torch.zeros(len(tokens_left), dtype=torch.bool, device=tokens_left.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         self.steps += 1
         self.stopped |= torch.isin(input_ids[:, -1], self.stops) | (self.tokens_left <= self.steps)
-        return (self.stopped.float().mean() >= self.share).expand(len(self.stopped))
+        return (self.stopped.float().mean() >= SHARE_STOPPED).expand(len(self.stopped))
 
 
 def generate_refilling(
@@ -299,11 +289,7 @@ def generate_refilling(
             chosen, waiting = waiting[:room], waiting[room:]
             batch = admit(model, batch, pad_left(prompts, chosen, limit, generation.pad_token_id, device))
         assert batch is not None, "a missing batch always admits prompts"
-        changes = (
-            len(batch.places) > 1 or bool(waiting) or bool((batch.tokens_left < int(batch.tokens_left.max())).any())
-        )
-        ended = [_EnoughStopped(stops, batch.tokens_left, SHARE_STOPPED)] if changes else []
-        criteria = StoppingCriteriaList([*cut_when(enough), *ended])
+        criteria = StoppingCriteriaList([*cut_when(enough), _EnoughStopped(stops, batch.tokens_left)])
         batch = advance(model, batch, generation, stops, criteria, answers=answers)
     return [tokens[:limit] for tokens in answers]
 

@@ -22,9 +22,9 @@ from sft_play.evaluation.held_out_answers import (
     decide,
     share_batches,
 )
-from sft_play.evaluation.labels import classification
 from sft_play.evaluation.scores import (
     check_library_metrics,
+    classification,
     how_scored,
     perplexity,
 )

@@ -141,7 +141,6 @@ def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "
     reasons = (
         (not rows, "there are no validation rows (`data.validation`)"),
         (asked is False, "`train.predict_with_generate` is `false`"),
-        (config.eval.samples == 0, "`eval.samples` is 0"),
         (not config.eval.metrics, "`eval.metrics` is empty"),
         (not ready, "no validation row has a reference answer (documents, plain text and tokens have none)"),
         (
@@ -214,9 +213,11 @@ def score_by_generation(
         stop.after_batches()
     if problem := ranks.first_problem(named(failure) if failure else None):
         raise PeerError(problem) from failure
-    gathered = ranks.gather([(index, asdict(answer)) for index, answer in answers])[:: ranks.copies]
+    gathered = ranks.gather([(index, *answer.parts, answer.tokens, answer.stopped) for index, answer in answers])
     everywhere = sorted(
-        ((index, Answer(**answer)) for part in gathered for index, answer in part), key=lambda part: part[0]
+        (index, Answer(AnswerParts(text, thought, tuple(calls)), tokens, stopped))
+        for part in gathered[:: ranks.copies]
+        for index, text, thought, calls, tokens, stopped in part
     )
     generated = budget.clock()
     assert len({index for index, _ in everywhere}) == len(everywhere), "a row was answered twice"

@@ -15,8 +15,7 @@ from datetime import date
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sft_play.config.call import flatten
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LoadedConfig, flatten
 from sft_play.errors import TOKEN, CheckpointError, DataError, HardwareError, UserError
 from sft_play.files import text_sha256
 from sft_play.launch.environment import MAKE_ONE, VARIABLE, interface_of

@@ -14,9 +14,8 @@ from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig
-from sft_play.config.optimizers import missing_optimizer
 from sft_play.config.schema import Config
-from sft_play.config.trackers import missing_trackers
+from sft_play.config.trackers import missing_packages
 from sft_play.errors import HardwareError, UserError, raise_all
 from sft_play.files import typed_path
 from sft_play.launch.deepspeed import BATCH_KEYS, UserDeepSpeed, ask_deepspeed, load_user_json, resolve
@@ -318,11 +317,6 @@ class Job:
         """Return the same job with another port, unless the port was typed: the old one may not be free yet."""
         ours = self.machines is None and self.options.master_port is None
         return replace(self, node=replace(self.node, master_port=free_port())) if ours else self
-
-
-def missing_packages(config: Config) -> list[HardwareError]:
-    """Return an error for each package that the configuration needs and this environment lacks."""
-    return [*missing_trackers(config), *missing_optimizer(config)]
 
 
 def job_of(call: Call, loaded: LoadedConfig, options: LaunchOptions) -> Job:

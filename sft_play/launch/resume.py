@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.call import Call, flatten
+from sft_play.config.call import Call
 from sft_play.config.layers import Override
-from sft_play.config.load import LoadedConfig, read_config
+from sft_play.config.load import LoadedConfig, flatten, read_config
 from sft_play.config.schema import Config, needs_own_word
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json_lines, write_bytes

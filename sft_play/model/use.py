@@ -494,11 +494,6 @@ def main(call: Call) -> int:
     """Merge, and show the comparison and the model's folder."""
     if "RUN" not in call.options:
         raise UserError("`RUN` is missing", hint="make merge RUN=name-of-a-run")
-    if call.overrides:
-        raise UserError(
-            f"`make merge` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
-            hint="it takes RUN, CHECKPOINT and OUT",
-        )
     run = find_run(call.options["RUN"], writes="OUT" not in call.options)
     weights = weights_folder(run, call.options.get("CHECKPOINT"))
     out = typed_path(call.options.get("OUT") or str(run.path / "merged"))

@@ -46,8 +46,7 @@ def main(call: Call) -> int:
     write_text(path, card_of(run, weights))
     if note := _base_note(run, weights):
         tell(note)
-    print(json.dumps({"run": str(run.path), "card": str(path)}) if call.json else f"card: {path}")
-    return 0
+    return call.show({"run": str(run.path), "card": str(path)}, f"card: {path}")
 
 
 def push(call: Call) -> int:
@@ -86,15 +85,9 @@ def push(call: Call) -> int:
     if not call.json:
         print(typed_here("\n".join(_described(facts, run, weights))), flush=True)
     if not call.flag("YES"):
-        print(
-            json.dumps({**facts, "card": card, "uploaded": None})
-            if call.json
-            else f"\n{card}\nnothing was uploaded; YES=1 does it"
-        )
-        return 0
+        return call.show({**facts, "card": card, "uploaded": None}, f"\n{card}\nnothing was uploaded; YES=1 does it")
     commit = _upload(repo, private, f"{run.name}, {label_of(run, weights)}", {CARD: card.encode(), **files})
-    print(json.dumps({**facts, "uploaded": commit}) if call.json else f"uploaded: {commit}")
-    return 0
+    return call.show({**facts, "uploaded": commit}, f"uploaded: {commit}")
 
 
 def _without_paths(path: Path, run: RunFolder, weights: Path) -> Path | bytes:

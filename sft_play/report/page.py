@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS, label_of_metric
 from sft_play.errors import typed_here
-from sft_play.files import finite, open_plain, read_object, typed_path, write_text
+from sft_play.files import finite, read_object, tail, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
 from sft_play.launch.runs import flat_keys, short_path, summary_of
 from sft_play.runs.folder import (
@@ -59,8 +59,7 @@ def main(call: Call) -> int:
     """Write `report.html` into the run's folder, or `OUT`."""
     run = find_named_run(call, writes="OUT" not in call.options)
     path = write_report(run, typed_path(call.options["OUT"]) if call.options.get("OUT") else None)
-    print(json.dumps({"run": str(run.path), "report": str(path)}) if call.json else f"report: {path}")
-    return 0
+    return call.show({"run": str(run.path), "report": str(path)}, f"report: {path}")
 
 
 def write_report(run: RunFolder, path: Path | None = None) -> Path:
@@ -216,11 +215,9 @@ def _logs(run: RunFolder) -> list[Path]:
 
 
 def _tail(path: Path) -> str:
-    with contextlib.suppress(OSError), open_plain(path) as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(0, size - LOG_BYTES))
-        text = stream.read().decode("utf-8", "replace")
-        return text if size <= LOG_BYTES else text.partition("\n")[2]
+    with contextlib.suppress(OSError):
+        text = tail(path, LOG_BYTES)
+        return text if path.stat().st_size <= LOG_BYTES else text.partition("\n")[2]
     return ""
 
 

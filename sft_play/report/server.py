@@ -16,18 +16,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sft_play.access import App, Guard, address_of, is_loopback, own_url, serve_token
+from sft_play.access import App, Guard, place_of
 from sft_play.config.call import Call
 from sft_play.config.metrics import LABELS
 from sft_play.errors import UserError
 from sft_play.evaluation.compare import ROWS, compare, read_sides
 from sft_play.files import finite
-from sft_play.launch.environment import next_free_port
 from sft_play.launch.runs import UNREADABLE, list_run, reason
 from sft_play.report.page import PAGE_POLICY, page_files, page_html, record_of
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import all_runs, check_run
-from sft_play.text import tell
 
 DEFAULT_PORT = 8600
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -38,25 +36,20 @@ def main(call: Call) -> int:
     """Serve the page until Ctrl-C."""
     import uvicorn
 
-    address = address_of(call.options.get("HOST"))
-    token = serve_token(address)
-    typed_port = call.port("PORT") or DEFAULT_PORT
-    port = next_free_port(typed_port, address, "PORT")
-    url = f"{own_url(address, port)}/"
-    if port != typed_port:
-        tell(f"port {typed_port} is taken; using {port}")
-    if not is_loopback(address):
-        tell("note: nothing is encrypted; outside a network that you trust, use TLS or `ssh -L`")
+    place = place_of(call, DEFAULT_PORT)
+    url = f"{place.url}/"
     if call.json:
-        print(json.dumps({"url": url, "runs": str(runs_folder()), "token": token is not None}), flush=True)
+        print(json.dumps({"url": url, "runs": str(runs_folder()), "token": place.token is not None}), flush=True)
     else:
-        print(
-            f"all runs of `{runs_folder()}` at {url}  ({'the token is the password; ' if token else ''}Ctrl-C stops)",
-            flush=True,
-        )
+        password = "the token is the password; " if place.token else ""
+        print(f"all runs of `{runs_folder()}` at {url}  ({password}Ctrl-C stops)", flush=True)
     uvicorn.Server(
         uvicorn.Config(
-            application(token, address), host=address, port=port, log_level="error", timeout_graceful_shutdown=1
+            application(place.token, place.address),
+            host=place.address,
+            port=place.port,
+            log_level="error",
+            timeout_graceful_shutdown=1,
         )
     ).run()
     return 0

@@ -34,7 +34,7 @@ IN_PEFT: Mapping[str, Row] = {
     "init": ("init_lora_weights", {"default": True}),
     "rank_pattern": ("rank_pattern", {}),
     "alpha_pattern": ("alpha_pattern", {}),
-    "modules_to_save": ("modules_to_save", {(): None}),
+    "modules_to_save": ("modules_to_save", {}),
     "bias": ("bias", {}),
 }
 """Key of `tuning.lora` -> its name in PEFT's `LoraConfig`, and values with another name there; a new shape of adapters
@@ -55,15 +55,11 @@ def embeddings_of(lora: LoraSettings, new_tokens: int) -> Literal["none", "new",
 
 def peft_settings(lora: LoraSettings) -> dict[str, Any]:
     """Return the keywords of PEFT's `LoraConfig`, except its targets."""
-    values = {key: getattr(lora, key) for key in IN_PEFT}
+    values = asdict(lora) | {"modules_to_save": lora.modules_to_save or None}
     values["alpha"] = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
-    settings = {}
-    for key, (name, other) in IN_PEFT.items():
-        value = values[key]
-        value = dict(value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
-        value = other.get(value, value) if not isinstance(value, dict) else value
-        settings[name] = list(value) if isinstance(value, tuple) else value
-    return settings
+    return {
+        name: other.get(values[key], values[key]) if other else values[key] for key, (name, other) in IN_PEFT.items()
+    }
 
 
 def _from_peft(saved: Mapping[str, Any]) -> dict[str, Any]:

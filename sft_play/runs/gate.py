@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +31,22 @@ def check_run(run: RunFolder, *, writes: bool = False) -> RunFolder:
     """
     if not writes and not any(os.path.lexists(path) for path in (run.config, run.events)):
         return run
-    for entry, status in _below(run.path, writes=writes):
-        kind = stat.S_IFMT(status.st_mode)
-        if kind == stat.S_IFLNK and not _is_ours(run, Path(entry.path)):
-            hint = f"a link may lead to any file of yours: rm {entry.path}"
-            raise _refused(entry.path, f"is a link to `{_target(Path(entry.path))}`", hint)
-        if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
-            raise _refused(entry.path, "is a pipe, a device or a socket", f"rm {entry.path}")
+
+    def unreadable(error: OSError) -> None:
+        hidden = isinstance(error, PermissionError) and not writes
+        if not hidden and not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for folder, folders, files in os.walk(run.path, onerror=unreadable):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            with contextlib.suppress(FileNotFoundError):  # it has vanished
+                kind = stat.S_IFMT(path.lstat().st_mode)
+                if kind == stat.S_IFLNK and not _is_ours(run, path):
+                    hint = f"a link may lead to any file of yours: rm {path}"
+                    raise _refused(path, f"is a link to `{_target(path)}`", hint)
+                if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+                    raise _refused(path, "is a pipe, a device or a socket", f"rm {path}")
     return run
-
-
-def _below(folder: Path, *, writes: bool) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Yield the entries below a folder, skipping what vanishes and, unless `writes`, unreadable folders."""
-    waiting = [str(folder)]
-    while waiting:
-        place = waiting.pop()
-        try:
-            with os.scandir(place) as entries:
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISDIR(status.st_mode):
-                            waiting.append(entry.path)
-                        yield entry, status
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except PermissionError:
-            if writes:
-                raise
 
 
 def _is_ours(run: RunFolder, link: Path) -> bool:
@@ -75,8 +63,8 @@ def _target(link: Path) -> str:
     return "?"
 
 
-def _refused(path: str, what: str, hint: str) -> CheckpointError:
-    return CheckpointError(f"{what}, and a run contains plain files and folders only", place=path, hint=hint)
+def _refused(path: Path, what: str, hint: str) -> CheckpointError:
+    return CheckpointError(f"{what}, and a run contains plain files and folders only", place=str(path), hint=hint)
 
 
 def all_runs() -> list[RunFolder]:

@@ -111,22 +111,25 @@ def verify(folder: Path, *, needed: Callable[[str], bool] | None = None, sizes_o
     if outside is not None:
         return f"its manifest names `{outside}`, which is not in the folder"
     chosen = {name: facts for name, facts in listed.items() if needed is None or needed(name)}
-    if sizes_only:
-        return next((reason for item in chosen.items() if (reason := _wrong_size(folder, *item))), None)
-    return damage(folder, chosen)
+    return damage(folder, chosen, sizes_only=sizes_only)
 
 
-def damage(folder: Path, files: Mapping[str, Facts]) -> str | None:
+def damage(folder: Path, files: Mapping[str, Facts], *, sizes_only: bool = False) -> str | None:
     """Return the first difference between `files` and their description, or `None`."""
 
-    def check_file(item: tuple[str, Facts]) -> str | None:
-        return _damage_of(folder, *item)
+    def wrong_content(name: str) -> str | None:
+        try:
+            if checksum(folder / name) != files[name][ALGORITHM]:
+                return f"`{name}` has another checksum than the manifest says"
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            return f"`{name}` cannot be checked: {error}"
+        return None
 
     # Sizes first: comparing them costs nothing.
-    if sizes := [reason for item in files.items() if (reason := _wrong_size(folder, *item))]:
-        return sizes[0]
+    if (reason := next(filter(None, (_wrong_size(folder, *item) for item in files.items())), None)) or sizes_only:
+        return reason
     with ThreadPoolExecutor(_threads(len(files))) as pool:
-        return next((reason for reason in pool.map(check_file, files.items()) if reason), None)
+        return next(filter(None, pool.map(wrong_content, files)), None)
 
 
 def checksum(path: Path) -> str:
@@ -152,15 +155,6 @@ def _wrong_size(folder: Path, name: str, facts: Facts) -> str | None:
         return f"`{name}` is missing"
     except (OSError, KeyError, TypeError, ValueError) as error:
         return f"`{name}` cannot be checked: {error}"
-
-
-def _damage_of(folder: Path, name: str, facts: Facts) -> str | None:
-    try:
-        if checksum(folder / name) != facts[ALGORITHM]:
-            return f"`{name}` has another checksum than the manifest says"
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        return f"`{name}` cannot be checked: {error}"
-    return None
 
 
 def _sync_folders(folder: Path) -> None:

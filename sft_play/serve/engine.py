@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from sft_play.data.answers import AnswerParts
 from sft_play.errors import UserError
 from sft_play.evaluation.generation import (
     AnswerBatch,
@@ -78,7 +79,7 @@ class Answering:
         prompt: Sequence[int],
         sampling: Sampling,
         *,
-        text_of: Callable[[Sequence[int]], str],
+        parse: Callable[[Sequence[int]], AnswerParts],
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.prompt, self.sampling, self.notify = prompt, sampling, notify
@@ -88,20 +89,16 @@ class Answering:
         self.finish: Literal["stop", "length"] | None = None
         self.error: str | None = None
         self.cancelled = False
-        self._text_of = text_of
-        self._ends_at = float("inf")
-        self._matcher: Any = None
-        self._counts: Counter[int] = Counter()
+        self.matcher: Any = None
+        """Holds the answer to its schema."""
+        self.ends_at = float("inf")
+        self._parse = parse
         self._random = torch.Generator()
         self._random.seed() if sampling.seed is None else self._random.manual_seed(sampling.seed)
 
     @property
     def done(self) -> bool:
         return self.finish is not None or self.error is not None or self.cancelled
-
-    def begin(self, matcher: Any) -> None:
-        """Start the clock; `matcher` holds the answer to its schema."""
-        self._matcher, self._ends_at = matcher, time.monotonic() + LONGEST_ANSWER_SECONDS
 
     def fail(self, why: str) -> None:
         self.error = why
@@ -123,12 +120,11 @@ class Answering:
 
     def _keep(self, token: int) -> None:
         self.tokens.append(token)
-        self._counts[token] += 1
-        if self._matcher is not None and not self._matcher.consume_token(token):
-            self.error = f"the schema cannot be followed further: {self._matcher.get_error()}"
-        if self.sampling.stops and any(stop in self._text_of(self.tokens) for stop in self.sampling.stops):
+        if self.matcher is not None and not self.matcher.consume_token(token):
+            self.error = f"the schema cannot be followed further: {self.matcher.get_error()}"
+        if self.sampling.stops and any(stop in self._parse(self.tokens).text for stop in self.sampling.stops):
             self.finish = "stop"
-        elif len(self.tokens) >= self.sampling.max_tokens or time.monotonic() > self._ends_at:
+        elif len(self.tokens) >= self.sampling.max_tokens or time.monotonic() > self.ends_at:
             self.finish = "length"
 
     def _weighed(self, scores_V: Tensor) -> Tensor:
@@ -136,7 +132,7 @@ class Answering:
         if not (how.bias or how.presence_penalty or how.frequency_penalty):
             return scores_V
         scores_V = scores_V.clone()
-        for token, count in self._counts.items():
+        for token, count in Counter(self.tokens).items():
             scores_V[token] -= how.presence_penalty + how.frequency_penalty * count
         for token, bias in how.bias.items():
             scores_V[token] += bias
@@ -144,9 +140,9 @@ class Answering:
 
     def _allowed(self, scores_V: Tensor) -> Tensor:
         """Return the scores with nothing left but what the schema allows here."""
-        if self._matcher is None:
+        if self.matcher is None:
             return scores_V
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: len(scores_V)].bool()
         return scores_V.masked_fill(~allowed.to(scores_V.device), float("-inf"))
 
@@ -175,23 +171,20 @@ class Engine:
         longest = min(self.positions, 2**20)
         self._at_once = settings_for(model, AnswerSettings(batch_size=max(1, at_once)), longest=longest).batch_size
         self._ends = ends_of_answers(tokenizer)
-        self._waiting: queue.SimpleQueue[Answering] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[Answering] = queue.SimpleQueue()
+        """Requests that are answered as soon as there is room."""
         self._live: dict[int, Answering] = {}
         self._numbers = itertools.count()
         self._refills = True
         """Whether this model's batches take requests in on the way; known after its first one."""
-        self._stopped = False
+        self.stopped = False
         self._schemas: Any = None
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
-    def submit(self, answering: Answering) -> None:
-        """Answer as soon as there is room."""
-        self._waiting.put(answering)
-
     def stop(self, seconds: float) -> None:
         """Cut all answers off and wait for the thread to end."""
-        self._stopped = True
+        self.stopped = True
         self._thread.join(seconds)
 
     def grammar_of(self, schema: Mapping[str, Any]) -> str:
@@ -213,17 +206,10 @@ class Engine:
             )
         return self._schemas
 
-    def _matcher(self, answering: Answering) -> Any:
-        if answering.sampling.grammar is None:
-            return None
-        from llguidance import LLMatcher
-
-        return LLMatcher(self._schema_tokenizer(), answering.sampling.grammar)
-
     def _run(self) -> None:
         batch: AnswerBatch | None = None
         with torch.no_grad():
-            while not self._stopped:
+            while not self.stopped:
                 try:
                     batch = self._step(batch)
                 except Exception as error:  # noqa: BLE001  # one bad request must not end the server
@@ -269,26 +255,22 @@ class Engine:
         room = self._at_once if batch is None else self.room_in(batch)
         while len(taken) < room:
             try:
-                answering = self._waiting.get(block=batch is None and not taken, timeout=0.2)
+                answering = self.waiting.get(block=batch is None and not taken, timeout=0.2)
             except queue.Empty:
                 break
             if not answering.cancelled:
                 number = next(self._numbers)
                 taken[number] = self._live[number] = answering
-                answering.begin(self._matcher(answering))
+                answering.ends_at = time.monotonic() + LONGEST_ANSWER_SECONDS
+                if answering.sampling.grammar is not None:
+                    from llguidance import LLMatcher
+
+                    answering.matcher = LLMatcher(self._schema_tokenizer(), answering.sampling.grammar)
         return taken
 
     def room_in(self, batch: AnswerBatch) -> int:
         """Return how many requests may join the batch when it is interrupted."""
         return self._at_once - len(batch.places) if self._refills else 0
-
-    def is_asked(self) -> bool:
-        """Return whether requests wait."""
-        return not self._waiting.empty()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
 
 
 class _Choice(LogitsProcessor):  # type: ignore[misc]
@@ -313,5 +295,5 @@ class _Interrupt(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         ended = [row for row, answering in enumerate(self.rows) if answering.done]
         self.batch.tokens_left[ended] = 0
-        interrupted = bool(ended) or self.engine.stopped or (self.has_room and self.engine.is_asked())
+        interrupted = bool(ended) or self.engine.stopped or (self.has_room and not self.engine.waiting.empty())
         return torch.full((len(input_ids),), interrupted, device=input_ids.device)

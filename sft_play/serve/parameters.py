@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+LARGEST = 2**63 - 1
 Check = Callable[[Any], Any]
 """Returns a parameter's value as it is used. Raises `ValueError` with what is expected."""
 
@@ -23,23 +24,13 @@ class Refused(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def between(low: float, high: float) -> Check:
-    """Take a number of a range."""
+def number(low: float, high: float, kind: Any = int | float) -> Check:
+    """Take a number, or with `kind` an integer, of a range."""
+    name = "an integer" if kind is int else "a number"
 
-    def check(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    return check
-
-
-def whole(low: int, high: int = 2**63 - 1) -> Check:
-    """Take an integer of a range."""
-
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"an integer from {low}{f' to {high}' if high < 2**62 else ''}")
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            raise ValueError(f"{name} from {low}{f' to {high}' if high < LARGEST else ''}")
         return value
 
     return check
@@ -104,7 +95,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _bias(value: Any) -> dict[int, float]:
     try:
-        return {int(token): between(-100, 100)(bias) for token, bias in dict(value).items()}
+        return {int(token): number(-100, 100)(bias) for token, bias in dict(value).items()}
     except (TypeError, ValueError):
         raise ValueError("an object of token numbers with numbers from -100 to 100") from None
 
@@ -161,12 +152,12 @@ def _template_variables(value: Any) -> dict[str, Any]:
 
 
 SAMPLING: dict[str, Check] = {
-    "temperature": between(0, 2),
-    "top_p": between(0, 1),
-    "top_k": whole(0),
-    "seed": whole(-(2**63)),
-    "presence_penalty": between(-2, 2),
-    "frequency_penalty": between(-2, 2),
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
+    "top_k": number(0, LARGEST, int),
+    "seed": number(-(2**63), LARGEST, int),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
     "logit_bias": _bias,
     "stop": _stops,
 }
@@ -182,7 +173,7 @@ CHATTING: dict[str, Check] = {
     "parallel_tool_calls": only(True),
     "chat_template_kwargs": _template_variables,
 }
-SEVERAL: dict[str, Check] = {"n": whole(1, MOST_ANSWERS), "stream_options": _stream_options}
+SEVERAL: dict[str, Check] = {"n": number(1, MOST_ANSWERS, int), "stream_options": _stream_options}
 ENDPOINTS: dict[str, dict[str, Check]] = {
     "/v1/chat/completions": ALL
     | SAMPLING
@@ -191,10 +182,10 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | {
         "messages": of_type(list, "a list of messages"),
         "tools": functions("function"),
-        "max_tokens": whole(1),
-        "max_completion_tokens": whole(1),
+        "max_tokens": number(1, LARGEST, int),
+        "max_completion_tokens": number(1, LARGEST, int),
         "logprobs": BOOLEAN,
-        "top_logprobs": whole(0, 20),
+        "top_logprobs": number(0, 20, int),
         "response_format": _format,
         "reasoning_effort": of_type(str, "a text"),
         "verbosity": only("medium"),
@@ -205,8 +196,8 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
     | SEVERAL
     | {
         "prompt": anything,
-        "max_tokens": whole(1),
-        "logprobs": whole(0, 5),
+        "max_tokens": number(1, LARGEST, int),
+        "logprobs": number(0, 5, int),
         "best_of": only(1),
         "echo": only(False),
         "suffix": only(""),
@@ -218,7 +209,7 @@ ENDPOINTS: dict[str, dict[str, Check]] = {
         "input": anything,
         "tools": functions(None),
         "instructions": of_type(str, "a text"),
-        "max_output_tokens": whole(1),
+        "max_output_tokens": number(1, LARGEST, int),
         "text": _text,
         "reasoning": _effort,
         "truncation": only("disabled"),

@@ -35,12 +35,18 @@ class Completion:
     stream: bool
     usage: bool
     """Whether a stream ends with the numbers of tokens."""
-    parse: Callable[[Sequence[int]], AnswerParts]
     called: bool
     """Whether calls are calls of functions that the request offers."""
     tokenizer: Any
+    prompts: list[list[int]]
     answerings: list[Answering] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
+
+    def parse(self, tokens: Sequence[int]) -> AnswerParts:
+        """Return the parts of an answer's tokens."""
+        if self.path == "/v1/completions":
+            return AnswerParts(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        parts = parts_of(self.tokenizer, tokens)
+        return marks_of(self.tokenizer).called(parts) if self.called else parts
 
 
 def read_completion(engine: Engine, path: str, body: Any, name: str, notify: Callable[[], None]) -> Completion:
@@ -59,16 +65,6 @@ def read_completion(engine: Engine, path: str, body: Any, name: str, notify: Cal
                 param="prompt" if path == "/v1/completions" else "input" if "input" in asked else "messages",
                 code="context_length_exceeded",
             )
-    tokenizer = engine.tokenizer
-    chat = path != "/v1/completions"
-    called = chat and bool(asked.get("tools")) and asked.get("tool_choice") != "none"
-
-    def parse(tokens: Sequence[int]) -> AnswerParts:
-        if not chat:
-            return AnswerParts(tokenizer.decode(tokens, skip_special_tokens=True))
-        parts = parts_of(tokenizer, tokens)
-        return marks_of(tokenizer).called(parts) if called else parts
-
     completion = Completion(
         id=uuid.uuid4().hex,
         created=int(time.time()),
@@ -76,16 +72,14 @@ def read_completion(engine: Engine, path: str, body: Any, name: str, notify: Cal
         path=path,
         stream=asked.get("stream", False),
         usage=asked.get("stream_options", False),
-        parse=parse,
-        called=called,
-        tokenizer=tokenizer,
+        called=bool(asked.get("tools")) and asked.get("tool_choice") != "none",
+        tokenizer=engine.tokenizer,
         prompts=prompts,
     )
     for prompt in prompts:
         for number in range(asked.get("n", 1)):
             sampling = _sampling(engine, asked, len(prompt), number)
-            text_of = lambda tokens: parse(tokens).text  # noqa: E731
-            completion.answerings.append(Answering(prompt, sampling, text_of=text_of, notify=notify))
+            completion.answerings.append(Answering(prompt, sampling, parse=completion.parse, notify=notify))
     return completion
 
 
@@ -141,7 +135,10 @@ def _chat_prompt(engine: Engine, path: str, asked: Mapping[str, Any]) -> list[in
     column = "input" if path == "/v1/responses" else "messages"
     messages, tools = require(asked, column), asked.get("tools")
     if column == "input":
-        messages, tools = _messages_of(messages, asked.get("instructions")), _functions_of(tools)
+        messages = _messages_of(messages, asked.get("instructions"))
+        # A chat has functions one level deeper.
+        bare = [{key: value for key, value in tool.items() if key != "type"} for tool in tools or ()]
+        tools = [{"type": "function", "function": function} for function in bare]
     variables = dict(asked.get("chat_template_kwargs", {}))
     if effort := asked.get("reasoning_effort", asked.get("reasoning")):
         if "reasoning_effort" not in str(engine.tokenizer.chat_template):
@@ -194,14 +191,6 @@ def _messages_of(value: Any, instructions: str | None) -> Any:
     return [*first, *messages]
 
 
-def _functions_of(tools: Any) -> Any:
-    """Return the functions of `tools` as a chat has them: one level deeper."""
-    return [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-        for tool in tools or ()
-    ]
-
-
 # Writing answers.
 
 
@@ -222,15 +211,9 @@ def _parts_of_answer(completion: Completion, answering: Answering) -> tuple[Answ
 
 
 def _usage(completion: Completion) -> dict[str, int]:
-    prompt, answers = (
-        sum(map(len, completion.prompts)),
-        sum(len(answering.tokens) for answering in completion.answerings),
-    )
+    prompt = sum(map(len, completion.prompts))
+    answers = sum(len(answering.tokens) for answering in completion.answerings)
     return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
-
-
-def _finish(answering: Answering, calls: Sequence[Any]) -> str:
-    return "tool_calls" if calls else str(answering.finish)
 
 
 def _tool_calls(calls: Sequence[Mapping[str, Any]], *, numbered: bool = False) -> list[dict[str, Any]]:
@@ -284,7 +267,7 @@ def reply(completion: Completion) -> dict[str, Any]:
         parts, calls = _parts_of_answer(completion, answering)
         choice = {
             "index": index,
-            "finish_reason": _finish(answering, calls),
+            "finish_reason": "tool_calls" if calls else answering.finish,
             "logprobs": _logprobs(completion, answering),
         }
         if completion.path == "/v1/completions":
@@ -427,40 +410,43 @@ def _rest(text: str, sent: str) -> tuple[str, str]:
     return (text[len(sent) :], text) if text.startswith(sent) else ("", sent)
 
 
-def chunks(completion: Completion, pieces: Sequence[Pieces], begun: bool) -> Iterator[Event]:
-    """Yield what can be sent now of a stream of completions; `begun` after the first call."""
-    chat = completion.path == "/v1/chat/completions"
+class CompletionEvents:
+    """The chunks of streamed completions."""
 
-    def chunk(index: int, content: dict[str, Any], **others: Any) -> Event:
+    def __init__(self, completion: Completion) -> None:
+        self.completion, self.chat = completion, completion.path == "/v1/chat/completions"
+        self._pieces = [Pieces(completion, answering) for answering in completion.answerings]
+
+    def _chunk(self, index: int, content: dict[str, Any], **others: Any) -> Event:
         choice = {"index": index, "finish_reason": None, "logprobs": None, **others}
-        return _head(completion, chunk=True) | {"choices": [choice | ({"delta": content} if chat else content)]}
+        choice |= {"delta": content} if self.chat else content
+        return _head(self.completion, chunk=True) | {"choices": [choice]}
 
-    for index, piece in enumerate(pieces):
-        if chat and not begun:
-            yield chunk(index, {"role": "assistant", "content": ""})
-        text, thought, start = piece.next()
-        if thought and chat:
-            yield chunk(index, {"reasoning_content": thought})
-        if text:
-            content = {"content": text} if chat else {"text": text}
-            yield chunk(index, content, logprobs=_logprobs(completion, piece.answering, start))
+    def begin(self) -> Iterator[Event]:
+        for index in range(len(self._pieces) if self.chat else 0):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
 
+    def grown(self) -> Iterator[Event]:
+        """Yield the text that can be sent now."""
+        for index, piece in enumerate(self._pieces):
+            text, thought, start = piece.next()
+            if thought and self.chat:
+                yield self._chunk(index, {"reasoning_content": thought})
+            if text:
+                logprobs = _logprobs(self.completion, piece.answering, start)
+                yield self._chunk(index, {"content" if self.chat else "text": text}, logprobs=logprobs)
 
-def last_chunks(completion: Completion, index: int) -> Iterator[Event]:
-    """Yield the end of an answer in a stream of completions."""
-    chat = completion.path == "/v1/chat/completions"
-    answering = completion.answerings[index]
-    _, calls = _parts_of_answer(completion, answering)
-    choice: dict[str, Any] = {"index": index, "logprobs": None}
-    if calls and chat:
-        delta = {"tool_calls": _tool_calls(calls, numbered=True)}
-        yield _head(completion, chunk=True) | {"choices": [choice | {"delta": delta, "finish_reason": None}]}
-    empty: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-    yield _head(completion, chunk=True) | {"choices": [choice | empty | {"finish_reason": _finish(answering, calls)}]}
+    def end(self, index: int) -> Iterator[Event]:
+        """Yield the end of an answer."""
+        answering = self.completion.answerings[index]
+        _, calls = _parts_of_answer(self.completion, answering)
+        if calls and self.chat:
+            yield self._chunk(index, {"tool_calls": _tool_calls(calls, numbered=True)})
+        reason = "tool_calls" if calls else answering.finish
+        yield self._chunk(index, {} if self.chat else {"text": ""}, finish_reason=reason)
 
-
-def usage_chunk(completion: Completion) -> Event:
-    return _head(completion, chunk=True) | {"choices": [], "usage": _usage(completion)}
+    def usage(self) -> Event:
+        return _head(self.completion, chunk=True) | {"choices": [], "usage": _usage(self.completion)}
 
 
 class ResponseEvents:
@@ -492,7 +478,7 @@ class ResponseEvents:
             yield self._event("response.content_part.added", part=_part(""), **place)
         yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
 
-    def end(self) -> Iterator[Event]:
+    def end(self, _: int) -> Iterator[Event]:
         """Yield the final items, the message first, since it was streamed."""
         items = _items(self.completion, *_parts_of_answer(self.completion, self.completion.answerings[0]))
         items.sort(key=lambda item: item["type"] != "message")

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,14 +26,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sft_play.access import TOKEN_VARIABLE, App, Guard, address_of, is_loopback, own_url, serve_token
+from sft_play.access import TOKEN_VARIABLE, App, Guard, Place, place_of
 from sft_play.data.chat import template_sha256
-from sft_play.errors import HardwareError, UserError
-from sft_play.launch.environment import next_free_port
+from sft_play.errors import HardwareError
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.prepared import common_system, needs_system
+from sft_play.serve.parameters import ENDPOINTS, Refused
 from sft_play.text import tell
 
 if TYPE_CHECKING:
@@ -53,19 +53,9 @@ AT_ONCE = 8
 def main(call: Call) -> int:
     """Serve until stopped. Find the port before the model is loaded."""
     plain = plain_model(call.options, "serve")
-    if call.overrides:
-        raise UserError(
-            f"`make serve` cannot change {', '.join(f'`{o.key}`' for o in call.overrides)} of a trained run",
-            hint="it takes RUN or MODEL, CHECKPOINT, HOST and PORT",
-        )
-    address = address_of(call.options.get("HOST"))
-    token = serve_token(address)
+    place = place_of(call, DEFAULT_PORT)
     run = None if plain else find_run(call.options["RUN"])
     weights = weights_folder(run, call.options.get("CHECKPOINT")) if run else None
-    asked = call.port("PORT") or DEFAULT_PORT
-    port = next_free_port(asked, address, "PORT")
-    if port != asked:
-        tell(f"port {asked} is taken; using {port}")
     from sft_play.model import use
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there
@@ -84,24 +74,9 @@ def main(call: Call) -> int:
 
     engine = Engine(model, tokenizer, at_once=at_once)
     try:
-        return _serve(engine, name, Place(address, port, token, system), as_json=call.json)
+        return _serve(engine, name, place, system, as_json=call.json)
     finally:
         engine.stop(SECONDS_TO_END)
-
-
-class Place(NamedTuple):
-    """Where the server listens, and what a request must bear."""
-
-    address: str
-    port: int
-    token: str | None
-    system: str | None = None
-    """The system turn of all training rows, which a request should have."""
-
-    @property
-    def url(self) -> str:
-        """As a client on this machine calls it."""
-        return f"{own_url(self.address, self.port)}/v1"
 
 
 def name_for_clients(name: str, label: str = "model") -> str:
@@ -126,13 +101,13 @@ def _stop_on_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _serve(engine: Engine, name: str, place: Place, *, as_json: bool) -> int:
+def _serve(engine: Engine, name: str, place: Place, system: str | None, *, as_json: bool) -> int:
     """Answer requests until a signal; return 130 or 143."""
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
-            _announce(name, place, as_json=as_json)
+            _announce(name, place, system, as_json=as_json)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if not self.should_exit:
@@ -159,29 +134,27 @@ def _serve(engine: Engine, name: str, place: Place, *, as_json: bool) -> int:
     return 128 + stopped[0] if stopped else 1
 
 
-def _announce(name: str, place: Place, *, as_json: bool) -> None:
-    if not is_loopback(place.address):
-        tell("note: what is sent is not encrypted: beyond a network that you trust put it behind TLS or `ssh -L`")
-    if place.system is not None:
-        tell(f"note: {needs_system(place.system)}: requests need it too")
+def _announce(name: str, place: Place, system: str | None, *, as_json: bool) -> None:
+    """Print where the model is served; `system` is the system turn of all training rows."""
+    url = f"{place.url}/v1"
+    if system is not None:
+        tell(f"note: {needs_system(system)}: requests need it too")
     if as_json:
-        facts = {"url": place.url, "model": name, "pid": os.getpid(), "token": place.token is not None}
+        facts = {"url": url, "model": name, "pid": os.getpid(), "token": place.token is not None}
         print(json.dumps(facts), flush=True)
         return
-    first = [] if place.system is None else [{"role": "system", "content": place.system}]
+    first = [] if system is None else [{"role": "system", "content": system}]
     body = json.dumps({"model": name, "messages": [*first, {"role": "user", "content": "Hello"}]}, ensure_ascii=False)
     key = f' -H "Authorization: Bearer ${TOKEN_VARIABLE}"' if place.token else ""
     print(
-        f"serving {name} at {place.url}  (Ctrl-C stops)\n"
-        f"try: curl {place.url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+        f"serving {name} at {url}  (Ctrl-C stops)\n"
+        f"try: curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
         flush=True,
     )
 
 
 def application(engine: Engine, name: str, place: Place) -> App:
     """Return the ASGI application of one model, behind the access check."""
-    from sft_play.serve.parameters import ENDPOINTS, Refused
-
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sft-play"}
 
     async def models(_: Request) -> Response:
@@ -223,12 +196,11 @@ def application(engine: Engine, name: str, place: Place) -> App:
     return Guard(inner, token=place.token, address=place.address)
 
 
-def _error(refused: Any) -> Response:
+def _error(refused: Refused) -> Response:
     return JSONResponse(refused.body, status_code=refused.status)
 
 
 async def _answer(engine: Engine, name: str, request: Request, body: Any) -> Response:
-    from sft_play.serve.parameters import Refused
     from sft_play.serve.replies import read_completion, reply
 
     loop, grown = asyncio.get_running_loop(), asyncio.Event()
@@ -239,7 +211,7 @@ async def _answer(engine: Engine, name: str, request: Request, body: Any) -> Res
 
     completion = read_completion(engine, request.url.path, body, name, notify)
     for answering in completion.answerings:
-        engine.submit(answering)
+        engine.waiting.put(answering)
     if completion.stream:
         return StreamingResponse(_stream(completion, grown), media_type="text/event-stream")
     try:
@@ -252,50 +224,50 @@ async def _answer(engine: Engine, name: str, request: Request, body: Any) -> Res
                 break
     finally:
         _cancel(completion)
-    if error := next((answering.error for answering in completion.answerings if answering.error), None):
-        raise Refused(error, status=503)
+    if error := _error_of(completion):
+        raise error
     return JSONResponse(reply(completion))
 
 
 def _cancel(completion: Completion) -> None:
     for answering in completion.answerings:
-        answering.cancelled = answering.cancelled or not answering.done
+        answering.cancelled |= not answering.done
 
 
 async def _stream(completion: Completion, grown: asyncio.Event) -> AsyncIterator[str]:
     """Yield server-sent events until all answers of a request are made."""
-    from sft_play.serve.parameters import Refused
-    from sft_play.serve.replies import Pieces, ResponseEvents, chunks, last_chunks, usage_chunk
+    from sft_play.serve.replies import CompletionEvents, ResponseEvents
 
-    events = ResponseEvents(completion) if completion.path == "/v1/responses" else None
-    pieces = [Pieces(completion, answering) for answering in completion.answerings]
-    begun, ended = False, [False] * len(pieces)
+    events = ResponseEvents(completion) if completion.path == "/v1/responses" else CompletionEvents(completion)
+    ended = [False] * len(completion.answerings)
     try:
-        for event in events.begin() if events else ():
-            yield _line(event, named=True)
+        for event in events.begin():
+            yield _line(event)
         while not all(ended):
             await grown.wait()
             grown.clear()
             done = [answering.done for answering in completion.answerings]
-            if error := next((answering.error for answering in completion.answerings if answering.error), None):
-                yield _line(Refused(error, status=503).body)
+            if error := _error_of(completion):
+                yield _line(error.body)
                 return
-            for event in events.grown() if events else chunks(completion, pieces, begun):
-                yield _line(event, named=events is not None)
-            begun = True
+            for event in events.grown():
+                yield _line(event)
             for index, is_done in enumerate(done):
-                if is_done and not ended[index]:
-                    ended[index] = True
-                    for event in events.end() if events else last_chunks(completion, index):
-                        yield _line(event, named=events is not None)
-        if completion.usage:
-            yield _line(usage_chunk(completion))
-        if events is None:
+                for event in events.end(index) if is_done and not ended[index] else ():
+                    yield _line(event)
+            ended = done
+        if isinstance(events, CompletionEvents):
+            if completion.usage:
+                yield _line(events.usage())
             yield "data: [DONE]\n\n"
     finally:
         _cancel(completion)
 
 
-def _line(event: Any, *, named: bool = False) -> str:
-    kind = f"event: {event['type']}\n" if named else ""
+def _error_of(completion: Completion) -> Refused | None:
+    return next((Refused(answering.error, status=503) for answering in completion.answerings if answering.error), None)
+
+
+def _line(event: Any) -> str:
+    kind = f"event: {event['type']}\n" if "type" in event else ""
     return f"{kind}data: {json.dumps(event, ensure_ascii=False)}\n\n"

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from sft_play.__main__ import COMMANDS
-from sft_play.config.call import flatten, parse_call
+from sft_play.config.call import parse_call
 from sft_play.config.keys import extra_keys, schema_keys
 from sft_play.config.layers import Override
-from sft_play.config.load import load_config, read_config, save_config
+from sft_play.config.load import flatten, load_config, read_config, save_config
 from sft_play.config.reader import options
 from sft_play.config.schema import DataSource, ModelConfig
 from sft_play.data.chat import template_sha256

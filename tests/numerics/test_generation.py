@@ -18,6 +18,7 @@ from sft_play.config.metrics import OF_ANSWERS
 from sft_play.evaluation.generation import AnswerSettings, prompt_ids
 from sft_play.evaluation.held_out_answers import Budget, score_by_generation
 from sft_play.model.tokenizer import load_tokenizer
+from tests.numerics.rank_processes import results_of_ranks
 from tests.places import WORDS
 from tests.tiny_models import build_tiny_llama
 
@@ -64,6 +65,10 @@ def alone(folder: Path) -> Any:
     return score_by_generation(
         *load(folder), rows(), AnswerSettings(batch_size=4, max_new_tokens=10), metrics=OF_ANSWERS
     )
+
+
+def test_a_models_own_answers_match_exactly_on_two_ranks(folder: Path, tmp_path: Path) -> None:
+    assert results_of_ranks("answer_ranks", tmp_path, 2, [str(folder)]) == [{"exact_match": 1.0}] * 2
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 13, 50])

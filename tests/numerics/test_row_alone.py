@@ -112,7 +112,7 @@ def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[
             assert float((same - gradient).norm() / gradient.norm()) < 1e-5, (layout, company)
     together = answer_all(model, tokenizer, AnswerSettings(max_new_tokens=8, num_beams=1, batch_size=8), prompts)
     compared = [
-        ((answer.text.strip(), answer.tokens), (text, count))
+        ((answer.parts.text.strip(), answer.tokens), (text, count))
         for answer, (text, count, margin) in zip(together, written, strict=True)
         if margin > 1e-5
     ]

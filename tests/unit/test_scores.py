@@ -13,14 +13,14 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from sft_play.config.metrics import LABELS
 from sft_play.errors import DataError
-from sft_play.evaluation.labels import confusion
-from sft_play.evaluation.labels import lines as label_lines
 from sft_play.evaluation.scores import (
     CORPUS,
     OF_SINGLE_ANSWERS,
     LibraryMetric,
     check_library_metrics,
+    confusion,
     exact_match,
+    label_lines,
     paired_difference,
     score_answers,
     token_f1,
