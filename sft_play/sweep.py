@@ -17,9 +17,9 @@ from sft_play.config.call import Call, enter_unsloth
 from sft_play.config.keys import find_key, schema_keys, variable_name
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import flatten, load_config, read_config
-from sft_play.config.metrics import OF_LOSS
+from sft_play.config.metrics import BEST, OF_LOSS, VALIDATE, best_model, never_evaluated
 from sft_play.config.reader import INVALID, Mismatch, closest_word, read_record, shown
-from sft_play.config.schema import TrainConfig
+from sft_play.config.schema import Config
 from sft_play.config.yaml_files import YamlNode, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all, typed_here
 from sft_play.evaluation.compare import compare, read_sides
@@ -107,13 +107,12 @@ def main(call: Call) -> int:
     loaded = load_config(config, call.overrides).config
     if loaded.tuning.backend == "unsloth":
         enter_unsloth("sweep")
-    base = loaded.train
-    metric = _metric(sweep, base, path)
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=dict(zip(sweep.keys, values, strict=True)), origin=str(path))
         for index, values in enumerate(itertools.product(*sweep.keys.values()), 1)
     ]
+    metric = _metric(sweep, load_config(config, [*call.overrides, *trials[0].overrides()]).config, path)
     say_plan(call, trials)
     return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, metric)
 
@@ -137,16 +136,17 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
     return 0 if any(result.summary.state == "finished" for result in results) else 75
 
 
-def _metric(sweep: Sweep, base: TrainConfig, path: Path) -> str:
+def _metric(sweep: Sweep, config: Config, path: Path) -> str:
     """Return the score that ranks the runs. Raise `UserError` if no run will have it."""
-    metric = sweep.metric or (base.metric_for_best_model if base.eval_strategy != "no" else "loss")
+    train, why = config.train, never_evaluated(config)
+    metric = sweep.metric or ("loss" if why else train.metric_for_best_model)
     metric = metric if metric == "loss" or metric.startswith("eval_") else f"eval_{metric}"
-    if metric != "loss" and base.eval_strategy == "no":
-        raise UserError(
-            f"runs are ranked by `{metric}`, and `train.eval_strategy` is `no`",
-            place=str(path),
-            hint="TRAIN_EVAL_STRATEGY=epoch",
-        )
+    if metric != "loss" and why:
+        raise UserError(f"runs are ranked by `{metric}`, and {why}", place=str(path), hint=VALIDATE)
+    wrong = best_model(replace(config, train=replace(train, metric_for_best_model=metric))) if metric != "loss" else ()
+    for conflict in wrong:
+        if conflict.key == BEST:
+            raise UserError(f"runs are ranked by `{metric}`{conflict.text}", place=str(path), hint=conflict.hint)
     return metric
 
 
@@ -182,8 +182,9 @@ def usable_metric(metric: str, results: Sequence[Result]) -> str:
     """Return the metric that can rank the runs, and print a note if it is another."""
     if metric == "loss" or any(metric in result.summary.scores for result in results):
         return metric
-    tell(f"note: no run has `{metric}`; ranked by the loss of training")
-    return "loss"
+    instead = "eval_loss" if any("eval_loss" in result.summary.scores for result in results) else "loss"
+    tell(f"note: no run has `{metric}`; ranked by {'`eval_loss`' if instead != 'loss' else 'the loss of training'}")
+    return instead
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -202,6 +203,8 @@ def read_sweep(path: Path) -> Sweep:
             problems.append(Mismatch(key, part, "is not a known key", hint))
         elif isinstance(part.value, list) and part.value:
             values[key] = [_text(value) for value in part.value]
+            if len(set(values[key])) < len(values[key]):
+                problems.append(Mismatch(key, part, "has a value twice"))
         else:
             problems.append(Mismatch(key, part, f"is `{shown(part)}`; expected a list of values"))
     raise_all(

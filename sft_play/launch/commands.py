@@ -183,7 +183,8 @@ def finish(call: Call, run: RunFolder, outcome: Outcome) -> int:
     if outcome.stop:
         tell(f"\n{describe_stop(outcome.stop)}")
     if outcome.code in (LOST, 130, 143) and DELIVERED not in os.environ:
-        tell(f"hint: continue with: make resume RUN={run.typed}")
+        again = "start again" if outcome.stop and not outcome.stop.get("saved") else "continue"
+        tell(f"hint: {again} with: make resume RUN={run.typed}")
     report = run.report if run.report.is_file() else None
     if call.json:
         result = {"run": str(run.path), "code": outcome.code, "rank": outcome.rank, "error": outcome.message or None}

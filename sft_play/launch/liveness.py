@@ -68,6 +68,8 @@ class TimeLimits:
         return cls(**{name: seconds * factor for name, seconds in asdict(cls()).items()})
 
 
+SLOW_STEPS = 1.5
+"""A request to stop allows a step this many times the longest one so far, where that is more than `patience`."""
 LIMITS = TimeLimits.scaled(float(os.environ.get(SCALE) or 1))
 
 
@@ -85,6 +87,8 @@ class Beat:
     """Seconds since its training thread last made progress."""
     limit: float
     """Seconds that it may be quiet in this phase."""
+    longest_step: float = 0.0
+    """Seconds of its longest step so far."""
     collectives: int | None = None
     """Collective operations that it has begun; known only for a rank that has been quiet for nearly `limit`."""
 

@@ -22,7 +22,7 @@ from types import FrameType
 import psutil
 
 from sft_play.files import open_own, remove_half_written, tail
-from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty
+from sft_play.launch.liveness import LIMITS, MARK, SLOW_STEPS, Listener, MemoryKills, keep_stacks, remove_empty
 from sft_play.launch.machines import Machines
 from sft_play.launch.process import STOPS, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
@@ -299,7 +299,7 @@ def _reason_to_kill(stop: Stop, watch: Watch, ended: Outcome | None) -> str | No
     if stop.at_once:
         return "killing the workers"
     if late := stop.late(watch):
-        return f"ranks {', '.join(map(str, late))} have not left within {LIMITS.leave:.0f} s; killing all workers"
+        return f"ranks {', '.join(map(str, late))} have not left in time; killing all workers"
     if watch.loss and watch.is_over(stopping=stop.requested):
         return watch.loss.text and f"stopping all ranks: {watch.loss.text}"
     return "" if stop.is_done(watch) else None
@@ -366,7 +366,8 @@ class Stop:
 
     def late(self, watch: Watch) -> list[int]:
         """Return the ranks that should have left by now and are not writing a checkpoint."""
-        if not self.requested or time.monotonic() - self.since < LIMITS.leave:
+        slowest = max((beat.longest_step for beat in watch.beats.latest.values()), default=0.0)
+        if not self.requested or time.monotonic() - self.since < LIMITS.leave + SLOW_STEPS * slowest:
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
 

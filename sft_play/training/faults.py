@@ -317,6 +317,7 @@ class Heartbeat:
             micro_step=doing.micro_step,
             quiet=quiet,
             limit=limit,
+            longest_step=doing.longest_step,
             collectives=collectives_begun() if stands else None,
         )
 

@@ -7,7 +7,8 @@ would not receive them. What a request leads to:
 - afterwards the ranks agree at the end of a step (`training.stopping`), save and exit;
 - without checkpoints (`train.save_strategy: no`) the process exits at once, unless the last step has ended: then it
   writes the model;
-- if no step ends within `PATIENCE_SECONDS` the process exits without a new checkpoint, except in the middle of a save.
+- if no step ends within `PATIENCE_SECONDS`, or `SLOW_STEPS` times the longest step, the process exits without a new
+  checkpoint, except in the middle of a save.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.launch.liveness import LIMITS
+from sft_play.launch.liveness import LIMITS, SLOW_STEPS
 from sft_play.launch.process import STOPS, leave_stops_to_parent, signals_to_hear, stop_code
 from sft_play.runs.folder import RunFolder
 from sft_play.text import tell
@@ -93,7 +94,8 @@ class StopRequest:
 
     def _wait(self) -> None:
         """End the process if it does not end in time."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        patience = max(PATIENCE_SECONDS, SLOW_STEPS * self.activity.longest_step)
+        deadline = time.monotonic() + patience
         while not self._ended:
             if self.activity.phase == "saving":  # a save is finished, however long it takes
                 deadline = max(deadline, time.monotonic() + AFTER_SAVE_SECONDS)
@@ -101,7 +103,7 @@ class StopRequest:
                 lost = f"`train.save_strategy` is `no`, so nothing after step {self.first_step} is kept"
                 self._leave("no step has ended since the start" if self.step == self.first_step else lost)
             if time.monotonic() > deadline:
-                self._leave(f"no step ended within {PATIENCE_SECONDS:.0f} s, so there is no new checkpoint")
+                self._leave(f"no step ended within {patience:.0f} s, so there is no new checkpoint")
             time.sleep(LOOK_SECONDS)
         # An interpreter that hangs in its final cleanup must not keep its launcher waiting.
         time.sleep(AFTER_SAVE_SECONDS)

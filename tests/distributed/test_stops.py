@@ -234,7 +234,7 @@ def test_a_stop_without_checkpoints_reports_that_nothing_is_saved(single: Place)
     assert stop(launch, stepping, signal.SIGTERM) == 143
     output = launch.output.read_text()
     assert "make stop RUN=unsaved stops it and saves nothing (`train.save_strategy: no`)" in output
-    assert "hint: continue with: make resume RUN=unsaved" in output
+    assert "hint: start again with: make resume RUN=unsaved" in output
     assert not checkpoints(launch.run)
     again = single.start("unsaved", "TRAIN_SAVE_STRATEGY=no")  # as the hint says
     assert again.end()[0] == 0 and figures(launch.run) == figures(launch.run.parent / "whole")

@@ -94,6 +94,7 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
         ("keys: {}", "sweep.yaml:1: `keys` is empty"),
         ("method: halving\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `halving`; expected `grid`"),
         ("keys:\n  train.seed: {min: 1, max: 3}", "expected a list of values"),
+        ("keys: {train.seed: [1, 2, 1]}", "sweep.yaml:1: `train.seed` has a value twice"),
         ("keys:\n  train.seed: [1, two]", "`train.seed` is `two`; expected an integer"),
     ],
 )
@@ -115,6 +116,7 @@ def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_pat
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
         (f"SWEEP={mixed} SLURM=1 HARDWARE=2xH100", "train-deepspeed and train-distributed"),
         (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` was typed"),
+        (f"SWEEP={path} TRAIN_EVAL_STRATEGY=epoch", "by `eval_rougeL`, but no answers are generated while"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=no", "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):
         in_process("sweep", "CONFIG=quickstart", *words.split()).refused(2, message)

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,30 @@ STOPPED: dict[str, Any] = {
     "time": 1.0,
     "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7},
 }
+
+
+@pytest.mark.parametrize(("longest_step", "finished"), [(0.0, False), (6.0, True)])
+def test_a_stop_waits_for_a_step_as_long_as_earlier_ones(longest_step: float, finished: bool, tmp_path: Path) -> None:
+    program = f"""
+import signal, sys, time
+from pathlib import Path
+from sft_play.runs.folder import RunFolder
+from sft_play.training.process import Activity
+from sft_play.training.stop_request import StopRequest
+
+activity = Activity(phase="training", step=2, longest_step={longest_step})
+request = StopRequest(run=RunFolder(Path("run")), rank=0, activity=activity, nothing_to_save=False)
+request.hear(signal.SIGTERM)
+time.sleep(4)
+print("the step has ended")
+"""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    environment = {**os.environ, "SFT_PLAY_TIME_SCALE": "0.05", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ("the step has ended" in done.stdout) is finished and (done.returncode == 0) is finished, done.stderr
+    assert ("no step ended within 1 s" in done.stderr) is not finished
 
 
 def test_a_stop_reads_no_large_checkpoint(tmp_path: Path) -> None:
