@@ -12,6 +12,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from sft_play.config.keys import variable_name
@@ -37,6 +38,26 @@ def sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
 
 
 # ---- The model
+
+
+def absent_files(config: Config) -> list[str]:
+    """Return the paths of sources that can only be files or folders, and are not on this machine."""
+    return [
+        source.path
+        for _, _, source in sources(config)
+        if names_file(source.path) and not Path(source.path).expanduser().exists() and not is_glob(source.path)
+    ]
+
+
+def names_file(path: str) -> bool:
+    """Return whether a source's path can only name a file or folder, and neither a hub dataset nor a built-in set."""
+    plain = not path.startswith("builtin:")
+    return plain and (bool(Path(path).suffix) or path.count("/") != 1 or path.startswith((".", "/", "~")))
+
+
+def is_glob(path: str) -> bool:
+    """Return whether a source's path is a pattern."""
+    return any(mark in path for mark in "*?[")
 
 
 def pretrained(config: Config) -> Iterator[Conflict]:

@@ -288,8 +288,8 @@ class Gatherer:
                 f"the longest has {tokens} tokens",
                 place=place,
                 hint=(
-                    f"raise MODEL_MAX_SEQ_LEN to {tokens}, or set DATA_OVERLONG=drop to omit them, truncate to cut"
-                    " them, or split to make several rows of each"
+                    f"raise MODEL_MAX_SEQ_LEN to {tokens} if the model has as many positions; or set DATA_OVERLONG=drop to omit"
+                    " them, truncate to cut them, or split to make several rows of each"
                 ),
             )
         if not self.examples:

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, in_filter, look_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, in_filter, is_glob, look_up, names_file
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable, scalar_text
@@ -227,7 +227,7 @@ def _find_files(source: DataSource) -> list[Path] | None:
         return [path]
     if path.is_dir():
         return choose_split(saved_splits(path) or splits_of_folder(path, source), source)
-    if any(mark in source.path for mark in "*?["):
+    if is_glob(source.path):
         # `Path.glob` would include hidden files.
         matches = sorted(p for p in map(Path, glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207
         if not matches:
@@ -235,7 +235,7 @@ def _find_files(source: DataSource) -> list[Path] | None:
         return choose_split(splits_of_glob(matches, path, source), source)
     if path.exists():
         raise DataError(NOT_PLAIN, place=source.path)
-    if path.suffix or source.path.count("/") != 1 or source.path.startswith((".", "/", "~")):
+    if names_file(source.path):
         raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
     return None
 

@@ -115,6 +115,14 @@ def test_typed_files_decide_the_plan(in_process: Program, tiny_config: Path, tmp
     assert f"to run it: make train-distributed CONFIG={tiny_config} NUM_GPUS=2 TRAIN_SEED=7" in shown
 
 
+def test_data_that_are_not_here_are_named(in_process: Program, tiny_config: Path) -> None:
+    words = (f"CONFIG={tiny_config}", "HARDWARE=cpu", "SOURCE=formula")
+    absent = in_process("plan", *words, "DATA_TRAIN_PATH=hotels.jsonl")
+    assert absent.code == 0 and "warning: the data `hotels.jsonl` are not on this machine" in absent.err
+    for here in (tiny_config, "builtin:docstrings", "someone/hub-dataset", f"{tiny_config.parent}/*.yaml"):
+        assert "not on this machine" not in in_process("plan", *words, f"DATA_TRAIN_PATH={here}").err
+
+
 def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:
     """`RUN` is planned as it was launched, with its prepared rows."""
     own = Override(key="launch.strategy", text="zero1", origin="LAUNCH_STRATEGY=zero1")
