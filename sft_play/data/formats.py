@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sft_play.config.reader import kind_of, names_of
@@ -30,6 +31,7 @@ from sft_play.data.turns import (
     is_filled,
     looks_like_a_mask,
     other_names,
+    out_of_order,
     refuse_media,
     refuse_unwritten,
     tools_of,
@@ -42,6 +44,8 @@ from sft_play.data.values import (
     in_snake_case,
     is_blank,
     is_list,
+    lacks,
+    leaves,
     list_of,
     not_read,
     refuse_none,
@@ -79,8 +83,10 @@ class Example:
     """With `input_ids`: how much each token counts."""
     weight: float = 1.0
     """How much each learnt token of the row counts, times its own weight."""
-    unread: tuple[str, ...] = ()
-    """Columns, and keys of turns, that contain something and are not read."""
+    unread: tuple[tuple[str, str], ...] = ()
+    """What contains something and is not read, columns and keys of turns, at any depth (`review.status`), each with its
+    value: nothing where that is no word or number.
+    """
     group: str | None = None
     """The value of `data.group_by`."""
     answer_column: str | None = None
@@ -94,6 +100,7 @@ class Example:
 
 
 AFTER = "turns after the last answer of their conversation, left out"
+UNORDERED = "conversations whose turns are not in the order of their times or numbers"
 UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
 FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
@@ -155,7 +162,8 @@ def _chat(column: str) -> Callable[[Row], Parts]:
             raise not_read(after, f"seems to be the answer to the last of `{column}`, and is not read", way)
         messages = [*system_of(row), *turns]
         learnt = end_at_answer(list(messages))
-        return {"messages": learnt, "doubts": (AFTER,) if len(learnt) < len(messages) else ()}
+        unordered = (UNORDERED,) if out_of_order(list_of(row[column], column)) else ()
+        return {"messages": learnt, "doubts": ((AFTER,) if len(learnt) < len(messages) else ()) + unordered}
 
     return parts
 
@@ -401,9 +409,11 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
             if any(turn.get("reasoning_content") and CLOSE in turn["content"] for turn in parts["messages"]):
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
-            _refuse_fragments(row, form, parts["messages"])
+            _refuse_rendered(parts["messages"])
             parts["tools"], of_tools = _tools(row, parts["messages"])
-            parts["doubts"] = (*parts.get("doubts", ()), *of_tools)
+            right = (name for name in row if name not in FORMATS[form][0] and EXPECTED.fullmatch(in_snake_case(name)))
+            other = [name for name in right if lacks(row[name], [parts["messages"][-1]["content"]])]
+            parts["doubts"] = (*parts.get("doubts", ()), *of_tools, *map(OTHER_ANSWER.format, other))
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
         parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(parts.get("messages") or parts.get("text") or ""))
         return Example(place=place, form=form, group=group, unread=unread, **parts)
@@ -426,15 +436,27 @@ def _read_by(form: str, group_by: str | None) -> frozenset[str | None]:
     return READ_BESIDES | {*FORMATS[form][0], *others.get(form, ()), group_by}
 
 
-def _unread(row: Row, form: str, group_by: str | None) -> tuple[str, ...]:
-    """Return the columns that contain something and are not read, and, of turns, such keys: `messages.id`."""
+MOST_LEAVES, MOST_SHORT = 20, 24
+"""Values within one that are looked at, and letters of a word."""
+
+
+def _unread(row: Row, form: str, group_by: str | None) -> tuple[tuple[str, str], ...]:
+    """Return what contains something and is not read, see `Example.unread`."""
     read = _read_by(form, group_by)
-    columns = {name: None for name, value in row.items() if name not in read and not is_blank(value)}
+    values = [(name, value) for name, value in row.items() if name not in read]
     for column in FORMATS[form][0] if form != "tokens" else ():
         turns = (turn for turn in (row[column] if is_list(row[column]) else ()) if isinstance(turn, Mapping))
-        keys = (item for turn in turns for item in turn.items() if item[0] not in READ_OF_TURNS)
-        columns |= {f"{column}.{key}": None for key, value in keys if not is_blank(value)}
-    return tuple(columns)
+        items = (item for turn in turns for item in turn.items())
+        values += [(f"{column}.{key}", value) for key, value in items if key not in READ_OF_TURNS]
+    words: dict[str, set[str]] = {}
+    for name, value in values:
+        for leaf, inner in islice(leaves(value, name), MOST_LEAVES):
+            if not is_blank(inner):
+                words.setdefault(leaf, set()).add(" ".join(str(inner)[: MOST_SHORT + 1].split()))
+    joined = {name: ", ".join(sorted(several)) for name, several in words.items()}
+    return tuple(
+        (name, text if len(text) <= MOST_SHORT and text.isprintable() else "") for name, text in joined.items()
+    )
 
 
 RENDERED = re.compile(
@@ -444,29 +466,22 @@ RENDERED = re.compile(
     re.DOTALL,
 )
 """A prompt as the templates of model families write it, up to where the answer begins."""
-CONVERSATION_ID = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread)_?id")
-TURN_NUMBER = re.compile("(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?")
 
 
-def _refuse_fragments(row: Row, form: str, messages: Sequence[Message]) -> None:
-    """Raise `DataError` for a turn that some template has rendered, and for a row that is a later part of a
-    conversation.
-    """
+def _refuse_rendered(messages: Sequence[Message]) -> None:
+    """Raise `DataError` for a turn that some template has rendered."""
     if any(turn["role"] == "user" and RENDERED.fullmatch(turn["content"]) for turn in messages):
         raise DataError(
             "a question has the marks of a chat template already, and would get them twice",
             hint="write the words alone, or the turns separately; the template is applied when the data are prepared",
         )
-    if form in ("messages", "sharegpt") or not any(map(CONVERSATION_ID.fullmatch, map(in_snake_case, row))):
-        return
-    numbers = {name: str(value) for name, value in row.items() if TURN_NUMBER.fullmatch(in_snake_case(name))}
-    if later := next((name for name, text in numbers.items() if text.isdecimal() and int(text) > 1), None):
-        raise DataError(
-            f"`{later}` is {row[later]}: the row seems to continue the conversation of an earlier one, and would be"
-            " learnt without it",
-            hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': later})}`"
-            " learns each row alone",
-        )
+
+
+EXPECTED = re.compile(
+    "(?:ground_?truth|expected|ideal|gold(?:en)?)(?:_?(?:answer|output|response|completion|label|text))?"
+    "|(?:correct|right|reference|true)_?(?:answer|output|response|completion|label|text)"
+)
+OTHER_ANSWER = "answers without the text of `{}`, which seems to be the right answer"
 
 
 def _take_thought(row: Row, form: str, messages: list[Message]) -> None:

@@ -63,6 +63,8 @@ def _if_true(column: str, value: Any) -> str:
 
 def _number(column: str, value: Any) -> str:
     """Return the filter that keeps rows rated as high; where the number is what is to be learnt, all are kept."""
+    if isinstance(value, bool):
+        return _if_false(column, value)
     try:
         finite = math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
@@ -89,15 +91,21 @@ def _http_error(column: str, value: Any) -> str:
 
 
 def _verdict(column: str, value: Any) -> str:
-    ended = isinstance(value, str) and ENDED.fullmatch(value.strip().lower())
-    return f'{column} != "{value}"' if ended else _label(column, value)
+    against = isinstance(value, str) and AGAINST.fullmatch(value.strip().lower())
+    return f'{column} != "{value}"' if against else _label(column, value)
+
+
+def _ended_early(column: str, value: Any) -> str:
+    word = value if isinstance(value, str) and value.isidentifier() else "stop"
+    return "" if ENDED.fullmatch(in_snake_case(word)) else f'{column} != "{value}"'
 
 
 def _if_filled(column: str, value: Any) -> str:
     if isinstance(value, str):
         nothing = _truth(value) is not None or value.strip().lower() in ("", "none", "null", "nan", "ok")
         return "" if nothing else f"blank({column})"
-    return "" if not value or isinstance(value, (bool, int, float)) else f"not has({column})"
+    empty = f" or len({column}) == 0" if isinstance(value, list) else ""
+    return "" if not value or isinstance(value, (bool, int, float)) else f"not has({column}){empty}"
 
 
 RATED = re.compile(r"\s*-?\d+(?:[.,]\d+)?\s*(?:%|/\s*\d+)?\s*|[★☆⭐\ufe0f]+")
@@ -106,68 +114,75 @@ HOLDOUT = re.compile(r"\bhold-?out\b|\bheld[-_ ]?out\b|\bunseen\b", re.IGNORECAS
 BAD = re.compile(
     r"incorrect|unacceptable|undesirable|unsafe|invalid|reject\w*|negative|wrong|bad|fail\w*|dislike\w*|false"
     r"|discard\w*|deleted|thumbs?_?down|downvoted|👎|❌|✗|-1"
+    r"|abgelehnt|entwurf|gelöscht|verworfen|fehlerhaft|ungültig|rechazad[oa]|borrador|incorrect[oae]|rejetée?|refusée?"
+    r"|brouillon|rifiutat[oa]|bozza|rejeitad[oa]|rascunho|отклонен[оа]?|отклонён|черновик|удален[оа]?|удалён|неверно"
+    r"|拒绝|已拒绝|驳回|草稿|已删除|错误|却下|下書き|削除済み|不正解"
 )
+AGAINST = re.compile(
+    r"deleted?|removed?|spam|low|poor|error|cancell?ed|incomplete|interrupted|truncated|draft|obsolete|outdated"
+    r"|deprecated|withdrawn|retracted|superseded|(?:.*\W)?duplicate|skipped|expired|revoked|blocked|quarantined|aborted"
+    r"|time(?:d[ _-]?)?out|pending|rework|dissatisfied|internal|private|whisper|\w+_(?:join|leave)"
+    r"|un(?:approved|verified|answered|helpful|satisfied|reviewed|usable)"
+    r"|not[ _-](?!rated|set|required|needed|available|applicable|yet[ _-]rated).*|(?:needs?|pending|awaiting|to[ _-]be)"
+    r"[ _-].*|(?:exit|status)[ _-](?:error|cost|timeout)"
+)
+"""Words that a status has, but classes have too."""
 ENDED = re.compile(
-    r"deleted?|removed?|spam|low|poor|error|length|max_?(?:output_)?tokens|(?:model_)?context_window_exceeded"
-    r"|content_filter|safety|recitation|cancell?ed|incomplete|interrupted|draft|obsolete|outdated|deprecated"
-    r"|withdrawn|retracted|superseded|duplicate"
+    r"(?:finish_reason_)?(?:stop\w*|end\w*|eo[st]\w*|(?:tool|function)_?(?:calls?|use)|complet\w+|finish\w*|success\w*"
+    r"|done|normal|ok|null|none|unspecified|unknown)"
 )
-"""Words that a status has, or the reason why an answer ended, but classes have too."""
-JUDGED: Sequence[tuple[re.Pattern[str], Keep]] = (
-    (re.compile("label|kto_tag|train|(?:is_)?desirable|win"), _yes_or_no),
+"""Reasons why an answer ended where it should; services have many others."""
+NO_JUDGE = r"(?!(?:\w+_)?(?:not|non|no|never|num|number|n|count|total|times|if|can|requires?)_)(?:\w+_)?"
+"""What may stand before the name of a judgement: not what turns it round, nor what counts."""
+JUDGED: Mapping[str, Keep] = {
+    "labels?|kto_tag|train|(?:is_)?desirable|win": _yes_or_no,
     (
-        re.compile(
-            r"(?:(?:is|was|has_been)_)?(?:correct|accepted|approved|good|safe|valid|chosen|published|active|enabled"
-            r"|visible|public|verified|reviewed|validated|usable|helpful|resolved|success(?:ful)?|complete|included?"
-            r"|keep|use|used|ok|pass|approve|best|preferred|selected|latest|current)|(?:\w+_)?passed"
-            r"|thumbs_up|(?:use|include)_(?:for|in)_train(?:ing)?|(?:has_)?consent"
-        ),
-        _if_false,
-    ),
+        r"(?:(?:is|was|has_been)_)?(?:good|chosen|published|active|enabled|visible|public|verified|reviewed"
+        r"|validated|usable|included?|keep|use|used|ok|pass|approve|best|preferred|selected|latest|current|final)"
+        rf"|{NO_JUDGE}(?:correct|accepted|approved|safe|valid|helpful|resolved|solved|success(?:ful)?|completed?"
+        r"|finished|passed|latest_version|review_result)"
+        r"|thumbs_up|(?:use|include)_(?:for|in)_train(?:ing)?|(?:has_)?consent"
+    ): _if_false,
     (
-        re.compile(
-            r"(?:(?:is|was|has_been|has)_)?(?:archived|draft|hidden|private|spam|duplicate|toxic|cancell?ed|exclude"
-            r"|skip(?:ped)?|ignore|hallucinat(?:ed|ions?)|refused|truncated|interrupted|incomplete|failed|error|removed"
-            r"|retracted|outdated|deprecated|obsolete|superseded|reject(?:ed)?|bad|wrong|incorrect|disliked?|deleted"
-            r"|discarded|excluded|ignored|flagged)|thumbs_down|(?:do_not|dont|no|not_for)_train(?:ing)?|opt(?:ed)?_?out"
-            r"|needs_(?:review|work|fix\w*)"
-        ),
-        _if_true,
-    ),
+        r"(?:(?:is|was|has_been|has)_)?(?:archived|hidden|private|exclude|skip(?:ped)?|ignore|error|removed"
+        r"|retracted|outdated|deprecated|obsolete|superseded|reject|bad|wrong|disliked?|excluded|ignored|internal"
+        r"|(?:private_|internal_)note|whisper|partial)"
+        rf"|{NO_JUDGE}(?:draft|spam|duplicate|toxic|cancell?ed|hallucinat(?:ed|ions?)|refused|truncated|interrupted"
+        r"|incomplete|failed|rejected|incorrect|deleted|discarded|flagged|contaminated|aborted|timed_out)"
+        r"|thumbs_down|(?:do_not|dont|no|not_for)_train(?:ing)?|opt(?:ed)?_?out|needs_(?:review|work|fix\w*)"
+    ): _if_true,
     (
-        re.compile(
-            r"(?:deleted|archived|discarded|rejected|retracted|removed|superseded|replaced)_(?:at|on|by)"
-            r"|error(?:_message)?|exception"
-        ),
-        _if_filled,
-    ),
-    (re.compile(r"(?:http_)?status(?:_code)?"), _http_error),
-    (re.compile("answer"), lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else ""),
-    (re.compile(r"(?:\w+_)?(?:score|rating|reward|advantage)|weights|\w+_weights?"), _number),
-    (re.compile("label"), _label),
+        r"(?:deleted|archived|discarded|rejected|retracted|removed|superseded|replaced|banned)_(?:at|on|by)(?:_\w+)?"
+        r"|errors?(?:_message)?|exception|flags|violations|duplicate_of|merged_(?:into|to)"
+        r"|(?:reject(?:ion)?|removal|deletion|flag|refusal|failure)_reason"
+    ): _if_filled,
+    r"(?:http_)?status(?:_code)?": _http_error,
+    "answer": lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else "",
     (
-        re.compile(
-            r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction)(?:_code)?|action"
-            r"|thumbs|vote"
-            r"|(?:finish|stop)_?reason"
-        ),
-        _verdict,
-    ),
-)
+        r"(?:\w+_)?(?:score|rating|reward|advantage)|score_\w+|weights|\w+_weights?|helpfulness|correctness|pass_rate"
+        "|(?:up_?)?votes"
+    ): _number,
+    "label": _label,
+    (
+        r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
+        r"|resolution|visibility)(?:_code)?|(?:message_|part_)?sub_?type|action|thumbs|vote"
+    ): _verdict,
+    "(?:finish|stop)_?reason": _ended_early,
+}
 """Columns that say of a conversation whether it is to be learnt -> the `filter` that keeps the good ones."""
-HELD_OUT: Sequence[tuple[re.Pattern[str], Keep]] = (
-    (re.compile(r"_?(?:(?:data_?set|data|ds)_)?(?:split|subset|set|partition|fold|phase)"), _held_out),
-    (re.compile(r"(?:is_)?(?:hold_?out|held_?out)|is_(?:test|validation|val|eval|dev)"), _if_true),
-    (re.compile(r"(?:is|in)_train(?:ing)?"), _if_false),
-)
+HELD_OUT: Mapping[str, Keep] = {
+    r"_?(?:(?:data_?set|data|ds)_)?(?:split|subset|set|partition|fold|phase)": _held_out,
+    r"(?:is_)?(?:hold_?out|held_?out)|(?:is|in)_(?:test|validation|val|eval|dev)(?:_set|_split)?": _if_true,
+    r"(?:is|in)_train(?:ing)?": _if_false,
+}
 """Columns that say of any row which split it belongs to -> the filter that keeps those of training."""
 
 
 @functools.lru_cache(4096)
 def keepers(column: str, chat: bool) -> tuple[Keep, ...]:
     """Return the rules for a column; `chat`: of a conversation, which may be judged."""
-    rules = (*HELD_OUT, *(JUDGED if chat else ()))
-    return tuple(keep for pattern, keep in rules if pattern.fullmatch(in_snake_case(column.rpartition(".")[2])))
+    rules, spelt = {**HELD_OUT, **(JUDGED if chat else {})}, in_snake_case(column.rpartition(".")[2])
+    return tuple(keep for pattern, keep in rules.items() if re.fullmatch(pattern, spelt))
 
 
 def says_what_is_good(column: str) -> bool:
@@ -188,7 +203,7 @@ def speaks_against(key: str, value: Any, column: str = "") -> str:
     """Return the `filter` that leaves out a text whose key says that it was withdrawn, or ends too early; nothing for
     other keys. A key of a turn, or of a mapping that `column` names for a `filter`, which may name a split too.
     """
-    heard = (_if_true, _if_false, _if_filled, _verdict, *((_held_out,) if column else ()))
+    heard = (_if_true, _if_false, _if_filled, _verdict, _ended_early, *((_held_out,) if column else ()))
     return next(filter(None, (keep(column or key, value) for keep in keepers(key, True) if keep in heard)), "")
 
 
@@ -196,121 +211,185 @@ def speaks_against(key: str, value: Any, column: str = "") -> str:
 
 
 SPEAKER = "(?:user|human|customer|q|question|instruction)"
+OTHER_SPEAKERS = (
+    "benutzer|nutzer|kunde|frage|usuario|cliente|pregunta|utilisateur|client|utente|domanda|usuário|пользователь|вопрос"
+    "|用户|问|ユーザー|사용자"
+)
 ASSISTANT = "assistant|ai|bot|gpt|chatgpt|agent"
 ANSWERER = f"(?:{ASSISTANT}|a|answer|response|output)"
-TEMPLATE = "texts with marks of a chat template (`<|im_end|>`, `[/INST]`, `<s>`)"
-OF_PROGRAMS = "texts with another program's references (`【4†source】`, `[oaicite:0]`)"
-MISREAD = "texts in UTF-8 that was read as another encoding (`Ã©`, `â€™`)"
+HTML = "texts with letters as HTML writes them (`&amp;`, `&#39;`, `<br>`)"
+PLACES = "texts with places of pictures, sounds or files (`<image>`, `![](a.png)`)"
+RESULTS = "answers with the results of tools, which are learnt (`Observation:`)"
+ESCAPES = "texts with line ends or letters as escapes (`\\n`, `\\u00e9`)"
+TEMPLATE = "texts with marks of a chat template or a tokenizer (`<|im_end|>`, `[/INST]`, `<s>`, `[SEP]`)"
+TOKENS = "texts that were cut into tokens (`do n't`, `-LRB-`, `##ing`)"
+TO_FILL = "texts with places that were to be filled, or were made unknown (`{{name}}`, `[NAME]`, `XXXX`)"
+NONE = "texts that may stand for none, or for another (`N/A`, `None`, `-`, `see above`)"
+CUT = "answers that end as if they were cut (`...`, a code block without its end)"
+ECHO = "answers that begin with all of their question"
+OF_PROGRAMS = "texts with another program's references (`【4†source】`, `[oaicite:0]`, `<@U02AB3CD>`)"
 TURNS_IN_TEXT = "documents with turns in plain words (`User: ... Assistant: ...`), all of which are learnt"
-Marks = Sequence[tuple[str, str]]
-"""What a mark says of a text, and the mark: an expression that begins with a letter is found a hundred times faster."""
-IN_TEXTS: Marks = (
+Marks = Mapping[str, str]
+"""A mark, as an expression -> what it says of a text; one that begins with a letter is found much faster."""
+IN_TEXTS: Marks = {
     (
-        "texts with letters as HTML writes them (`&amp;`, `&#39;`)",
-        r"&(?:amp|quot|apos|nbsp|[a-zA-Z](?:acute|grave|uml|circ|tilde|cedil)|#\d+|#x[0-9a-fA-F]+);",
-    ),
-    ("texts with line ends as Excel keeps them (`_x000D_`)", "_x000[dD]_"),
-    (TEMPLATE, r"<\|\w+\|>"),
-    (TEMPLATE, "</?s>"),
-    (TEMPLATE, "<(?:start|end)_of_turn>|<bos>|<</?SYS>>"),
-    (TEMPLATE, r"\[/INST\]"),
-    ("texts with places of pictures or sounds (`<image>`)", "<(?:image|video|audio)>"),
-    ("texts with 32,767 characters, where Excel cuts a cell", r"(?s:\A.{32767}\Z)"),
-    ("texts with files as letters (`base64`)", r"data:\w+/\w+;base64,"),
-    ("texts with control characters, as terminals and damaged files have them", "[\x01-\x08\x0e-\x1f]"),
+        r"&(?:amp|quot|apos|nbsp|lt|gt|[lr][sd]quo|[nm]dash|hellip|euro|[a-zA-Z](?:acute|grave|uml|circ|tilde|cedil)"
+        r"|#\d+|#x[0-9a-fA-F]+);"
+    ): HTML,
+    r"<br ?/?>\s*[A-Z]": HTML,
+    "_x000[dD]_": "texts with line ends as Excel keeps them (`_x000D_`)",
+    r"<\|\w+\|>": TEMPLATE,
+    "</?s>": TEMPLATE,
+    r"<(?:(?:start|end)_of_turn|[be]os|pad|unk|sep|fim_\w+|extra_id_\d+|</?SYS>)>": TEMPLATE,
+    r"\[(?:/INST|SEP|CLS|PAD|UNK|MASK|/?TOOL_\w+|/?AVAILABLE_TOOLS|/?THINK)\]": TEMPLATE,
+    "__eo[ut]__": TEMPLATE,
+    r" (?:n't |@[-,.]@ |##\w|-[LR][RCS]B-|NEWLINE_CHAR|, [a-z][^\n]{0,200} \.(?:\s|\Z))": TOKENS,
+    "<(?:(?:image|video|audio)>|img src=)": PLACES,
+    r"!\[[^\]\n]*\]\(": PLACES,
+    r"\[(?i:sound|cid|attachment|image|video|file|photo):": PLACES,
+    r"\[(?:inaudible|crosstalk|music|applause|laughter)\b": "texts with marks of a transcript (`[inaudible]`)",
+    r"(?s:\A.{32767}\Z)": "texts with 32,767 characters, where Excel cuts a cell",
+    r"data:\w+/\w+;base64,": "texts with files as letters (`base64`)",
+    "[\x01-\x08\x0e-\x1f]": "texts with control characters, as terminals and damaged files have them",
     (
-        "texts with letters and line ends as mail carries them (`=C3=A9`)",
-        r"=(?:[CDE][0-9A-F]=[89AB][0-9A-F]|(?<=[a-z ]=)\n[a-z])",
-    ),
-    ("texts with places that were to be filled (`{{name}}`)", r"\{\{ ?[\w .|]+ ?\}\}"),
-    ("texts with both sides of a merge (`<<<<<<< HEAD`)", "<<<<<<< "),
-    (OF_PROGRAMS, r"\[(?:oaicite:|\^\d+\^\]|doc\d\])"),
-    ("texts that say they must not be trained (`BENCHMARK DATA SHOULD NEVER`)", "BENCHMARK DATA SHOULD NEVER"),
+        r"=(?:[CDE][0-9A-F]=[89AB][0-9A-F]|(?<=[a-z ]=)\n[a-z])"
+    ): "texts with letters and line ends as mail carries them (`=C3=A9`)",
+    r"\{\{ ?[\w .|:]+ ?\}\}": TO_FILL,
+    r"\$\{\w+\}": TO_FILL,
+    r"%\(\w+\)s": TO_FILL,
+    "XX(?:XX|/XX)": TO_FILL,
+    r"\[\*\*": TO_FILL,
+    "<(?:[A-Z]+_[0-9]+|(?:[A-Z]+_)?NAME|PERSON|EMAIL|PHONE|DATE|URL)>": TO_FILL,
     (
-        "texts with line ends or letters as escapes (`\\n`, `\\u00e9`)",
-        r"\\(?:n(?:\\n|\d+[.)] |[-*] |[A-Z])|u[0-9a-fA-F]{4})",
-    ),
-)
-IN_WIDE_TEXTS: Marks = (
-    (MISREAD, "Ã[\x80-\xbf‰–Ÿœ„€‡ˆ]"),
-    (MISREAD, "[ÂÐÑ][\x80-\xbf]"),
-    (MISREAD, "â€|ðŸ"),
-    (MISREAD, "[à-ï][\x80-\x9f\xa1-\xbf][\x80-\xbf]"),
-    (MISREAD, "[\x80-\x84\x86-\x9f]"),
-    ("texts with letters that were lost (`\ufffd`)", "\ufffd"),
-    (OF_PROGRAMS, r"【\d+[:†]"),
-    ("texts with characters of private use, which only one font or program has", "[\ue000-\uf8ff]"),
-)
+        r"\[(?<![\w)\]]\[)(?:[A-Z]+_\d+|(?i:(?:\w+[_ ])?name|(?:your|insert) [\w ]+|redacted|e-?mail|phone(?: number)?"
+        r"|date))\]"
+    ): TO_FILL,
+    "<<<<<<< ": "texts with both sides of a merge (`<<<<<<< HEAD`)",
+    r"\[(?:oaicite:|\^\d+\^\]|doc\d\]|/(?:quote|url|code|img|[bi])\]|~\w)": OF_PROGRAMS,
+    r"\{code[:}]": OF_PROGRAMS,
+    r"<(?:@[!&]?\w{6,}>|#C\w{6,}|a?:\w+:\d+>|https?://[^>|\s]+\||This message was edited>)": OF_PROGRAMS,
+    "BENCHMARK DATA SHOULD NEVER": "texts that say they must not be trained (`BENCHMARK DATA SHOULD NEVER`)",
+    (r"\\(?:n(?:\\n|\d+[.)] |[-*] |[A-Z]|(?<=[.:]\\n)[a-z])|u[0-9a-fA-F]{4}|/\\?/|\.br\\|(?<=[a-z]\\)'[a-z])"): ESCAPES,
+    r"<\\/": ESCAPES,
+    "''(?<=[a-z]'')[a-z]": ESCAPES,
+}
+IN_WIDE_TEXTS: Marks = {
+    (
+        "Ã[\x80-\xbf‰–Ÿœ„€‡ˆ]|[ÂÐÑ][\x80-\xbf]|â€|ðŸ|[à-ï][\x80-\x9f\xa1-\xbf][\x80-\xbf]|[\x80-\x84\x86-\x9f]"
+        "|(?:[РС][^\x00-\x7f]){4}|锟斤拷"
+    ): "texts in UTF-8 that was read as another encoding (`Ã©`, `â€™`)",
+    "\ufffd": "texts with letters that were lost (`\ufffd`)",
+    r"【\d+[:†]": OF_PROGRAMS,
+    (
+        "[\ue000-\uf8ff\u200e\u202a-\u202e\u2066-\u2069\ufeff]"
+    ): "texts with characters that nobody sees, or only one font or program has",
+    r"<｜[^｜\n]+｜>|◁/?think▷": TEMPLATE,
+    r"▁\w|\wĠ\w": TOKENS,
+    "█{3}": TO_FILL,
+}
 """Marks that are not ASCII."""
-ENDS_OF_QUESTIONS: Marks = (
-    ("questions that end with a separator, as older programs need (`###`, `->`)", r"(?:\n\n###\s*|\s->\s*)\Z"),
-    ("questions that end with the name of who answers (`Assistant:`)", rf"(?i:(?:\n|\A)\W*{ANSWERER}\s*:\s*\Z)"),
-    ("questions that end with a word for nothing (`N/A`)", r"(?i:\n(?:n/?a|none|not applicable)\.?\Z)"),
-)
-OF_ANSWERS: Marks = (
-    ("answers with further turns in plain words (`User: ...`)", rf"\n[#*> ]{{0,5}}(?i:{SPEAKER})\s*:\s"),
+OF_QUESTIONS: Marks = {
     (
-        "answers with the mail that they answer (`On ... wrote:`)",
-        r"\n(?:On [^\n]{5,80} wrote:|Am [^\n]{5,80} schrieb |Le [^\n]{5,80} a écrit|-+ ?Original Message"
-        r"|(?:From|Von|De): [^\n]+\n(?:Sent|Date|Gesendet|Envoyé): )",
-    ),
+        rf"\n(?:(?:user|assistant)\n|\W{{0,5}}(?i:{ASSISTANT})\s*:\s*\S)"
+    ): "questions with turns in plain words (`User: ... Assistant: ...`)",
+}
+ENDS_OF_ANSWERS: Marks = {
+    r"(?:\.\.\.|…|\[(?:truncated|cut|continued|…)\])\s*\Z|\A(?s:.{100,})[.!?] [A-Z][^\n.!?]{20,}[a-z,]\Z": CUT
+}
+ENDS_OF_QUESTIONS: Marks = {
+    r"(?:\n\n###\s*|\s->\s*)\Z": "questions that end with a separator, as older programs need (`###`, `->`)",
+    rf"(?i:(?:\n|\A)\W*{ANSWERER}\s*:\s*\Z)": "questions that end with the name of who answers (`Assistant:`)",
+    r"/(?:no_?)?think\s*\Z": "questions that end with a switch of a model (`/no_think`)",
+    r"(?i:\n(?:n/?a|none|not applicable)\.?\Z)": "questions that end with a word for nothing (`N/A`)",
+}
+OF_ANSWERS: Marks = {
     (
-        "answers with words of the page or program that they come from (`Copy code`, `Sent from my iPhone`)",
-        r"\n(?:Copy code|Regenerate(?: response)?|\d+ ?/ ?\d+|Sent from my \w+|Von meinem \w+ gesendet)\s*(?:\n|\Z)",
-    ),
-    ("answers that begin with who answers (`Assistant:`)", rf"\A[#*> \n]{{0,5}}(?i:{ASSISTANT})\s*:\**\s"),
+        rf"\n[#*> <]{{0,5}}(?i:{SPEAKER}|{OTHER_SPEAKERS})>?\s*(?::\s|：)"
+    ): "answers with further turns in plain words (`User: ...`)",
     (
-        "answers that are an error (`Error code: 429`)",
+        r"\n(?:On [^\n]{5,80} wrote:|Am [^\n]{5,80} schrieb |Le [^\n]{5,80} a écrit|El [^\n]{5,80} escribió:"
+        r"|Il [^\n]{5,80} ha scritto:|Em [^\n]{5,80} escreveu:|Op [^\n]{5,80} schreef "
+        r"|-+ ?(?:Original Message|Ursprüngliche Nachricht|Mensaje original|Message d'origine|Messaggio originale)"
+        r"|(?:From|Von|De|Da): [^\n]+\n(?:Sent|Date|Gesendet|Envoyé|Betreff|Enviado|Inviato): "
+        r"|>[^\n]*(?:\n>[^\n]*)+\s*\Z)"
+    ): "answers with the mail that they answer (`On ... wrote:`)",
+    (
+        r"\n(?:Copy code|Regenerate(?: response)?|\d+ ?/ ?\d+|Sent from my \w+|Von meinem \w+ gesendet|-- ?"
+        r"|Get Outlook for \w+|Enviado desde [^\n]+|Envoyé de(?:puis)? [^\n]+|Inviato da[^\n]+|(?:Read|See|Show) more"
+        r"|Was this [^\n]{3,40}\?[^\n]*|This (?:e-?mail|message) [^\n]*(?:confidential|intended)[^\n]*)\s*(?:\n|\Z)"
+        r"|\n\s*2[\t|:][^\n]*\n\s*3[\t|:]"
+    ): "answers with words of the page or program that they come from (`Copy code`, `Sent from my iPhone`)",
+    (
+        rf"\A(?:[#*> \n]{{0,5}}(?i:{ASSISTANT}|answer|response)\s*:\**\s|(?:assistant|model)\n"
+        r"|(?:ChatGPT|Claude|Gemini|Copilot) (?:said|responded):)"
+    ): "answers that begin with who answers (`Assistant:`)",
+    "_____": TO_FILL,
+    r"\n(?:Observation|FUNCTION RESPONSE): ": RESULTS,
+    "<tool_(?:response|result)>": RESULTS,
+    r"```(?:output|stdout)\n": RESULTS,
+    (
+        r"\A(?:I['’]m (?:sorry, but|unable)|Sorry, but|I (?:cannot|can['’]t) (?:help|assist|provide|answer)|As an AI\b)"
+    ): "answers that refuse, or speak of themselves (`I'm sorry, but`, `As an AI`)",
+    (
         r"\A(?:Error code: \d|Internal Server Error|Bad Gateway|Service Unavailable|Request (?:failed|timed out)"
-        r"|Rate limit|\{[\"']error[\"']:|Traceback \(most)",
-    ),
-    ("answers whose thought never ends (`<think>`)", r"\A\s*<think>(?!(?s:.*)</think>)"),
-)
-WHOLE_TEXTS: Marks = (
+        r"|Rate limit|\{[\"']error[\"']:|Traceback \(most)"
+    ): "answers that are an error (`Error code: 429`)",
     (
-        'texts that are an object as JSON, as traces of programs have them (`{"output": ...}`)',
-        r'\A\s*\{\s*"(?:id|messages|choices|candidates|(?:in|out)puts?|question|query|answer|response|text|content'
-        r'|result)":',
-    ),
+        r"\A(?:\s*<(?:think>(?!(?s:.*)</think>)|(?:thinking|thoughts?|reasoning|scratchpad)>)"
+        r"|(?!\s*<think>)(?s:.*)</think>)"
+    ): "answers whose thought never ends, never begins, or is in other marks (`<thinking>`)",
+}
+WHOLE_TEXTS: Marks = {
     (
-        "texts as addresses, base64 or spreadsheets write them (`%20`, `SGVsbG8=`, `1.2E+15`)",
-        r"\A(?:(?!\w+:)\S+%20\S+|(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/\n]{40,}={0,2}"
-        r"|\d\.\d+E\+\d+)\s*\Z",
-    ),
-    ("texts within quotation marks (`“a”`)", r"\A\s*[“„«][^“„«”»]*[”“»]\s*\Z"),
-    ("texts in HTML or RTF (`<p>`)", r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)"),
+        r'\A\s*\[?\s*\{\s*"(?:messages|id|choices|candidates|(?:in|out)puts?|question|query|answer|response|text'
+        r'|content|result|type|role|parts|aliases|generated_text|value)":|\A\s*\["[^\n]*"\]\s*\Z'
+    ): 'texts that are an object as JSON, as traces of programs have them (`{"output": ...}`)',
     (
-        "texts in Python's notation (`['a']`, `b'a'`)",
-        r"\A(?:b?'[^\n]*'|\['[^\n]*'\]|\{'[^\n]*\}|(?:array|tensor|Timestamp|Decimal)\([^\n]*\))\Z",
-    ),
+        r"\A(?:(?!\w+:)\S+%[0-9A-F]{2}\S+|\w+(?:\+\w+){3,}|[0-9a-f]{32,64}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+        r"|=[A-Z]+\([^\n]*\)|\d\d?-(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)|\d+\.0"
+        r"|(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/\n]{40,}={0,2}"
+        r"|\d\.\d+E\+\d+)\s*\Z"
+    ): "texts as addresses, base64, hashes or spreadsheets write them (`%20`, `SGVsbG8=`, `1.2E+15`, `2-Jan`)",
+    r"\A\s*(?:[“„«][^“„«”»]*[”“»]|\"[^\"\n]*\")\s*\Z": "texts within quotation marks (`“a”`)",
+    r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)": "texts in HTML or RTF (`<p>`)",
     (
-        "texts that may stand for none (`N/A`, `None`, `-`)",
+        r"\A(?:b?'[^\n]*'|\['[^\n]*'\]|\[?\{'[^\n]*\}\]?|(?:array|tensor|Timestamp|Decimal)\([^\n]*\)"
+        r"|\[?[A-Z]\w+\(\w+=[^\n]*\)\]?|content='[^\n]*|<[\w. ]+ at 0x\w+>)\Z"
+    ): "texts in Python's notation (`['a']`, `b'a'`)",
+    (
+        r"(?i:\A\W*(?:same as [^\n]{1,30}|ditto|dito|idem|(?:see|as) (?:above|below|(?:previous|attach)[\w ]{0,24})"
+        r"|siehe (?:oben|anhang)|test|asdf\w*|lorem ipsum [^\n]+|(?:todo|fixme|tbd|wip)\b[^\n]+|\w+ omitted"
+        r"|[^\n]{1,40} (?:joined|left) the (?:chat|channel|group|conversation)|this (?:chat|conversation|ticket) (?:was"
+        r"|has been) [^\n]{3,40})\W*\Z)"
+    ): NONE,
+    (
         r"(?i:\A\s*(?:n/?a\.?|n\. ?a\.|none|null|nil|undefined|[-–—_.?*…]+|-1|to ?do|tbd|xxx+|[(\[<]\w{4,7}[)\]>]"
-        r"|placeholder|no answer)\s*\Z)",
-    ),
-)
+        r"|placeholder|no answer)\s*\Z)"
+    ): NONE,
+}
 """Of questions and answers."""
-DOCUMENTS: Marks = (
+DOCUMENTS: Marks = {
     (
-        "documents that are rows as JSON",
-        r'\A\s*\{"(?:prompt|instruction|question|messages|conversations|text)": ?["\[]',
-    ),
+        r'\A\s*\{"(?:prompt|instruction|question|messages|conversations|text)": ?["\[]'
+    ): "documents that are rows as JSON",
     (
-        "documents that are tables (`a,b,c`), which are read as rows with the ending `.csv` or `.tsv`",
-        r"\A(?:#[^\n]*\n)*(?:(?:[^\n\t]+(?:\t[^\n\t]*)+(?:\n|\Z)){2}|\w+(?:[,;]\w+)+\n)",
-    ),
-    ("documents with the times of subtitles (`00:01,000 --> 00:04,000`)", r"\d\d[,.]\d{3} --> \d\d:\d"),
-    ("documents with words broken at line ends (`docu-`)", r"[a-z]{2}-\n[a-z]{2}"),
+        r"\A(?:#[^\n]*\n)*(?:(?:[^\n\t]+(?:\t[^\n\t]*)+(?:\n|\Z)){2}|\w+(?:[,;]\w+)+\n)"
+    ): "documents that are tables (`a,b,c`), which are read as rows with the ending `.csv` or `.tsv`",
+    r"\d\d[,.]\d{3} --> \d\d:\d": "documents with the times of subtitles (`00:01,000 --> 00:04,000`)",
+    r"[a-z]{2}-\n[a-z]{2}": "documents with words broken at line ends (`docu-`)",
     (
-        "documents with the marks of a wiki (`[[Paris|the city]]`)",
-        r"\[\[[A-Z][^\]\n|]*\|[^\]\n]+\]\]|\{\{(?:cite|Infobox) ",
-    ),
-    ("documents that a reader of PDF could not decode (`(cid:72)`)", r"\(cid:\d+\)"),
-    (TURNS_IN_TEXT, rf"(?is:(?:\A|[\n.#])[#*> \n]{{0,5}}{SPEAKER}\s*:.*?[\s#*]{ANSWERER}\s*:)"),
-    (TURNS_IN_TEXT, r"\A\[?\d{1,4}[-./]\d{1,2}[-./]\d{2,4},? \d\d?:\d\d[^\n]{0,12}?[-\]] [^\n:]{1,40}: "),
-)
-TAIL, HEAD = 40, 2000
-"""Characters of a question's end, and of a document's beginning, that are looked at."""
+        r"\[\[[A-Z][^\]\n|]*\|[^\]\n]+\]\]|\{\{(?:cite|Infobox) "
+    ): "documents with the marks of a wiki (`[[Paris|the city]]`)",
+    r"\(cid:\d+\)": "documents that a reader of PDF could not decode (`(cid:72)`)",
+    (
+        rf"(?is:(?:\A|[\n.#])[#*> \n]{{0,5}}{SPEAKER}\s*:.*?[\s#*]{ANSWERER}\s*:)"
+        r"|\A\[?\d{1,4}[-./]\d{1,2}[-./]\d{2,4},? \d\d?:\d\d[^\n]{0,12}?[-\]] [^\n:]{1,40}: "
+    ): TURNS_IN_TEXT,
+}
+TAIL, HEAD, LEAST_ASKED = 300, 2000, 10
+"""Characters of a turn's end, and of a document's beginning, that are looked at; and of a question that an answer
+does not begin with by chance.
+"""
 
 
 def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
@@ -318,12 +397,16 @@ def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     if isinstance(content, str):
         return sorted({*_marks_in(content), *_marks_in(content[:HEAD], DOCUMENTS)})
     doubts: set[str] = set()
+    asked = ""
     for turn in content:
         text = turn["content"]
         if turn["role"] == "user":
-            doubts.update(_marks_in(text[-TAIL:], ENDS_OF_QUESTIONS))
+            asked = text.strip()
+            doubts.update(_marks_in(text[-TAIL:], ENDS_OF_QUESTIONS), _marks_in(text, OF_QUESTIONS))
         elif turn["role"] == "assistant" and turn.get("train") is not False:
-            doubts.update(_marks_in(text, OF_ANSWERS))
+            doubts.update(_marks_in(text[-TAIL:], ENDS_OF_ANSWERS), _marks_in(text, OF_ANSWERS))
+            doubts |= {ECHO} if len(asked) >= LEAST_ASKED and text.strip().startswith(asked) else set()
+            doubts |= {CUT} if text.count("```") % 2 else set()
         else:
             continue
         doubts.update(_marks_in(text), _marks_in(text, WHOLE_TEXTS))
@@ -331,5 +414,5 @@ def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _marks_in(text: str, marks: Marks = IN_TEXTS) -> list[str]:
-    also = IN_WIDE_TEXTS if marks is IN_TEXTS and not text.isascii() else ()
-    return [meaning for meaning, mark in (*marks, *also) if re.search(mark, text)]
+    also = IN_WIDE_TEXTS.items() if marks is IN_TEXTS and not text.isascii() else ()
+    return [meaning for mark, meaning in (*marks.items(), *also) if re.search(mark, text)]

@@ -288,8 +288,8 @@ class Gatherer:
                 f"the longest has {tokens} tokens",
                 place=place,
                 hint=(
-                    f"raise MODEL_MAX_SEQ_LEN to {tokens} if the model has as many positions; or set DATA_OVERLONG=drop to omit"
-                    " them, truncate to cut them, or split to make several rows of each"
+                    f"raise MODEL_MAX_SEQ_LEN to {tokens} if the model has as many positions; or set"
+                    " DATA_OVERLONG=drop to omit them, truncate to cut them, or split to make several rows of each"
                 ),
             )
         if not self.examples:
@@ -471,8 +471,8 @@ class Chunk(NamedTuple):
     """What is wrong with rows themselves, each with its place."""
     examples: list[Made]
     """What was read."""
-    ignored: Counter[str]
-    """Columns, and keys of turns, that nothing reads, with the number of rows that have them."""
+    ignored: Counter[tuple[str, str]]
+    """What nothing reads, see `Example.unread`, with the number of rows that have it."""
     systems: set[str | None]
     """Texts of the rows' own first system turns; `None` for a row without one."""
 
@@ -530,7 +530,7 @@ class _Maker:
                 unread.append(error)
         outcomes = self._encoder.encode(examples)
         encoded = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
-        ignored = Counter(name for example in examples for name in example.unread)
+        ignored = Counter(pair for example in examples for pair in example.unread)
         first = [(example.messages or [{}])[0] for example in examples]
         systems = {str(turn["content"]) if turn.get("role") == "system" else None for turn in first}
         return Chunk(work.source, examples[0].form if examples else None, unread, encoded, ignored, systems)

@@ -35,7 +35,7 @@ from sft_play.data.layout import (
     visible_files,
 )
 from sft_play.data.readers import Placed, placed_rows, read_file
-from sft_play.data.values import is_blank, list_of
+from sft_play.data.values import in_snake_case, is_blank, list_of, not_read
 from sft_play.errors import DataError, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
@@ -356,18 +356,22 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
     """Yield rows; one that a column judges is an error unless a `filter` uses it: wrong answers would be learnt."""
     heeded = Condition(source.filter).names if source.filter is not None else set()
     chats = [
-        set(columns)
-        for form, (columns, _) in FORMATS.items()
-        if form not in NO_CHAT and source.format in ("auto", form)
+        columns for form, (columns, _) in FORMATS.items() if form not in NO_CHAT and source.format in ("auto", form)
     ]
     marks: dict[str, Counter[Any]] = {}
+    asked: dict[str, int] = {}
     for place, row in rows:
         if not isinstance(row, DataError):
-            chat = any(row.keys() >= columns for columns in chats)
-            read = set().union(*(columns for columns in chats if row.keys() >= columns))
+            forms = [columns for columns in chats if row.keys() >= {*columns}]
+            chat, read = bool(forms), set().union(*forms)
             unread = {name: row[name] for name in sorted(row.keys() - read)}
             if chat and (column := _half_marked(unread, heeded, marks)):
                 _refuse_half_marked(place, column, marks, islice(rows, LOOKED_AT))
+            pair = chat and len(forms[0]) > 1
+            if pair and (column := _continued(unread, str(row[forms[0][0]]), heeded, asked)):
+                problem = f"is {row[column]}: the row seems to continue the conversation of an earlier one"
+                yield place, not_read(column, problem, "make one row of each conversation, `messages`")
+                continue
             judgements = _judgements(unread, chat)
             if judged := next((parts for parts in judgements if parts[1] and parts[0] not in heeded), None):
                 column, condition = judged
@@ -388,6 +392,23 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                 )
                 continue
         yield place, row
+
+
+CONVERSATION = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread|ticket|call|episode)_?id (?!None)\\S")
+LATER = re.compile(
+    "(?:(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?|round|step|seq) (?:[2-9]|[1-9]\\d+)"
+)
+"""Names with values: of a conversation, and of a turn that is not its first."""
+
+
+def _continued(row: Mapping[str, Any], question: str, heeded: Collection[str], asked: dict[str, int]) -> str | None:
+    """Return a column by which a row of one answer continues a conversation: its number, or the name of a conversation
+    that an earlier row has with another question; adds it to `asked`.
+    """
+    named = {name: f"{in_snake_case(name)} {row[name]}" for name in row if name not in heeded}
+    ids = [text for text in named.values() if CONVERSATION.match(text)]
+    again = [text for text in ids if asked.setdefault(text, hash(question)) != hash(question)]
+    return next((name for name, text in named.items() if text in again or (ids and LATER.fullmatch(text))), None)
 
 
 MOST_MARKS, LOOKED_AT = 20, 10_000

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import statistics
 import unicodedata
@@ -38,7 +39,7 @@ from sft_play.text import list_some, plural
 MANIFEST = "manifest.json"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHOWN_SPELLINGS = 5
-MOST_UNREAD = 200
+MOST_UNREAD, MOST_VALUES = 200, 7
 SHOWN_UNREAD = 12
 """Columns of a source that the terminal names; the manifest has more."""
 NAMED_FILES = 3
@@ -63,8 +64,8 @@ class SourceTally:
     """What the author of kept rows may not know of them -> in how many."""
     doubt_places: dict[str, str] = field(default_factory=dict)
     """Each doubt -> the place of its first row."""
-    columns_unread: Counter[str] = field(default_factory=Counter)
-    """Columns, and keys of turns (`messages.id`), that nothing reads -> in how many rows they contain something."""
+    columns_unread: dict[str, Counter[str]] = field(default_factory=dict)
+    """What nothing reads, see `Example.unread` -> each value, and in how many rows it is."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -100,11 +101,12 @@ class SourceTally:
         ]
         self.there = skipped.there
 
-    def add_unread(self, columns: Mapping[str, int]) -> None:
-        """Count columns that nothing reads; mappings with free keys are many, of which the first are kept."""
-        for column, rows in columns.items():
-            if column in self.columns_unread or len(self.columns_unread) < MOST_UNREAD:
-                self.columns_unread[column] += rows
+    def add_unread(self, unread: Mapping[tuple[str, str], int]) -> None:
+        """Count what nothing reads; mappings with free keys are many, of which the first are kept."""
+        for (name, value), rows in unread.items():
+            if name in self.columns_unread or len(self.columns_unread) < MOST_UNREAD:
+                values = self.columns_unread.setdefault(name, Counter())
+                values[value if value in values or len(values) < MOST_VALUES else ""] += rows
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
@@ -112,8 +114,11 @@ class SourceTally:
         there = counts.pop("there")
         heeded = {old.partition(".")[0] for old in source.columns.values() if "." in old}
         heeded |= Condition(source.filter).names if source.filter is not None else set()
+        heeded -= {"messages", "conversations"}  # whose turns have other keys
         counts["columns_unread"] = {
-            name: rows for name, rows in sorted(self.columns_unread.items()) if name not in heeded
+            name: dict(values.most_common())
+            for name, values in sorted(self.columns_unread.items())
+            if heeded.isdisjoint((name, name.partition(".")[0]))
         }
         return counts | {
             "name": source.name or source.path,
@@ -170,6 +175,7 @@ def split_manifest(
         "spellings": writer.spellings(),
         "asked_again": writer.asked_again(),
         "cut_alike": writer.cut_alike(),
+        "repeated": writer.repeated(),
     }
 
 
@@ -238,6 +244,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
             f"  the {alike['answers']:,} longest answers have {alike['characters']:,} characters each, as if something"
             " had cut them"
         )
+    for line, rows in manifest["repeated"].items():
+        lines.append(f"  answers that begin or end with the same line: {rows:,}, `{line}`")
     if asked := manifest.get("overlap", {}).get("questions"):
         lines.append(
             f"  rows with a question of the training data: {asked:,}; `data.group_by` keeps rows that belong together"
@@ -257,7 +265,7 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
             " rows out with DATA_OVERLONG=truncate"
         )
     for source in sources if name == "training" else ():
-        columns = [f"{column} ({rows:,})" for column, rows in source["columns_unread"].items()]
+        columns = sorted(map(_values, source["columns_unread"].items()), key=lambda shown: ":" not in shown)
         if columns:
             lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
     doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
@@ -266,6 +274,14 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
         *lines,
         *(f"  {doubt}: {plural(rows, 'row')}, first {first[doubt]}" for doubt, rows in sorted(doubts.items())),
     ]
+
+
+def _values(column: tuple[str, Mapping[str, int]]) -> str:
+    """Return the name of what is not read, and its values if some come again, as those of a mark do."""
+    name, values = column
+    marks = 1 < len(values) < sum(values.values()) and "" not in values
+    each = ", ".join(f"`{value}` {rows:,}" for value, rows in values.items())
+    return f"{name} ({sum(values.values()):,}{f': {each}' if marks else ''})"
 
 
 def _source_line(source: Mapping[str, Any], name: str) -> str:
@@ -317,6 +333,8 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
     return f": {', '.join(places[:NAMED_FILES])}{ellipsis}" if places else ""
 
 
+WORDS, MOST_LINES, SHOWN_LETTERS = re.compile(r"[^\W\d_]{2,}\W+[^\W\d_]{2,}"), 50_000, 60
+"""Of first and last lines: what is more than marks and names of code; how many are counted; and how much is shown."""
 LEAST_ALIKE, LEAST_CUT = 3, 100
 """Different answers of the same length, and their characters, from which on they seem to be cut."""
 ARROW = "data-00000-of-00001.arrow"
@@ -386,6 +404,8 @@ class SplitWriter:
         """By row: tokens, index of the source, tokens that a loss is computed for."""
         self.answers: Counter[str] = Counter()
         """Spelling of an answer -> rows; counted until they are too many for labels."""
+        self.lines: Counter[str] = Counter()
+        """First and last lines of answers -> rows; counted until they are too many."""
         self._longest = 0
         self._longest_answers: set[str] = set()
         """The most characters of an answer, and the answers that have as many."""
@@ -420,6 +440,9 @@ class SplitWriter:
             self.trained.append(row.trained)
             if row.reference and len(self.answers) <= MOST_LABELS:
                 self.answers[row.reference] += 1
+            text = row.reference.strip()
+            if len(self.lines) <= MOST_LINES and ("\n" in text or len(text) >= LEAST_CUT):
+                self.lines.update({text.partition("\n")[0][:SHOWN_LETTERS], text.rpartition("\n")[2][:SHOWN_LETTERS]})
             if len(row.reference) > self._longest:
                 self._longest, self._longest_answers = len(row.reference), set()
             if len(row.reference) == self._longest:
@@ -443,6 +466,11 @@ class SplitWriter:
             arrays = [pa.array(values, field.type) for field, values in columns]
             self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
         self._waiting, self._tokens_waiting = [], 0
+
+    def repeated(self) -> dict[str, int]:
+        """Return lines that many answers begin or end with, as what a page or a program adds to them."""
+        least = max(LEAST_ALIKE, len(self.lengths) // 20)
+        return {line: rows for line, rows in self.lines.most_common() if rows >= least and WORDS.search(line)}
 
     def spellings(self) -> list[dict[str, int]]:
         """Return the labels that differ only by case, blanks or Unicode's form, each with its rows; none of texts."""

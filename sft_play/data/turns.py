@@ -28,6 +28,7 @@ from sft_play.data.values import (
     is_list,
     json_of,
     lacks,
+    leaves,
     list_of,
     not_read,
     refuse_none,
@@ -60,30 +61,24 @@ WORDS = ("content", "value", "text", "body", "message", "utterance")
 """Keys of a turn in data sets; those after the first two are for hints."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which data sets keep what was thought before an answer."""
-PARTS_BY_NAME: Mapping[str, re.Pattern[str]] = {
-    "a thought": re.compile(
+PARTS_BY_NAME: Mapping[str, str] = {
+    "a thought": (
         "(?:think|thinking|thoughts?|reasoning)(?:_?(?:content|text|details|steps|trace|process|chain))?"
-        "|chain_?of_?thoughts?|cot|rationales?|scratchpad",
-        re.IGNORECASE,
+        "|chain_?of_?thoughts?|cot|rationales?|scratchpad"
     ),
-    "a system turn": re.compile(
-        "sys(?:tem)?(?:_?(?:prompt|message|msg|instructions?|role|text|content))?|preamble", re.IGNORECASE
-    ),
-    "a part of the prompt": re.compile(
+    "a system turn": ("sys(?:tem)?(?:_?(?:prompt|message|msg|instructions?|role|text|content))?|preamble"),
+    "a part of the prompt": (
         "instructions?|inputs?|contexts?|passages?|articles?|paragraphs?|background|story|premise|hypothesis|documents"
-        "|(?:chat_|conversation_)?history|question|prompt|\\w+_contexts?|retrieved_\\w+|evidences?|knowledge"
-        "|support(?:ing_(?:facts|text))?|facts|personas?|few_shots?(?:_\\w+)?|(?:\\w+_)?schema|body|selftext",
-        re.IGNORECASE,
+        "|docs|ctxs?|chunks|snippets|search_results|tables?|transcripts?|dialogues?|starter_code|old_(?:code|contents?)"
+        "|body|selftext|response_format|(?:chat_|conversation_)?history|question|prompt|\\w+_contexts?|retrieved_\\w+"
+        "|evidences?|knowledge|support(?:ing_(?:facts|text))?|facts|personas?|few_shots?(?:_\\w+)?|(?:\\w+_)?schema"
     ),
-    "a correction": re.compile(
+    "a correction": (
         "(?:edited|corrected|revised|improved|fixed|rewritten)_?"
-        "(?:answer|response|completion|output|text|content|value|message)|corrected|correction",
-        re.IGNORECASE,
+        "(?:answer|response|completion|output|text|content|value|message)|corrected|correction"
     ),
-    "what follows the answer": re.compile("suffix", re.IGNORECASE),
-    "a choice": re.compile(
-        "choices|options|(?:option|choice)_?[1-5]|(?:option|choice|op)_?[a-e]|(?-i:[A-E])", re.IGNORECASE
-    ),
+    "what follows the answer": "suffix",
+    "a choice": ("choices|options|(?:option|choice)_?[1-5]|(?:option|choice|op)_?[a-e]|(?-i:[A-E])"),
 }
 """What a column is by its name, if the answer follows from it; also those that are read."""
 READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})
@@ -118,9 +113,12 @@ TOOL_NAMES = (
     "function_list",
 )
 """Columns, or keys of the system turn, that describe what may be called."""
-TIME = re.compile("(?:created?|sent|updated)_?(?:at|on|time|date)|time(?:stamp)?|ts|date")
-DATE = re.compile(r"\d{4}-\d\d")
-"""When a turn was written: the key, and a date that is ordered by its letters."""
+TIME = re.compile(
+    "(?:created?|sent|updated|posted)_?(?:at|on|time|date|utc)|(?:date_?)?time(?:stamp)?(?:_ms)?|ts|date"
+    "|(?:(?:turn|message|utterance)_)?(?:index|idx|order|position|sequence|number|no)|turn(?:_id)?|seq|step"
+)
+DATE, NUMBER = re.compile(r"\d{4}-\d\d"), re.compile(r"-?\d+(?:\.\d+)?")
+"""When a turn was written: the key, a date that is ordered by its letters, and a number."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -131,7 +129,8 @@ def chat_turns(value: Any, name: str) -> list[Message]:
     """
     turns: list[Message] = []
     messages = list_of(value, name)
-    _refuse_newest_first(messages, name)
+    if (out := out_of_order(messages)) and out[1]:
+        raise DataError(f"`{name}` begins with its newest turn, by `{out[0]}`", hint="reverse the order of the turns")
     for index, message in enumerate(messages):
         turn, calls_only = _chat_turn(message, f"{name}[{index}]", messages)
         before = turns[-1] if turns else {}
@@ -142,13 +141,21 @@ def chat_turns(value: Any, name: str) -> list[Message]:
     return turns
 
 
-def _refuse_newest_first(turns: Sequence[Any], name: str) -> None:
-    """Raise `DataError` for turns whose times run backwards, as many services list them."""
+def out_of_order(turns: Sequence[Any]) -> tuple[str, bool] | None:
+    """Return the key by which turns are not in the order of their times or numbers, and whether they run backwards, as
+    many services list them.
+    """
     for key in turns[0] if turns and all(isinstance(turn, Mapping) for turn in turns) else ():
-        times = [turn.get(key) for turn in turns] if TIME.fullmatch(in_snake_case(key)) else []
-        comparable = {*map(type, times)} <= {int, float} or all(DATE.match(str(time)) for time in times)
-        if len(times) > 1 and comparable and all(first > then for first, then in pairwise(times)):
-            raise DataError(f"`{name}` begins with its newest turn, by `{key}`", hint="reverse the order of the turns")
+        times = [_time(turn.get(key)) for turn in turns] if TIME.fullmatch(in_snake_case(key)) else []
+        if len({*map(type, times)}) == 1 and None not in times and any(first > then for first, then in pairwise(times)):
+            return key, all(first >= then for first, then in pairwise(times))
+    return None
+
+
+def _time(value: Any) -> Any:
+    """Return a number, or a date as text that is ordered by its letters; `None` for another value."""
+    text = re.sub(r"\A(\d\d)\.(\d\d)\.(\d{4})", r"\3-\2-\1", str(value))
+    return text if DATE.match(text) else float(text) if NUMBER.fullmatch(text) else None
 
 
 def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Message, bool]:
@@ -360,7 +367,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
                 way = "where it marks what is not learnt, write `train: false` into those turns"
             problem = "seems to mark which part of the turn is learnt, and is not read"
             raise not_read(f"{name}.{key}", problem, way if isinstance(value, (bool, int, float)) else "")
-        elif role != "tool" and speaks_against(key, value):
+        elif role != "tool" and any(speaks_against(*leaf) for leaf in ((key, value), *leaves(value, key))):
             problem = "seems to say that the turn is no good, and is not read"
             raise not_read(f"{name}.{key}", problem, "leave such rows out (an answer: `train: false`)")
         elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
@@ -541,7 +548,7 @@ def is_filled(value: Any, within: bool) -> bool:
 def part_by_name(column: str) -> str:
     """Return what a column is by its name, if the answer follows from it, else nothing."""
     spelt = (column, in_snake_case(column))
-    return next((what for what, names in PARTS_BY_NAME.items() if any(map(names.fullmatch, spelt))), "")
+    return next((w for w, names in PARTS_BY_NAME.items() for n in spelt if re.fullmatch(names, n, re.IGNORECASE)), "")
 
 
 def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequence[Message]) -> None:

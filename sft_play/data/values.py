@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -92,18 +93,25 @@ def lacks(value: Any, texts: Iterable[str]) -> bool:
 
 def words_in(value: Any) -> Iterator[str]:
     """Yield the texts in a value, or in JSON in a text, without the names of types and of speakers."""
+    for name, part in leaves(value, ""):
+        if isinstance(part, str) and name.rpartition(".")[2] not in (*SPEAKERS, "type"):
+            yield part
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is within a value, or in JSON in a text, with the keys that lead to it: `name.key`."""
+    inner = value
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            inner = parse_json(value)
-        except DataError:
-            inner = None
-        yield from words_in(inner) if inner else (value,)
-    elif isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (words for key, part in value.items() if key not in (*SPEAKERS, "type") for words in words_in(part))
-    elif is_list(value):
-        yield from (words for part in value for words in words_in(part))
+        with contextlib.suppress(DataError):
+            inner = parse_json(value) or value
+    if isinstance(inner, Mapping):
+        for key, part in inner.items():
+            yield from leaves(part, f"{name}.{key}")
+    elif is_list(inner):
+        for part in inner:
+            yield from leaves(part, name)
+    else:
+        yield name, inner
 
 
 def not_read(place: str, problem: str, way: str = "") -> DataError:

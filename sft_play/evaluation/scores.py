@@ -407,7 +407,7 @@ def _load(metric: str, where: str) -> Any:
     if not may_run("metrics"):
         raise DataError(
             f"the metric `{metric}` is Python code named by a run's configuration, and does not run without consent",
-            hint=f"read that code; to let it run, type EVAL_METRICS=[...] with all metrics that you want, this one among them",
+            hint="read that code; to let it run, type EVAL_METRICS=[...] with all metrics, this one included",
         )
     if not local:
         from sft_play.plan.architecture import offline_unless_reachable

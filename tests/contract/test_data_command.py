@@ -129,7 +129,7 @@ def test_what_may_be_no_answer_and_questions_that_come_again_are_counted(tmp_pat
     train = write_rows(tmp_path / "train.jsonl", [*rows, {"prompt": "q0", "completion": "other"}])
     validation = write_rows(tmp_path / "held.jsonl", [rows[0], {"prompt": "q3", "completion": "not b"}])
     done = data(f"data.train_path: {train}", f"data.val_path: {validation}")
-    assert "texts that may stand for none (`N/A`, `None`, `-`): 2 rows" in done.err
+    assert "texts that may stand for none, or for another (`N/A`, `None`, `-`, `see above`): 2 rows" in done.err
     assert "answers to a question, with all that stands before it, of an earlier row: 1" in done.err
     assert "rows with a question of the training data: 1; `data.group_by`" in done.err
     assert done.json["train"]["asked_again"] == 1
@@ -563,18 +563,29 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     assert "turns after the last answer of their conversation, left out: 1" in done.err
     assert f"not read of {path}: id (1), messages.ts (2)" in done.err
     source = data(*lines).json["train"]["sources"][0]
-    assert source["columns_unread"] == {"id": 1, "messages.ts": 2}
+    assert source["columns_unread"] == {"id": {"7": 1}, "messages.ts": {"1": 2}}
     assert list(source["doubts"]) == ["turns after the last answer of their conversation, left out"]
     write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
     columns = "columns: {prompt: translation.en, completion: translation.fr}"
     assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err
 
 
+def test_values_of_what_is_not_read_and_lines_that_come_again_are_shown(data: Data, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"q{i}", "completion": f"a{i}\nHope this helps", "meta": {"stage": stage}, "id": i}
+        for i, stage in enumerate(("final", "first try", "final"))
+    ]
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    done = data(f"data.sources: [{{path: {path}}}]", words=())
+    assert f"not read of {path}: meta.stage (3: `final` 2, `first try` 1), id (3)\n" in done.err
+    assert "answers that begin or end with the same line: 3, `Hope this helps`\n" in done.err
+
+
 def test_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
     rows = [{"prompt": f"how {answer}", "completion": answer} for answer in ("pos", "neg", "It&#39;s")]
     path = write_rows(tmp_path / "t.jsonl", rows)
     done = data(f"data.sources: [{{path: {path}}}]", words=())
-    assert f"texts with letters as HTML writes them (`&amp;`, `&#39;`): 1 row, first {path}:3\n" in done.err
+    assert f"texts with letters as HTML writes them (`&amp;`, `&#39;`, `<br>`): 1 row, first {path}:3\n" in done.err
     assert list(data(f"data.sources: [{{path: {path}}}]").json["train"]["sources"][0]["doubts"].values()) == [1]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
-from sft_play.data.formats import AFTER, Example, understand
+from sft_play.data.formats import AFTER, UNORDERED, Example, understand
 from sft_play.data.sources import read_source
 from sft_play.errors import DataError
 
@@ -79,6 +79,22 @@ def kept(folder: Path, rows: list[Row], **options: Any) -> int:
         ({"tests_passed": False}, {"tests_passed": True}),
         ({"http_status": 500}, {"http_status": 200}),
         ({"user_feedback": "thumbs_down"}, {"user_feedback": "thumbs_up"}),
+        ({"finishReason": "PROHIBITED_CONTENT"}, {"finishReason": "STOP"}),
+        ({"stop_reason": "refusal"}, {"stop_reason": "<|im_end|>"}),
+        ({"review_result": False}, {"review_result": True}),
+        ({"outcome": "failure"}, {"outcome": "success"}),
+        ({"status": "Not approved"}, {"status": "Approved"}),
+        ({"review_status": "Needs revision"}, {"review_status": "not rated"}),
+        ({"Status": "abgelehnt"}, {"Status": "freigegeben"}),
+        ({"status": "Closed - Duplicate"}, {"status": "Closed"}),
+        ({"satisfaction": "unsatisfied"}, {"satisfaction": "satisfied"}),
+        ({"duplicate_of": "Q-17"}, {"duplicate_of": None}),
+        ({"rejection_reason": "wrong facts"}, {"rejection_reason": ""}),
+        ({"flags": ["toxic"]}, {"flags": []}),
+        ({"response_truncated": True}, {"response_truncated": False, "num_truncated": 1, "not_safe": False}),
+        ({"IsLatestVersion": False}, {"IsLatestVersion": True}),
+        ({"in_test_set": True}, {"in_test_set": False}),
+        ({"answer_correct": False}, {"answer_correct": True, "tool_use": False, "search_enabled": False}),
     ],
 )
 def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: Row, tmp_path: Path) -> None:
@@ -139,13 +155,12 @@ def test_choices_are_known_by_the_letter_that_is_the_answer(column: str) -> None
     assert f"`{column}` seems to be a choice" in refused(row).message
     assert read({"question": "q (b) two", "answer": "B", column: "two"}).messages
     if column in ("b", "answer_b"):
-        assert read({"question": "q", "answer": "a", column: "two"}).unread == (column,)
+        assert read({"question": "q", "answer": "a", column: "two"}).unread == ((column, "two"),)
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({**PAIR, "Conversation ID": "1", "turnIndex": "2"}, "`turnIndex` is 2"),
         ({**PAIR, "Image URL": "x.png"}, "`Image URL`"),
         ({"messages": [USER, ANSWER, USER], "Model Response": "a"}, "`Model Response` seems to be the answer"),
         ({"text": "hi", "Speaker": "User"}, "`Speaker` is `User`"),
@@ -163,7 +178,11 @@ def test_a_sheets_error_is_no_answer_in_any_language(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [{"deleted": True}, {"is_error": True}, {"status": "error"}, {"finish_reason": "length"}, {"private": True}]
+    "key",
+    [
+        *({"deleted": True}, {"is_error": True}, {"status": "error"}, {"finish_reason": "length"}, {"private": True}),
+        *({"is_internal": True}, {"subtype": "channel_join"}, {"visibility": "internal"}),
+    ],
 )
 def test_a_turn_that_was_withdrawn_or_cut_is_refused(key: Row) -> None:
     for messages in ([{**USER, **key}, ANSWER], [USER, {**ANSWER, **key}]):
@@ -172,6 +191,7 @@ def test_a_turn_that_was_withdrawn_or_cut_is_refused(key: Row) -> None:
     result = {"role": "tool", "content": "x", **({} if "deleted" in key else key)}
     assert read({"messages": [USER, call, result, ANSWER]}).messages, "a tool's error is what the answer is about"
     assert read({"messages": [{**USER, "deleted": False}, {**ANSWER, "status": "ok"}]}).messages == [USER, ANSWER]
+    assert "messages[1].metadata`" in refused({"messages": [USER, {**ANSWER, "metadata": key}]}).message
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "thinking"])
@@ -202,7 +222,11 @@ def test_texts_beside_a_turns_own_are_refused(turn: Row, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "column", ["evidence", "sql_context", "schema", "retrieved_docs", "edited_completion", "corrected_answer", "body"]
+    "column",
+    [
+        *("evidence", "sql_context", "schema", "retrieved_docs", "edited_completion", "corrected_answer", "body"),
+        *("docs", "search_results", "transcript", "old_contents", "starter_code", "response_format"),
+    ],
 )
 def test_a_columns_text_that_belongs_to_the_row_is_refused(column: str) -> None:
     assert f"`{column}` seems to be a" in refused({**PAIR, column: "other words"}).message
@@ -219,12 +243,26 @@ def test_the_answer_that_a_conversation_waits_for_is_refused_elsewhere(column: s
     assert after.messages == [USER, ANSWER] and after.doubts == (AFTER,)
 
 
-@pytest.mark.parametrize("times", [(3, 2, 1.5), ("2024-01-02T10:00", "2024-01-02T09:59", "2024-01-01")])
+@pytest.mark.parametrize(
+    "times",
+    [
+        (3, 2, 1.5),
+        ("2024-01-02T10:00", "2024-01-02T09:59", "2024-01-01"),
+        ("2024-01-02T10:00", "2024-01-02T10:00", "2024-01-01"),
+        ("1700000300.0001", "1700000200.0001", "999999999"),
+        ("02.01.2024 10:00", "02.01.2024 09:00", "31.12.2023"),
+    ],
+)
 def test_turns_that_begin_with_the_newest_are_refused(times: tuple[Any, ...]) -> None:
     turns = [{**turn, "createdAt": time} for turn, time in zip([USER, ANSWER, USER], times, strict=True)]
     assert "begins with its newest turn, by `createdAt`" in refused({"messages": turns}).message
     assert read({"messages": [*turns[:2], {**USER, "createdAt": "?"}]}).messages, "no times"
-    assert read({"messages": [{**turn, "ts": 1} for turn in (USER, ANSWER)]}).messages, "at once"
+    assert not read({"messages": [{**turn, "ts": 1} for turn in (USER, ANSWER)]}).doubts, "at once"
+    shuffled = [
+        {**turn, "createdAt": times[number]} for turn, number in zip([USER, ANSWER, USER], (1, 2, 0), strict=True)
+    ]
+    assert UNORDERED in read({"messages": [*shuffled, {**ANSWER, "createdAt": times[0]}]}).doubts
+    assert "by `index`" in refused({"messages": [{**USER, "index": 3}, {**ANSWER, "index": 2}]}).message
 
 
 def test_turns_as_json_are_read_in_either_of_prompt_and_completion_and_refused_elsewhere() -> None:
@@ -283,9 +321,28 @@ def test_what_tables_write_for_no_value_is_no_text(word: str) -> None:
 def test_turns_in_rows_of_their_own_are_not_learnt_alone() -> None:
     assert "seems to be a turn of a conversation" in refused({"speaker": "user", "text": "t"}).message
     assert read({"speaker": "A. Merkel", "text": "t"}).text == "t"
-    later = {"conversation_id": 1, "turn_id": "2", **PAIR}
-    assert "seems to continue the conversation" in refused(later).message
-    assert read({**later, "turn_id": 1}).messages and read({**PAIR, "turn_id": 2}).messages
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "column"),
+    [
+        ({}, {"conversation_id": 1, "turn_id": "2"}, "turn_id"),
+        ({}, {"Conversation ID": "1", "turnIndex": "2"}, "turnIndex"),
+        ({"chat_id": 1, "round": 1}, {"chat_id": 2, "round": 2}, "round"),
+        ({"session_id": 7}, {"session_id": 7, "prompt": "And in winter?"}, "session_id"),
+        ({"Ticket ID": "7"}, {"Ticket ID": "7", "prompt": "And in winter?"}, "Ticket ID"),
+    ],
+)
+def test_a_row_that_continues_a_conversation_is_refused(earlier: Row, later: Row, column: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({**PAIR, **row}) + "\n" for row in (earlier, later)), encoding="utf-8")
+    (error,) = [row for _, row in read_source(DataSource(path=str(path))) if isinstance(row, DataError)]
+    assert f"`{column}` is" in error.message and "seems to continue the conversation" in error.message
+    assert kept(tmp_path, [{**PAIR, **earlier}, {**PAIR, **later}], columns={"note": column}) >= 1
+    for good in ({"session_id": 7}, {"session_id": None, "prompt": "r"}, {"turn_id": 2}):
+        assert kept(tmp_path, [{**PAIR, "session_id": 7 if "session_id" in good else None}, {**PAIR, **good}]) == 2
+    growing = [{"session_id": 7, "messages": [USER, ANSWER] * count} for count in (1, 2)]
+    assert kept(tmp_path, growing) == 2, "logs that repeat a conversation for each of its turns"
 
 
 @pytest.mark.parametrize("text", ["nan", "[deleted]", "[object Object]", "<Media omitted>"])
@@ -332,6 +389,50 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "-1", "stand for none"),
         ("q", "Sure:\n\nbash\nCopy code\nls", "words of the page"),
         ("q", "a\n\nFrom: Bob <b@x.org>\nSent: Monday\nTo: c", "the mail that they answer"),
+        ("q", "a\n\nEl lun, 1 ene 2024, Bob escribió:\nq", "the mail that they answer"),
+        ("q", "a\n\n> q\n> thanks", "the mail that they answer"),
+        ("What is the warranty?", "What is the warranty? Two years.", "all of their question"),
+        ("q", "Dear ${name}", "to be filled"),
+        ("q", "Dear [NAME_1]", "to be filled"),
+        ("q", "Best,\n[Your Name]", "to be filled"),
+        ("q", "Account XXXX XXXX", "to be filled"),
+        ("q", "Dr. [**Name**]", "to be filled"),
+        ("q", "Two years, but...", "as if they were cut"),
+        ("q", "Use:\n```\nx", "as if they were cut"),
+        ("q", "One sentence is here. " * 9 + "In that case you send it to the addr", "as if they were cut"),
+        ("q", "I'm sorry, but I can't.", "that refuse"),
+        ("q", "assistant\n\na", "begin with who answers"),
+        ("q", "### Response:\na", "begin with who answers"),
+        ("q", "ChatGPT said:\na", "begin with who answers"),
+        ("system\n\ns\nuser\n\nq", "a", "turns in plain words"),
+        ("User: a\nAssistant: b\nUser: q", "a", "turns in plain words"),
+        ("q /no_think", "a", "a switch of a model"),
+        ("q", "a\nBenutzer: und b?", "further turns"),
+        ("q", "是。\n用户：那么b呢？", "further turns"),
+        ("q", "Use a search.\nObservation: 2\nIt is 2.", "results of tools"),
+        ("q", "hm\n</think>\na", "never begins"),
+        ("q", "<thinking>hm</thinking>a", "in other marks"),
+        ("q", "Hi <@U02AB3CD>", "another program's references"),
+        ("q", "[quote]q[/quote] a", "another program's references"),
+        ("q", "One.<br>Two.", "as HTML writes them"),
+        ("q", "It isn\\'t", "as escapes"),
+        ("q", "I do n't know .", "cut into tokens"),
+        ("q", "The ▁war", "cut into tokens"),
+        ("q", "a [SEP] b", "marks of a chat template"),
+        ("q", "<｜User｜>a", "marks of a chat template"),
+        ("What is ![](a.png)?", "a", "places of pictures"),
+        ("q", "[inaudible 00:03] a", "marks of a transcript"),
+        ("q", "a\n\nWas this helpful? Yes No", "words of the page"),
+        ("q", "a\n-- \nJane", "words of the page"),
+        ("q", "see above", "stand for none"),
+        ("q", "Jane has joined the chat.", "stand for none"),
+        ("q", '[{"text": "a"}]', "object as JSON"),
+        ("q", "content='a' additional_kwargs={}", "Python's notation"),
+        ("q", "2-Jan", "spreadsheets"),
+        ("q", "=CONCAT(A1)", "spreadsheets"),
+        ("q", "5d41402abc4b2a76b9719d911017c592", "hashes"),
+        ("q", "РџСЂРёРІРµС‚", "read as another encoding"),
+        ("q", "\u202aa\u202c", "that nobody sees"),
     ],
 )
 def test_marks_of_what_happened_to_a_text_are_said(question: str, answer: str, what: str) -> None:
@@ -371,6 +472,30 @@ def test_a_document_of_another_kind_is_said(text: str, what: str) -> None:
 
 def test_columns_and_keys_that_nothing_reads_are_listed() -> None:
     row = {"messages": [{**USER, "ts": 1}, {**ANSWER, "ts": 2, "train": True}], "id": 7, "empty": "", "note": "n"}
-    assert read(row).unread == ("id", "messages.ts")
-    assert read({**PAIR, "system": "s", "weight": 1, "answer.responses": ["b"]}).unread == ("answer.responses",)
-    assert read({"input_ids": [5, 6], "labels": [5, 6], "id": 1}).unread == ("id",)
+    assert read(row).unread == (("id", "7"), ("messages.ts", "1, 2"))
+    assert read({**PAIR, "system": "s", "weight": 1, "answer.responses": ["b"]}).unread == (("answer.responses", "b"),)
+    assert read({"input_ids": [5, 6], "labels": [5, 6], "id": 1}).unread == (("id", "1"),)
+    inner = {"meta": json.dumps({"by": "x" * 30, "reviews": [{"status": "bad"}, {"status": "ok"}]}), "odd": "a\x00"}
+    assert read({**PAIR, **inner}).unread == (("meta.by", ""), ("meta.reviews.status", "bad, ok"), ("odd", ""))
+
+
+def test_an_answer_without_the_right_one_next_to_it_is_said() -> None:
+    for name, right, count in (("ground_truth", "4", 1), ("Expected Output", "5", 0), ("correct", True, 0)):
+        doubts = read({"prompt": "2+3?", "completion": "It is 5.", name: right}).doubts
+        assert len(doubts) == count and all(f"`{name}`" in doubt for doubt in doubts)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'Use:\n```python\nprint(f"{a}\\n", x[0])\n```\nIt prints `a`, e.g. for [this](https://a.b/c).',
+        "SELECT a FROM t WHERE b = 'it' AND c <> '' GROUP BY a;",
+        "Hence $\\nu \\neq \\nabla f$, so \\boxed{55}.",
+        "Ответ: Россия, США и СССР. РЕСУРС.",
+        "La réponse : « oui », dit-il ; c'est vrai !",
+        "Hi Anna,\n\nit is on its way.\n\nBest regards,\nBob",
+        "The user: a study. Use :class:`x` and items.map(x => x[0]).",
+    ],
+)
+def test_nothing_is_said_of_answers_as_people_write_them(answer: str) -> None:
+    assert not read({"prompt": "Show me.", "completion": answer}).doubts
