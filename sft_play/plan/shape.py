@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+from sft_play.config.reader import Count
 from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import UserError
 from sft_play.files import read_json
@@ -83,8 +84,8 @@ class Matrices:
 class Counted:
     """Sizes counted on the model itself (`sft_play.trace.run`)."""
 
-    parameters: int
-    largest_layer: int
+    parameters: Count
+    largest_layer: Count
     """Parameters of the largest layer."""
     matrices: tuple[Matrices, ...]
 
@@ -106,7 +107,7 @@ class ModelShape:
     vocab_size: int
     tied: bool
     """Whether head and embedding are one matrix."""
-    max_positions: int
+    max_positions: Count
     qkv_bias: bool = False
     norms_per_layer: int = 2
     qk_norm: bool = False
@@ -114,7 +115,7 @@ class ModelShape:
     """Whether the feed-forward part has a gate (SwiGLU): three matrices instead of two."""
     experts: int = 0
     experts_per_token: int = 0
-    vision_parameters: int = 0
+    vision_parameters: Count = 0
     """Parameters of a vision tower and projector, which stay frozen."""
     quantization: str = ""
     """How a checkpoint is already quantised: `bitsandbytes int8`, `bitsandbytes nf4`, `gptq`, ...; or empty."""
