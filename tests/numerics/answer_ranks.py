@@ -20,7 +20,7 @@ def work(rank: int, world: int, words: list[str]) -> dict[str, Any]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load_tokenizer(folder)
     rows = [{"row": i, "prompt_ids": [300 + i, 301, 302 + i], "reference": "one"} for i in range(6)]
     alone = score_by_generation(model, tokenizer, rows, settings).predictions
-    own = [row | {"reference": made.answer} for row, made in zip(rows, alone, strict=True)]
+    own = [row | {"reference": prediction.answer} for row, prediction in zip(rows, alone, strict=True)]
     together = score_by_generation(model, tokenizer, own, settings, metrics=["exact_match"], ranks=Ranks(rank, world))
     return {"exact_match": together.scores["exact_match"].mean}
 
