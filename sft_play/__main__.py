@@ -269,7 +269,7 @@ def _answer(arguments: list[str]) -> int:
             print(f"sft-play {importlib.metadata.version('sft-play')}")
             return 0
         first, second, *_ = *arguments, "", ""
-        asked = second if first == "help" else first if {"-h", "--help"}.intersection(arguments[1:]) else ""
+        asked = first if {"-h", "--help"}.intersection(arguments[1:]) else second if first == "help" else ""
         if asked in COMMANDS:
             print(command_help(asked, COMMANDS[asked]))
             return 0
