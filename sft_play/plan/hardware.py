@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from sft_play.config.reader import closest_word
 from sft_play.errors import HardwareError
 from sft_play.files import read_json
 from sft_play.runs.origin import processor
@@ -167,6 +166,8 @@ def _devices(part: str, text: str) -> list[Device]:
 
 def _nonsense(part: str, text: str) -> HardwareError:
     names = {_plain(key): key for key in CATALOGUE}
+    from sft_play.config.reader import closest_word  # `make doctor` works without packages
+
     near = closest_word(re.sub(r"^\d+x", "", _plain(part)), list(names))
     return HardwareError(
         f"`{part}` is not known hardware",
