@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Trainer
 from transformers.core_model_loading import revert_weight_conversion
@@ -54,6 +53,7 @@ from sft_play.training.states.files import (
     StateFiles,
     StatePiece,
     readable,
+    write_tensors,
 )
 from sft_play.training.states.layout import Bundle, layout_of, whole_shape
 
@@ -68,10 +68,9 @@ class States:
     """Only on rank 0."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write and return the files; not collective. Raise `OSError` or `SafetensorError`."""
+        """Write and return the files; not collective. Raise `OSError`."""
         for name, (tensors, metadata) in self.files.items():
-            save_file(dict(tensors), folder / name, dict(metadata))
-            (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
+            write_tensors(folder / name, tensors, metadata)
         written = [folder / name for name in self.files]
         if self.facts is not None:
             written.append(folder / STATES_NAME)
@@ -190,9 +189,7 @@ class _Collector:
 
     def add(self, state: str, tensor: Tensor, share: Share, kind: Kind) -> None:
         """Add one piece."""
-        # Parameters may share their complete states, which `save_file` refuses.
-        copy = self.clone or kind in ("whole", "rank")
-        values = tensor.detach().to("cpu", copy=copy).contiguous()
+        values = tensor.detach().to("cpu", copy=self.clone).contiguous()
         key = f"{state}/{share.name}"
         self.tensors[key] = values
         self.pieces.append(

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -92,6 +93,7 @@ def reads(start: int, end: int, pieces: Iterable[StatePiece], what: str) -> Iter
         )
 
 
+NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 INDEX = "index"
 """Metadata key of a state file: JSON with its pieces, and with the values that are not tensors."""
 
@@ -214,3 +216,32 @@ def readable(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"it cannot be read: {error}", place=str(path), hint="use an earlier checkpoint"
         ) from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write CPU tensors as safetensors, one by one, without a copy of the file in memory.
+
+    Raise `OSError`, which may leave an incomplete file. The library's own `save_file` builds the file in memory and
+    reports a full disk as another error. The format: 8 bytes with the header's length, the header as JSON (name ->
+    type, shape, offsets), the tensors' bytes without gaps (https://github.com/huggingface/safetensors#format).
+    """
+    # Widest types first, so that every tensor starts at a multiple of its item size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, tensor in ordered:
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header, ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                stream.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
