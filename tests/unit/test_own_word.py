@@ -116,7 +116,7 @@ def test_commands_paths_and_addresses_are_not_read_from_a_runs_folder(
     typed = [*words, "LAUNCH_NOTIFY=$MY_NOTIFY", "KUBERNETES_IMAGE=mine:1", "TRAIN_REPORT_TO=mlflow"]
     again = parse_call(typed, COMMANDS, environ={}).load_config()
     assert again.config.launch.notify == "$MY_NOTIFY" and again.config.kubernetes.image == "mine:1"
-    assert own_words(again) == ["LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=mlflow"]
+    assert sorted(own_words(again)) == ["LAUNCH_NOTIFY=$MY_NOTIFY", "TRAIN_REPORT_TO=mlflow"]
 
 
 def test_a_users_file_may_set_them(run: RunFolder, tmp_path: Path) -> None:
