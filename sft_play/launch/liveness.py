@@ -68,9 +68,14 @@ class TimeLimits:
         return cls(**{name: seconds * factor for name, seconds in asdict(cls()).items()})
 
 
+LIMITS = TimeLimits.scaled(float(os.environ.get(SCALE) or 1))
 SLOW_STEPS = 1.5
 """A request to stop allows a step this many times the longest one so far, where that is more than `patience`."""
-LIMITS = TimeLimits.scaled(float(os.environ.get(SCALE) or 1))
+
+
+def stop_patience(longest_step: float) -> float:
+    """Return the seconds after a request to stop in which a step may still end."""
+    return max(LIMITS.patience, SLOW_STEPS * longest_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from types import FrameType
 import psutil
 
 from sft_play.files import open_own, remove_half_written, tail
-from sft_play.launch.liveness import LIMITS, MARK, SLOW_STEPS, Listener, MemoryKills, keep_stacks, remove_empty
+from sft_play.launch.liveness import LIMITS, MARK, Listener, MemoryKills, keep_stacks, remove_empty, stop_patience
 from sft_play.launch.machines import Machines
 from sft_play.launch.process import STOPS, bind_to_parent, hear_signals
 from sft_play.launch.run_folder import exit_records
@@ -367,7 +367,10 @@ class Stop:
     def late(self, watch: Watch) -> list[int]:
         """Return the ranks that should have left by now and are not writing a checkpoint."""
         slowest = max((beat.longest_step for beat in watch.beats.latest.values()), default=0.0)
-        if not self.requested or time.monotonic() - self.since < LIMITS.leave + SLOW_STEPS * slowest:
+        if (
+            not self.requested
+            or time.monotonic() - self.since < stop_patience(slowest) + LIMITS.leave - LIMITS.patience
+        ):
             return []
         return [rank for worker, rank in watch.workers.items() if is_alive(worker) and not watch.saves(rank)]
 

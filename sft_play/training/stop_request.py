@@ -7,8 +7,7 @@ would not receive them. What a request leads to:
 - afterwards the ranks agree at the end of a step (`training.stopping`), save and exit;
 - without checkpoints (`train.save_strategy: no`) the process exits at once, unless the last step has ended: then it
   writes the model;
-- if no step ends within `PATIENCE_SECONDS`, or `SLOW_STEPS` times the longest step, the process exits without a new
-  checkpoint, except in the middle of a save.
+- if no step ends within `stop_patience`, the process exits without a new checkpoint, except in the middle of a save.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.launch.liveness import LIMITS, SLOW_STEPS
+from sft_play.launch.liveness import LIMITS, stop_patience
 from sft_play.launch.process import STOPS, leave_stops_to_parent, signals_to_hear, stop_code
 from sft_play.runs.folder import RunFolder
 from sft_play.text import tell
 from sft_play.training.process import Activity, leave_record
 
-PATIENCE_SECONDS, AFTER_SAVE_SECONDS = LIMITS.patience, LIMITS.after_save
+AFTER_SAVE_SECONDS = LIMITS.after_save
 LOOK_SECONDS = 0.1
 
 
@@ -94,7 +93,7 @@ class StopRequest:
 
     def _wait(self) -> None:
         """End the process if it does not end in time."""
-        patience = max(PATIENCE_SECONDS, SLOW_STEPS * self.activity.longest_step)
+        patience = stop_patience(self.activity.longest_step)
         deadline = time.monotonic() + patience
         while not self._ended:
             if self.activity.phase == "saving":  # a save is finished, however long it takes
