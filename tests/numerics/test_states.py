@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sft_play.errors import CheckpointError
-from sft_play.runs.manifest import check_states
+from sft_play.runs.manifest import check_states, optimizer_file
 from sft_play.training.states.facts import (
     groups_of,
     scaler_of,
@@ -21,6 +21,7 @@ from sft_play.training.states.facts import (
     set_scaler,
     set_scheduler,
 )
+from sft_play.training.states.files import StateFiles, write_tensors
 from sft_play.training.stopping import scale_of
 
 
@@ -35,6 +36,14 @@ def scaled_steps(scaler: torch.amp.GradScaler, gradients: list[float]) -> list[f
         scaler.update()
         scales.append(scaler.get_scale())
     return scales
+
+
+@pytest.mark.parametrize("metadata", [{}, {"index": "{"}, {"index": '{"pieces": [{}]}'}])
+def test_a_state_file_that_is_not_ours_is_named(metadata: dict[str, str], tmp_path: Path) -> None:
+    write_tensors(tmp_path / optimizer_file(0), {"a": torch.ones(2)}, metadata)
+    with pytest.raises(CheckpointError) as refused:
+        StateFiles(tmp_path, [0])
+    assert refused.value.place == str(tmp_path / optimizer_file(0))
 
 
 def test_a_loss_scaler_continues_where_it_was() -> None:

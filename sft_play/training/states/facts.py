@@ -25,6 +25,7 @@ from sft_play.errors import CheckpointError
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.manifest import random_file
 from sft_play.training.ranks import TrainContext
+from sft_play.training.states.files import MALFORMED, readable
 
 NOT_KEPT = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "maximize", "param_names"})
 """Keys of a parameter group that describe how this process computes, or that a new process sets itself."""
@@ -260,7 +261,7 @@ def restore_random(context: TrainContext, checkpoint: Path) -> None:
         numpy.random.seed(number % 2**32)
         torch.manual_seed(number)
         return
-    with safe_open(path, framework="pt", device="cpu") as file:
+    with readable(path, MALFORMED), safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
         set_random_states(tensors, file.metadata())
 

@@ -108,12 +108,16 @@ class StateFiles:
         self._pieces: dict[str, dict[str, list[StatePiece]]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         for name in map(optimizer_file, ranks):
-            index = json.loads(self._file(name).metadata()[INDEX])
-            for facts in index["pieces"]:
-                piece = StatePiece(**{**facts, "shape": tuple(facts["shape"]), "file": name})
-                self._pieces.setdefault(piece.parameter, {}).setdefault(piece.state, []).append(piece)
-            for parameter, values in index["values"].items():
-                self._values[parameter] = values | self._values.get(parameter, {})
+            with readable(checkpoint / name, MALFORMED):
+                self._read_index(name)
+
+    def _read_index(self, name: str) -> None:
+        index = json.loads(self._file(name).metadata()[INDEX])
+        for facts in index["pieces"]:
+            piece = StatePiece(**{**facts, "shape": tuple(facts["shape"]), "file": name})
+            self._pieces.setdefault(piece.parameter, {}).setdefault(piece.state, []).append(piece)
+        for parameter, values in index["values"].items():
+            self._values[parameter] = values | self._values.get(parameter, {})
 
     def states(self, parameter: str) -> list[str]:
         """Return the names of a parameter's tensor states, in the order in which the optimizer created them."""
@@ -203,16 +207,22 @@ class StateFiles:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self.checkpoint / name, framework="pt", device="cpu")
+            with readable(self.checkpoint / name):
+                self._open[name] = safe_open(self.checkpoint / name, framework="pt", device="cpu")
         return self._open[name]
 
 
+UNREADABLE = (OSError, SafetensorError)
+MALFORMED = (*UNREADABLE, KeyError, TypeError, ValueError)
+"""Errors of a file that cannot be read, and of one without the content that ours have."""
+
+
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Raise `CheckpointError` with the file's path if the body cannot read it."""
+def readable(path: Path, errors: tuple[type[Exception], ...] = UNREADABLE) -> Iterator[None]:
+    """Raise `CheckpointError` with the path for these errors in the body."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except errors as error:
         raise CheckpointError(
             f"it cannot be read: {error}", place=str(path), hint="use an earlier checkpoint"
         ) from error
