@@ -394,21 +394,25 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
         yield place, row
 
 
-CONVERSATION = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread|ticket|call|episode)_?id (?!None)\\S")
-LATER = re.compile(
-    "(?:(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?|round|step|seq) (?:[2-9]|[1-9]\\d+)"
-)
-"""Names with values: of a conversation, and of a turn that is not its first."""
+CONVERSATION = re.compile("(?:conversation|conv|dialog(?:ue)?|session|chat|thread|ticket|call|episode)_?id")
+TURN = re.compile("(?:turn|message|utterance)(?:_?(?:id|index|idx|number|num|no))?|round|step|seq")
+"""Names of columns with a conversation's name, and with the number of a turn."""
+NAMED, LATER = re.compile("(?!None)\\S"), re.compile("[2-9]|[1-9]\\d+")
+"""Their values: any name, and the number of a turn that is not the first."""
 
 
 def _continued(row: Mapping[str, Any], question: str, heeded: Collection[str], asked: dict[str, int]) -> str | None:
     """Return a column by which a row of one answer continues a conversation: its number, or the name of a conversation
     that an earlier row has with another question; adds it to `asked`.
     """
-    named = {name: f"{in_snake_case(name)} {row[name]}" for name in row if name not in heeded}
-    ids = [text for text in named.values() if CONVERSATION.match(text)]
-    again = [text for text in ids if asked.setdefault(text, hash(question)) != hash(question)]
-    return next((name for name, text in named.items() if text in again or (ids and LATER.fullmatch(text))), None)
+    spelt = {name: in_snake_case(name) for name in row if name not in heeded}
+    ids = [name for name in spelt if CONVERSATION.fullmatch(spelt[name]) and NAMED.match(str(row[name]))]
+    if not ids:
+        return None
+    first = hash(question)
+    again = {name for name in ids if asked.setdefault(f"{spelt[name]} {row[name]}", first) != first}
+    later = {name for name in spelt if TURN.fullmatch(spelt[name]) and LATER.fullmatch(str(row[name]))}
+    return next((name for name in spelt if name in again | later), None)
 
 
 MOST_MARKS, LOOKED_AT = 20, 10_000

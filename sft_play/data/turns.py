@@ -66,7 +66,7 @@ PARTS_BY_NAME: Mapping[str, str] = {
         "(?:think|thinking|thoughts?|reasoning)(?:_?(?:content|text|details|steps|trace|process|chain))?"
         "|chain_?of_?thoughts?|cot|rationales?|scratchpad"
     ),
-    "a system turn": ("sys(?:tem)?(?:_?(?:prompt|message|msg|instructions?|role|text|content))?|preamble"),
+    "a system turn": "sys(?:tem)?(?:_?(?:prompt|message|msg|instructions?|role|text|content))?|preamble",
     "a part of the prompt": (
         "instructions?|inputs?|contexts?|passages?|articles?|paragraphs?|background|story|premise|hypothesis|documents"
         "|docs|ctxs?|chunks|snippets|search_results|tables?|transcripts?|dialogues?|starter_code|old_(?:code|contents?)"
@@ -78,7 +78,7 @@ PARTS_BY_NAME: Mapping[str, str] = {
         "(?:answer|response|completion|output|text|content|value|message)|corrected|correction"
     ),
     "what follows the answer": "suffix",
-    "a choice": ("choices|options|(?:option|choice)_?[1-5]|(?:option|choice|op)_?[a-e]|(?-i:[A-E])"),
+    "a choice": "choices|options|(?:option|choice)_?[1-5]|(?:option|choice|op)_?[a-e]|(?-i:[A-E])",
 }
 """What a column is by its name, if the answer follows from it; also those that are read."""
 READ = frozenset({*SPEAKERS[:2], *WORDS[:2], *REASONING, "name", "tool_calls", "tool_call_id", "function_call"})
