@@ -40,15 +40,6 @@ def sources(config: Config) -> Iterator[tuple[str, int, DataSource]]:
 # ---- The model
 
 
-def absent_files(config: Config) -> list[str]:
-    """Return the paths of sources that can only be files or folders, and are not on this machine."""
-    return [
-        source.path
-        for _, _, source in sources(config)
-        if names_file(source.path) and not Path(source.path).expanduser().exists() and not is_glob(source.path)
-    ]
-
-
 def names_file(path: str) -> bool:
     """Return whether a source's path can only name a file or folder, and neither a hub dataset nor a built-in set."""
     plain = not path.startswith("builtin:")

@@ -210,9 +210,7 @@ def name_of(run_name: str | None, path: Path | None) -> str:
 
 
 def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
-    """Return the run's facts for  Raise `UserError` if the kind of job cannot express it or it contains a
-    token.
-    """
+    """Return the run's facts. Raise `UserError` if the kind of job cannot express it or it contains a token."""
     loaded, plan, settings = rehearsal.loaded, rehearsal.plan, rehearsal.loaded.config.kubernetes
     files = {CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
