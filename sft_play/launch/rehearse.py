@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.data_rules import is_glob, names_file, sources
+from sft_play.config.data_rules import is_glob, names_file
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config
 from sft_play.errors import UserError, typed_here
@@ -31,7 +31,7 @@ from sft_play.plan.show import (
 )
 from sft_play.plan.sources import Source, hardware_of, needs_several, parse_source, plan_for
 from sft_play.runs.folder import RunFolder, cache_folder
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, sources_of
 from sft_play.text import as_typed, tell
 
 
@@ -108,7 +108,7 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise error.without_remedies() from None
     refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
-    for path in (source.path for _, _, source in sources(loaded.config)):
+    for path in (source.path for source in sources_of(loaded.config)):
         if names_file(path) and not is_glob(path) and not Path(path).expanduser().exists():
             tell(f"warning: the data `{path}` are not on this machine")
     return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=with_cost(plan, hardware, price))
