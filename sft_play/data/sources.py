@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from glob import glob
 from importlib.metadata import version
 from itertools import islice
@@ -236,7 +237,10 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if path.exists():
         raise DataError(NOT_PLAIN, place=source.path)
     if names_file(source.path):
-        raise DataError("there is no such file", place=source.path, hint=PATHS_COUNT)
+        beside = [other.name for other in path.parent.glob("*")]
+        close = get_close_matches(path.name, beside, n=1, cutoff=0.75)
+        hint = f"did you mean `{path.parent / close[0]}`?" if close else PATHS_COUNT
+        raise DataError("there is no such file", place=source.path, hint=hint)
     return None
 
 
@@ -378,16 +382,12 @@ def _refuse_judged(rows: Iterator[Placed], source: DataSource) -> Iterator[Place
                 weighs = (
                     f"`columns: {scalar_text({'weight': column})}` weighs by it, " if "weight" in column.lower() else ""
                 )
-                has = f"has({in_filter(column)})"
-                if "has(" in condition or "blank(" in condition:  # good rows have nothing there
-                    has = f"{has} or not {has}"
                 yield (
                     place,
                     DataError(
                         f"`{column}` seems to say whether to learn the row, and is not read",
                         place=place,
-                        hint=f"{weighs}`filter: {scalar_text(condition)}` keeps what is good,"
-                        f" `filter: {scalar_text(has)}` all",
+                        hint=f"{weighs}`filter: {scalar_text(condition)}` keeps what is good, {_keep_all(column)}",
                     ),
                 )
                 continue
@@ -435,7 +435,7 @@ def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]],
     for _, row in rows:
         if not isinstance(row, DataError) and column in row:
             _half_marked({column: row[column]}, (), marks)
-    counts, has = marks[column], f"has({in_filter(column)})"
+    counts = marks[column]
     listed = list_some(
         [f"{'nothing' if value is None else f'`{value}`'} ({count:,})" for value, count in counts.most_common()], 8
     )
@@ -443,8 +443,14 @@ def _refuse_half_marked(place: str, column: str, marks: dict[str, Counter[Any]],
     raise DataError(
         f"`{column}` marks some rows and not others, and is not read: {listed}",
         place=place,
-        hint=f"`filter: {keeps}` keeps those with a mark, `filter: {scalar_text(f'{has} or not {has}')}` all",
+        hint=f"`filter: {keeps}` keeps those with a mark, {_keep_all(column)}",
     )
+
+
+def _keep_all(column: str) -> str:
+    """Return the end of a hint: a filter that names `column`, so that it counts as used, and keeps every row."""
+    has = f"has({in_filter(column)})"
+    return f"`filter: {scalar_text(f'{has} or not {has}')}` all"
 
 
 def _judgements(row: Mapping[str, Any], chat: bool, within: str = "") -> Iterator[tuple[str, str]]:

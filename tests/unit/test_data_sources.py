@@ -106,6 +106,12 @@ def test_missing_files_are_named(pattern: str, place: str, message: str, tmp_pat
     assert error.place == place.format(folder=tmp_path) and error.message.startswith(message.format(folder=tmp_path))
 
 
+def test_a_mistyped_file_is_answered_with_the_one_beside_it(tmp_path: Path) -> None:
+    right = write(tmp_path / "tickets_2025.csv", CONTENTS["csv"])
+    assert refused(str(tmp_path / "ticket_2025.csv")).hint == f"did you mean `{right}`?"
+    assert "paths count from" in (refused(str(tmp_path / "other.csv")).hint or "")
+
+
 # ---- The built-in set
 
 
