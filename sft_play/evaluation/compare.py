@@ -32,6 +32,7 @@ from sft_play.text import energy, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
+    from sft_play.evaluation.scores import Together
 
 ROWS = 5
 LOSSES = ("loss", "perplexity")
@@ -70,6 +71,10 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         f"`{side.name}` has no scores for step {side.weights.step}; score it: {how_to_score(side.run, side.weights)}"
         for side in unscored
     ]
+    single = [name for name in metrics if rows and sides[0].score(rows[0], name) is not None]
+    if metric and rows and metric not in single:
+        instead = f"; METRIC={single[0]} shows some" if single else ""
+        notes.append(f"`{metric}` scores all answers together, so none of them are shown{instead}")
     if not metrics and not unscored:
         notes.append(
             "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= scores answers"
@@ -119,13 +124,23 @@ def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> list[dict[str, Any] | None]:
     """Return each side's paired difference from the first, `None` for the first itself."""
-    from sft_play.evaluation.scores import paired_difference
+    from sft_play.evaluation.scores import paired_difference, together
 
-    values = [[side.score(row, metric) for row in rows] for side in sides]
-    if None in values[0]:  # a metric of all answers together has no scores to pair
-        return [None] * len(sides)
-    more_is_better = higher_is_better(metric) is True
-    return [None, *(asdict(paired_difference(values[0], other, more_is_better=more_is_better)) for other in values[1:])]
+    def score_of(side: Side) -> Together | None:
+        references, answers = ([side.answers[row][key] for row in rows] for key in ("reference", "answer"))
+        return together(metric, references, answers, [side.score(row, metric) for row in rows])
+
+    scores = [score_of(side) for side in sides]
+    first, more_is_better = scores[0], higher_is_better(metric) is True
+    return [
+        None,
+        *(
+            asdict(paired_difference(first, other, len(rows), more_is_better=more_is_better))
+            if first and other
+            else None
+            for other in scores[1:]
+        ),
+    ]
 
 
 def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: int) -> list[dict[str, Any]]:

@@ -66,22 +66,35 @@ def resamples(count: int, *, times: int = RESAMPLES) -> Iterator[Any]:
         yield draws.integers(0, count, size=count)
 
 
+Together = Callable[[Any], float]
+"""Takes indices of answers and returns the score of these answers together."""
+
+
+def _interval(score: Together, count: int) -> Interval:
+    return Interval.around(score(np.arange(count)), [score(picks) for picks in resamples(count)], n=count)
+
+
+def _mean_of(values: Sequence[float]) -> Together:
+    array = np.asarray(values, dtype=np.float64)
+    return lambda picks: float(array[picks].mean())
+
+
 def mean_interval(values: Sequence[float]) -> Interval:
     """Return the mean of `values` with the interval of the means of resamples. Raise `ValueError` for no values."""
     if not values:
         raise ValueError("an interval needs at least one value")
-    array = np.asarray(values, dtype=np.float64)
-    means = [array[picks].mean() for picks in resamples(len(array))]
-    return Interval.around(float(array.mean()), means, n=len(array))
+    return _interval(_mean_of(values), len(values))
 
 
-def share_interval(values: Sequence[float]) -> Interval:
+def share_interval(values: Sequence[float], parts: Iterable[int] = ()) -> Interval:
     """Return `mean_interval`, or, if all answers are right or all are wrong, the exact interval of a share.
 
-    Resamples would then be all the same. The exact interval is that of Clopper and Pearson (1934).
+    Resamples would then be all the same. The exact interval is that of Clopper and Pearson (1934); a mean of scores
+    between 0 and 1 is within it too. `parts` are numbers of answers whose shares are averaged.
     """
     interval, distinct = mean_interval(values), set(values)
-    width = 1 - ((1 - CONFIDENCE) / 2) ** (1 / len(values))
+    widths = [1 - ((1 - CONFIDENCE) / 2) ** (1 / count) for count in parts or [len(values)]]
+    width = sum(widths) / len(widths)
     if distinct == {0.0}:
         return replace(interval, high=width)
     return replace(interval, low=1 - width) if distinct == {1.0} else interval
@@ -109,14 +122,13 @@ def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) 
     """
     single = _sacrebleu(name, sentence=True)
     each = [float(single.sentence_score(a, [r]).score) for r, a in zip(references, answers, strict=True)]
+    return each, _interval(_corpus_score(name, references, answers), len(answers))
+
+
+def _corpus_score(name: str, references: Sequence[str], answers: Sequence[str]) -> Together:
     scorer = _sacrebleu(name)
     statistics = np.asarray(scorer._extract_corpus_statistics(list(answers), [list(references)]))
-
-    def total(part: Any) -> float:
-        return float(scorer._compute_score_from_stats(part.sum(axis=0).tolist()).score)
-
-    again = [total(statistics[picks]) for picks in resamples(len(answers))]
-    return each, Interval.around(total(statistics), again, n=len(answers))
+    return lambda picks: float(scorer._compute_score_from_stats(statistics[picks].sum(axis=0).tolist()).score)
 
 
 def rouge(reference: str, answer: str) -> dict[str, float]:
@@ -137,13 +149,13 @@ def without_words(references: Sequence[str]) -> int:
 def macro_f1(references: Sequence[str], answers: Sequence[str]) -> tuple[None, Interval]:
     """Return the mean F1 of all labels; a single answer has none.
 
-    Where all answers are right or all are wrong it is the share of right ones, and has its interval.
+    Where all answers are right or all are wrong, its interval is the mean of the labels' (`share_interval`).
     """
-    mean, count = _mean_f1(references, answers), len(answers)
+    mean = _mean_f1(references, answers)
     right = [accuracy(reference, answer) for reference, answer in zip(references, answers, strict=True)]
     if len(set(right)) == 1:
-        return None, share_interval(right)
-    return None, Interval.around(mean(np.arange(count)), [mean(picks) for picks in resamples(count)], n=count)
+        return None, share_interval(right, Counter(map(label_of, references)).values())
+    return None, _interval(mean, len(answers))
 
 
 def normalise(text: str) -> str:
@@ -543,19 +555,30 @@ class PairedDifference(Interval):
     """
 
 
-def paired_difference(
-    first: Sequence[float], second: Sequence[float], *, more_is_better: bool = True
-) -> PairedDifference:
-    """Return the difference of two models' scores of the same rows, in the same order.
+def together(metric: str, references: Sequence[str], answers: Sequence[str], each: Sequence[Any]) -> Together | None:
+    """Return the score of any of the answers together: by their texts, or as the mean of `each` one's score.
 
-    Each draw takes both models' scores of a row: what makes a row easy or hard for both cancels out, so the interval is
-    narrower than that of two separate means (Koehn 2004, "Statistical Significance Tests for Machine Translation
-    Evaluation"). Raise `ValueError` for no rows, or for different numbers of rows.
+    Return `None` for a metric of a library that has no score of a single answer.
     """
-    if not first or len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} scores cannot be paired")
-    gaps = [second_score - first_score for first_score, second_score in zip(first, second, strict=True)]
-    mean = mean_interval(gaps)
+    if metric == "macro_f1":
+        return _mean_f1(references, answers)
+    if metric in CORPUS:
+        return _corpus_score(metric, references, answers)
+    return None if None in each else _mean_of(each)
+
+
+def paired_difference(
+    first: Together, second: Together, count: int, *, more_is_better: bool = True
+) -> PairedDifference:
+    """Return the difference of two models' scores of the same `count` rows, in the same order.
+
+    Each draw takes both models' answers to a row: what makes a row easy or hard for both cancels out, so the interval
+    is narrower than that of two separate scores (Koehn 2004, "Statistical Significance Tests for Machine Translation
+    Evaluation"). Raise `ValueError` for no rows.
+    """
+    if not count:
+        raise ValueError("no rows that both answered")
+    mean = _interval(lambda picks: second(picks) - first(picks), count)
     up, down = ("better", "worse") if more_is_better else ("higher", "lower")
     verdict = up if mean.low > 0 else down if mean.high < 0 else "undecided"
     return PairedDifference(

@@ -17,12 +17,14 @@ from sft_play.evaluation.scores import (
     CORPUS,
     OF_SINGLE_ANSWERS,
     LibraryMetric,
+    PairedDifference,
     check_library_metrics,
     confusion,
     exact_match,
     label_lines,
     paired_difference,
     score_answers,
+    together,
     token_f1,
 )
 from sft_play.evaluation.scores import ROUGE as METRICS
@@ -58,7 +60,8 @@ def test_scores_of_labels_are_those_of_their_confusion_matrix() -> None:
     assert scored.intervals["macro_f1"].low < scored.intervals["macro_f1"].mean < scored.intervals["macro_f1"].high
     assert [row.get("macro_f1") for row in scored.each] == [None] * 24
     right = score_answers(["accuracy", "macro_f1"], references, references).intervals["macro_f1"]
-    assert right.mean == right.high == 1 and 0.8 < right.low < 1, "24 right answers do not prove that none is wrong"
+    assert right.mean == right.high == 1
+    assert right.low == pytest.approx(sum(0.025 ** (1 / n) for n in (8, 12, 4)) / 3), "4 right answers prove little"
     scores = confusion(list(zip(references, answers, strict=True)))
     assert scores is not None and list(scores) == ["Billing", "bug", "how to"]
     assert scores["bug"]["answered"] == {"bug": 8, "(no label)": 4} and scores["Billing"]["recall"] == 0.5
@@ -216,10 +219,15 @@ def test_answers_without_words_are_skipped_and_counted(tmp_path: Path) -> None:
         assert any(notice in warning for warning in scored.warnings)
 
 
+def difference_of(first: list[float], second: list[float], **options: bool) -> PairedDifference:
+    totals = [together("f1", [], [], scores) for scores in (first, second)]
+    return paired_difference(*totals, len(first), **options)
+
+
 def test_a_steady_gain_is_certain_and_better_only_where_more_is_better() -> None:
     first = [0.0, 0.9, 0.1, 0.7, 0.3] * 4
     difference, rising = (
-        paired_difference(first, [score + 0.05 for score in first], more_is_better=more_is_better)
+        difference_of(first, [score + 0.05 for score in first], more_is_better=more_is_better)
         for more_is_better in (True, False)
     )
     assert (difference.n, difference.verdict) == (20, "better")
@@ -233,7 +241,19 @@ def test_the_interval_is_of_resampled_means() -> None:
     gaps = np.array(second) - np.array(first)
     draws = np.random.default_rng(0)
     means = [gaps[draws.integers(0, 4, size=4)].mean() for _ in range(1000)]
-    difference = paired_difference(first, second)
+    difference = difference_of(first, second)
     assert (difference.low, difference.high) == pytest.approx(tuple(np.percentile(means, [2.5, 97.5])))
     assert difference.verdict == "too few to compare", "n = 4"
-    assert paired_difference(first * 5, second * 5).verdict == "undecided"
+    assert difference_of(first * 5, second * 5).verdict == "undecided"
+    assert together("evaluate:mine", [], [], [0.5, None]) is None, "no score of a single answer"
+
+
+@pytest.mark.parametrize("metric", ["macro_f1", "bleu"])
+def test_scores_of_all_answers_together_are_paired_too(metric: str) -> None:
+    references = ["the red fox ran home", "a grey cat sat down", "the red fox ran home"] * 8
+    worse = ["the red fox ran home" if row % 4 else "a grey cat sat there" for row in range(24)]
+    totals = [together(metric, references, answers, [None] * 24) for answers in (worse, references)]
+    difference = paired_difference(*totals, 24)
+    scores = [score_answers([metric], references, answers).intervals[metric] for answers in (worse, references)]
+    assert difference.mean == pytest.approx(scores[1].mean - scores[0].mean) and difference.verdict == "better"
+    assert difference.high - difference.low < 2 * (scores[0].high - scores[0].low)
