@@ -31,7 +31,7 @@ from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
-from sft_play.runs.adapters import made_folder, parent_of
+from sft_play.runs.adapters import made_folder, parent_of, run_around
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import ChatFormat, ParentAdapter, Prepared, ResolvedModel, day_of, remember, sources_of
 from sft_play.runs.stamp import MADE
@@ -161,8 +161,7 @@ def _chat_to_compare(adapter: ParentAdapter, chat: ChatFormat | None, *, merged:
     """Return the chat format that an adapter's tokenizer is compared with: `chat`, or the one of the adapter's run if
     that learnt no conversations or is merged, since then only the tokenizer itself must be the same.
     """
-    folders = (RunFolder(folder) for folder in Path(adapter.path).parents[:2])
-    run = next((run for run in folders if run.prepared.is_file() and run.config.is_file()), None)
+    run = run_around(Path(adapter.path))
     if run is None or not (merged or read_config(run.config).config.tuning.task == "cpt"):
         return chat
     return Prepared.load(run.prepared).model.chat

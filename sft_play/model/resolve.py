@@ -220,8 +220,8 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
                 f"{adapter} with another tokenizer or chat template than that of `{base.name}`",
                 stamp.tokenizer_fingerprint,
                 base.tokenizer_fingerprint,
-                "keep the `data.chat_template`, `data.system` and `data.style` of its run; TUNING_ADAPTER=merge takes"
-                " others, with the same tokenizer",
+                "keep the `data.chat_template`, `data.system` and `data.style` of its run (in that run's folder: omit"
+                " all three); TUNING_ADAPTER=merge takes others, with the same tokenizer",
             ),
         ):
             if then != now:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from sft_play.config.layers import DEFAULT
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LoadedConfig, read_config
 from sft_play.config.reader import misfit
 from sft_play.config.schema import Config, LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
@@ -44,6 +44,8 @@ CHANGED_FREELY = frozenset({"dropout"})
 """Keys that may differ from those of the parent adapter, since no weight depends on them."""
 MUTATING = ("pissa", "olora")
 """Initialisations that subtract the adapter's product from the base."""
+CHAT = ("data.chat_template", "data.system", "data.style")
+"""Keys that an adapter takes over from its run, if none of them is typed."""
 
 
 def embeddings_of(lora: LoraSettings, new_tokens: int) -> Literal["none", "new", "all"]:
@@ -109,6 +111,14 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
                 for key in asdict(lora)
                 if origins[f"tuning.lora.{key}"] == DEFAULT
             }
+            chat = {key: origin for key, origin in origins.items() if key.startswith(CHAT)}
+            run = run_around(folder)
+            if run and set(chat.values()) == {DEFAULT} and config.tuning.task != "cpt":
+                theirs = read_config(run.config).config
+                taken = config.data if theirs.tuning.task == "cpt" else theirs.data
+                data = replace(config.data, chat_template=taken.chat_template, system=taken.system, style=taken.style)
+                if data != config.data:
+                    config, origins = replace(config, data=data), origins | dict.fromkeys(chat, f"adapter {adapter}")
     return replace(loaded, config=config, origins=MappingProxyType(origins))
 
 
@@ -142,6 +152,12 @@ def _run_of(name: str) -> RunFolder | None:
         return None
     folder = run_path(name)
     return RunFolder(folder) if folder and (folder / "plan.json").is_file() else None
+
+
+def run_around(weights: Path) -> RunFolder | None:
+    """Return the run in whose folder these weights are, if its configuration and the facts of its data are there."""
+    runs = (RunFolder(folder) for folder in weights.resolve().parents[:2])
+    return next((run for run in runs if run.prepared.is_file() and run.config.is_file()), None)
 
 
 def _whole_model(run: RunFolder, name: str, place: str) -> Path:

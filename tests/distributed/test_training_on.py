@@ -249,6 +249,14 @@ def test_another_chat_template_goes_after_plain_text_or_a_merge(place: Place) ->
         assert place.scores(f"RUN={run}")["loss"] > 0 and place.run("merge", f"RUN={run}").returncode == 0
 
 
+def test_the_system_turn_of_a_run_is_that_of_the_next(place: Place) -> None:
+    place.train("brief", "DATA_SYSTEM=Be short.", "TRAIN_MAX_STEPS=1")
+    run = place.train("briefer", "MODEL_ADAPTER=brief", "TRAIN_MAX_STEPS=1")
+    config = json.loads((run / "config.json").read_text())
+    assert config["config"]["data"]["system"] == "Be short." and "adapter brief" in json.dumps(config)
+    assert place.scores("RUN=briefer")["loss"] > 0
+
+
 def test_what_peft_cannot_merge_is_one_error(place: Place, tmp_path: Path) -> None:
     folder = foreign(place, tmp_path / "biased", target_modules=["q_proj"], lora_bias=True)
     place.train("biased", f"MODEL_ADAPTER={folder}", "TRAIN_MAX_STEPS=1")
