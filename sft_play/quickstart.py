@@ -40,8 +40,8 @@ def main(call: Call) -> int:
         tell("\n== Training")
 
     run, outcome = start_run(call, "auto" if "NUM_GPUS" in call.options else "single", before_launch=score_base)
-    if outcome.code:
-        return finish(call, run, outcome)
+    if outcome.code or outcome.late_stop:
+        return finish(call, run, outcome) or outcome.late_stop
     if read_scores(run.evaluation(0)) is None:  # a run that `launch.auto_resume` continued
         score(run, "CHECKPOINT=base")
     tell("\n== After: the fine-tuned model, on the same prompts")

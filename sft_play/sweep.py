@@ -125,9 +125,9 @@ def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
         tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {words}")
         trial_call = _call(call, trial.name, *trial.overrides())
         _, outcome = start_run(trial_call, usual_strategy(trial_call))
-        if outcome.code in STOPPED:
+        if stopped := outcome.late_stop or (outcome.code in STOPPED and outcome.code):
             tell("stopped; the same command continues the sweep")
-            return outcome.code
+            return stopped
         if outcome.message:
             tell(outcome.message)
         results.append(result_of(trial))
@@ -250,9 +250,7 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
         if call.flag("SLURM"):
             plan = rehearse(ours).plan
         else:
-            options, loaded = read_options(
-                ours, load_config(config_path(call.options["CONFIG"]), ours.overrides), "auto"
-            )
+            options, loaded = read_options(ours, ours.load_config(), "auto")
             plan = plan_for(loaded, hardware, options.request)
         targets.add(command_of(plan.strategy))
         if result_of(trial).summary.state != "finished":

@@ -89,6 +89,8 @@ class Outcome:
     """The rank's activity: `phase`, `step`, `micro_step`, `rows`; empty if it is not known."""
     stop: Mapping[str, Any] = field(default_factory=dict)
     """Facts of a stop on request: `signal`, `step`, `phase`, `saved`, `note`."""
+    late_stop: int = 0
+    """The exit code of a stop that was asked for when the training was complete (`code` is 0): nothing else follows."""
 
     @property
     def first_line(self) -> str:
@@ -134,7 +136,7 @@ def outcome_of(
     failed = sorted((record for record in records.values() if record["code"]), key=lambda record: record["time"])
     silent = [rank for rank in ranks if rank not in records]
     if not failed and not silent:
-        return Outcome(code=0)
+        return Outcome(code=0, late_stop=stop_code(signals[0]) if signals else 0)
     if silent and is_gone(run.path):
         return Outcome(code=3, message=folder_gone(run).render())
     permanent = [record for record in failed if 1 <= record["code"] <= 5]

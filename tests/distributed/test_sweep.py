@@ -86,6 +86,22 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     assert "started with 2" in edited.err and "sweep of" not in edited.out
 
 
+@pytest.mark.broad
+def test_a_stop_that_comes_as_a_run_ends_also_ends_the_sweep(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    (tmp_path / "seeds.yaml").write_text("metric: loss\nkeys:\n  train.seed: [1, 2]\n")
+    scored = ("DATA_VAL_PATH=rows.jsonl", "TRAIN_EVAL_STRATEGY=steps", "TRAIN_EVAL_STEPS=3")
+    words = (f"CONFIG={launcher.config}", "SWEEP=seeds.yaml", "TRAIN_MAX_STEPS=3", "TRAIN_SAVE_STRATEGY=no", *scored)
+    sweep = launcher.start("sweep", *words, "TRAIN_PREDICT_WITH_GENERATE=true")
+    sweep.run = launcher.runs / "demo-seeds-01"
+    sweep.wait_for_step(3)
+    sweep.process.send_signal(signal.SIGTERM)
+    code, output = sweep.end(within=240)
+    assert code == 143 and "the same command continues the sweep" in output, output
+    assert [event["event"] for event in launcher.events("demo-seeds-01")] == ["started", "finished"]
+    assert not (launcher.runs / "demo-seeds-02").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
