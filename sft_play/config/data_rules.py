@@ -12,6 +12,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def names_file(path: str) -> bool:
     """Return whether a source's path can only name a file or folder, and neither a hub dataset nor a built-in set."""
     plain = not path.startswith("builtin:")
     return plain and (bool(Path(path).suffix) or path.count("/") != 1 or path.startswith((".", "/", "~")))
+
+
+PATHS_COUNT = "paths count from the folder in which you typed the command; a hub dataset is `OWNER/NAME`"
+
+
+def hint_absent(path: str) -> str:
+    """Return a hint for a file that is not here."""
+    typed = Path(path).expanduser()
+    close = get_close_matches(typed.name, [other.name for other in typed.parent.glob("*")], n=1, cutoff=0.75)
+    if close:
+        return f"did you mean `{typed.parent / close[0]}`?"
+    return PATHS_COUNT
 
 
 def is_glob(path: str) -> bool:

@@ -12,14 +12,23 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from difflib import get_close_matches
 from glob import glob
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, Condition, in_filter, is_glob, look_up, names_file
+from sft_play.config.data_rules import (
+    MISSING,
+    NO_CHAT,
+    PATHS_COUNT,
+    Condition,
+    hint_absent,
+    in_filter,
+    is_glob,
+    look_up,
+    names_file,
+)
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import is_writable, scalar_text
@@ -209,7 +218,6 @@ def _problem(source: DataSource, error: Exception, rows: int) -> DataError:
 
 
 BUILTIN = "builtin:"
-PATHS_COUNT = "paths count from the folder in which you typed the command; a hub dataset is `OWNER/NAME`"
 
 
 def files_of(source: DataSource) -> list[Path] | None:
@@ -237,10 +245,7 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if path.exists():
         raise DataError(NOT_PLAIN, place=source.path)
     if names_file(source.path):
-        beside = [other.name for other in path.parent.glob("*")]
-        close = get_close_matches(path.name, beside, n=1, cutoff=0.75)
-        hint = f"did you mean `{path.parent / close[0]}`?" if close else PATHS_COUNT
-        raise DataError("there is no such file", place=source.path, hint=hint)
+        raise DataError("there is no such file", place=source.path, hint=hint_absent(source.path))
     return None
 
 

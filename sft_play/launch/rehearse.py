@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
-from sft_play.config.data_rules import is_glob, names_file
+from sft_play.config.data_rules import hint_absent, is_glob, names_file
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config
 from sft_play.errors import UserError, typed_here
@@ -67,6 +67,8 @@ class Rehearsal:
     options: LaunchOptions
     hardware: Hardware
     plan: Plan
+    absent: tuple[str, ...]
+    """Paths of data that are not on this machine."""
 
     @property
     def processes(self) -> int:
@@ -108,15 +110,23 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise error.without_remedies() from None
     refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
-    for path in (source.path for source in sources_of(loaded.config)):
-        if names_file(path) and not is_glob(path) and not Path(path).expanduser().exists():
-            tell(f"warning: the data `{path}` are not on this machine")
-    return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=with_cost(plan, hardware, price))
+    paths = [source.path for source in sources_of(loaded.config) if names_file(source.path)]
+    absent = tuple(path for path in paths if not is_glob(path) and not Path(path).expanduser().exists())
+    for path in absent:
+        tell(f"warning: the data `{path}` are not on this machine\nhint: {hint_absent(path)}")
+    plan = with_cost(plan, hardware, price)
+    return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=plan, absent=absent)
 
 
 def rehearse_for_nodes(call: Call) -> Rehearsal:
     """Return the rehearsal whose configuration alone makes this plan when the nodes meet and plan again."""
-    rehearsal = rehearse(call)
+    try:
+        rehearsal = rehearse(call)
+    except DoesNotFitError as error:
+        if "HARDWARE" not in call.options:
+            nodes = "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's"
+            error.hint = "\n      ".join(filter(None, [nodes, error.hint]))
+        raise
     if not (rehearsal.hardware.network and "HARDWARE" in call.options):
         return rehearsal
     origin = f"HARDWARE={call.options['HARDWARE']}"

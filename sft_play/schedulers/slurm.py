@@ -30,9 +30,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.config.call import Call
+from sft_play.config.data_rules import hint_absent
 from sft_play.config.load import own_words, save_config
 from sft_play.config.schedulers import SlurmConfig
-from sft_play.errors import HUB_LOGIN, HardwareError, UserError, mask
+from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
@@ -119,6 +120,11 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
     rehearsal = rehearse_for_nodes(call)
     _refuse_unlike(rehearsal)
     submitting = call.flag("SUBMIT")
+    if submitting and rehearsal.absent:
+        raise DataError(
+            f"not submitted: `{rehearsal.absent[0]}` is not on this machine",
+            hint=f"{hint_absent(rehearsal.absent[0])}\n      if only the nodes see it, omit SUBMIT=1 and submit the script",
+        )
     name = choose_name(call.options.get("RUN_NAME"), rehearsal.loaded.path)
     if rehearsal.loaded.config.slurm.array:
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too

@@ -119,8 +119,24 @@ def test_data_that_are_not_here_are_named(in_process: Program, tiny_config: Path
     words = (f"CONFIG={tiny_config}", "HARDWARE=cpu", "SOURCE=formula")
     absent = in_process("plan", *words, "DATA_TRAIN_PATH=hotels.jsonl")
     assert absent.code == 0 and "warning: the data `hotels.jsonl` are not on this machine" in absent.err
+    near = f"{tiny_config.parent}/{tiny_config.stem[1:]}.yaml"
+    assert f"did you mean `{tiny_config}`?" in in_process("plan", *words, f"DATA_TRAIN_PATH={near}").err
+    job = in_process("slurm", f"CONFIG={tiny_config}", "HARDWARE=1xH100", "SUBMIT=1", f"DATA_TRAIN_PATH={near}")
+    job.refused(4, "not submitted", f"did you mean `{tiny_config}`?")
     for here in (tiny_config, "builtin:docstrings", "someone/hub-dataset", f"{tiny_config.parent}/*.yaml"):
         assert "not on this machine" not in in_process("plan", *words, f"DATA_TRAIN_PATH={here}").err
+
+
+def test_a_job_that_does_not_fit_this_machine_may_fit_the_cluster(in_process: Program, tiny_config: Path) -> None:
+    words = (
+        f"CONFIG={tiny_config}",
+        "MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct",
+        "TUNING_MODE=full",
+        "SOURCE=formula",
+    )
+    for command in ("slurm", "kubernetes"):
+        in_process(command, *words[:3]).refused(3, "HARDWARE=4xH100 describes the cluster's")
+    assert "the cluster's" not in in_process("plan", *words).err
 
 
 def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: Path, tmp_path: Path) -> None:

@@ -338,9 +338,10 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_named(bench: Bench) -> None
 def config_file(folder: Path, line: str = "max_requeues: 3") -> Path:
     """Write a small configuration with this line of `slurm`."""
     path = folder / "demo.yaml"
+    (folder / "rows.jsonl").touch()
     path.write_text(
-        "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: rows.jsonl\n"
-        f"train:\n  max_steps: 10\nslurm:\n  {line}\n"
+        "model:\n  name: TinyLlama/TinyLlama-1.1B-Chat-v1.0\n  max_seq_len: 512\ndata:\n  train_path: "
+        f"{folder}/rows.jsonl\ntrain:\n  max_steps: 10\nslurm:\n  {line}\n"
     )
     return path
 
