@@ -25,6 +25,7 @@ from sft_play.data.turns import (
     WEIGHT,
     calls_undescribed,
     chat_turns,
+    content_of,
     describes_tools,
     doubtful_calls,
     end_at_answer,
@@ -138,7 +139,8 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     columns = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
     turns = {name: value for name, value in columns if not (isinstance(value, str) and not value.strip())}
-    texts = {_words(value, name, NO_PART): name for name, value in turns.items()}
+    lists = {name: content_of(value, name) if value and is_list(value) else value for name, value in turns.items()}
+    texts = {_words(value, name, NO_PART): name for name, value in lists.items()}
     if len(texts) > 1:
         raise DataError(f"the row has system turns that differ: {names_of(turns)}", hint="keep one of them")
     return [{"role": "system", "content": text} for text in texts]

@@ -539,11 +539,13 @@ def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between
     several.
     """
-    keys = {old: new for new, old in names.items() if "." not in new and old in turn}
-    renamed = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
+    values = {new: look_up(turn, old) for new, old in names.items() if "." not in new}
+    values = {new: value for new, value in values.items() if value is not MISSING}
+    used = {names[new] for new in values}
+    renamed = {key: value for key, value in turn.items() if key not in used} | values
     for new, old in names.items():
         key, dot, value = new.partition(".")
-        if dot and renamed.get(key) in old.split("|"):
+        if dot and str(renamed.get(key)) in old.split("|"):
             renamed[key] = value
     return renamed
 

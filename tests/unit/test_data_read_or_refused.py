@@ -544,6 +544,8 @@ def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(
 def test_a_thought_and_a_system_turn_are_read_under_their_names() -> None:
     messages = read({**PAIR, "reasoning": "Hm.", "system_prompt": "Be brief."}).messages
     assert messages == [{"role": "system", "content": "Be brief."}, USER, {**ANSWER, "reasoning_content": "Hm."}]
+    parts = [{"type": "text", "text": "Be "}, {"text": "brief."}]
+    assert (read({**PAIR, "system": parts}).messages or [])[0]["content"] == "Be brief."
     assert "system turns that differ" in refused({**PAIR, "system": "a", "system_prompt": "b"}).message
 
 

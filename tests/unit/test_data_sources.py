@@ -181,6 +181,29 @@ def test_a_conversation_is_read_under_other_names(tmp_path: Path) -> None:
     assert f"columns: {{{names}}}" in (caught.value.hint or ""), "no format has such names"
 
 
+@pytest.mark.parametrize(
+    ("senders", "role"),
+    [
+        ((11, 12), "who"),
+        ((True, False), "who"),
+        (({"name": "Ann", "bot": False}, {"name": "Bob", "bot": True}), "who.name"),
+        (({"id": 1}, {"id": 2}), "who.id"),
+    ],
+)
+def test_roles_may_be_numbers_and_stand_within_a_key(senders: tuple[Any, Any], role: str, tmp_path: Path) -> None:
+    turns = [{"who": who, "parts": [{"text": text}]} for who, text in zip(senders, "qa", strict=True)]
+    path = write(tmp_path / "a.jsonl", json.dumps({"thread": turns}).encode())
+    columns = {"messages": "thread", "messages.role": role, "messages.content": "parts"}
+    with pytest.raises(DataError) as caught:
+        understand(("", rows_of(path, columns={"messages": "thread"})[0]), None)
+    assert f"messages.role: {role}, messages.content: parts" in (caught.value.hint or "")
+    named = [str(next(iter(who.values())) if isinstance(who, dict) else who) for who in senders]
+    columns |= {f"messages.role.{new}": old for new, old in zip(("user", "assistant"), named, strict=True)}
+    [row] = rows_of(path, columns=columns)
+    expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert understand(("", row), None).messages == expected
+
+
 # ---- Folders
 
 
