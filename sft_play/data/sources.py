@@ -338,6 +338,8 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
             set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))
         ):
             skipped.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
+    if len(files) > 1:
+        tell(f"note: {source.path}: {len(files)} files, {list_some([path.name for path in files], SHOWN_FAULTS)}")
     for note in missing_shards(files):
         tell(f"note: {note}")
     for path in files:

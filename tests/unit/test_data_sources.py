@@ -480,7 +480,7 @@ def test_blanks_before_quotes_and_rules_below_headers_are_no_values(tmp_path: Pa
     assert "is a rule" in errors[f"{path}:2"] and "`answer` begins with a blank before its quote" in errors[f"{path}:3"]
 
 
-def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path) -> None:
+def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, rows = tmp_path / "a.json", [{"question": "q", "answer": "a"}]
     for name in ("system", "system_prompt", "tools", "text"):
         path.write_text(json.dumps({name: "x", "rows": rows}))
@@ -489,6 +489,7 @@ def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path) -> No
         assert f"has `{name}` next to the rows of `rows`" in caught.value.message
     path.write_text(json.dumps({"system": None, "version": 2, "rows": rows}))
     assert [row for _, row in read_source(DataSource(path=str(path)))] == rows
+    assert "next to the rows of `rows`, and not read: `system` None, `version` 2\n" in capsys.readouterr().err
 
 
 def test_rows_chosen_by_an_old_datasets_and_words_lock_files_are_noticed(tmp_path: Path) -> None:
