@@ -489,6 +489,8 @@ def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> It
             yield place, row
         else:
             skipped.add(FILTERED, place)
+    for value, sought in sorted(condition.near if condition else ()):
+        tell(f"note: {source.path}: for `filter`, `{value}` is another text than `{sought}`")
     if read and not fitting:
         raise DataError(f"`filter: {source.filter}` keeps none of the {read:,} rows", place=source.path)
 

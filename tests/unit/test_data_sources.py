@@ -317,6 +317,18 @@ def test_a_filter_accepts_either_name_and_counts_skipped_rows(tmp_path: Path) ->
     assert refused(path, filter="nothing == 1").place == f"{path}:1"
 
 
+def test_a_value_that_a_filter_means_in_another_case_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "q", "completion": "a", "stage": stage} for stage in ("Draft", "draft", "final ", "else")]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    assert len(rows_of(path, filter='stage not in ["draft", "final"]')) == 3
+    noted = capsys.readouterr().err
+    assert f"note: {path}: for `filter`, `Draft` is another text than `draft`\n" in noted and "`final `" in noted
+    assert len(rows_of(path, filter='stage in ["else", "Draft", "draft", "final "]')) == 4
+    assert not capsys.readouterr().err
+
+
 def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
     path, left_out = write(tmp_path / "a.jsonl", LINES), LeftOut()
 
