@@ -594,6 +594,18 @@ def test_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
     assert list(data(f"data.sources: [{{path: {path}}}]").json["train"]["sources"][0]["doubts"].values()) == [1]
 
 
+def test_token_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [5, 6, -100, -100]},
+        {"input_ids": [5, 6, 7, 9, 9, 9, 9]},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+        {"input_ids": [5, 6, 7]},
+    ]
+    done = data(f"data.train_path: {write_rows(tmp_path / 't.jsonl', rows)}", words=())
+    for number, doubt in enumerate(("as if the mask said the opposite", "of another tokenizer", "teach no stop"), 1):
+        assert f"{doubt}: 1 row, first {tmp_path / 't.jsonl'}:{number}\n" in done.err
+
+
 def test_calls_that_cannot_be_are_counted_with_the_first_place(data: Data, tmp_path: Path) -> None:
     def row(number: int, name: str = "f", result: str = "1") -> dict[str, Any]:
         call = {"id": "1", "function": {"name": name, "arguments": {}}}
