@@ -401,8 +401,8 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
         _require(row, form)
         refuse_media(row)
         parts = FORMATS[form][1](row)
-        if form == "text":
-            parts["answer_column"] = next((name for alias in ANSWERS for name in row if name.lower() == alias), None)
+        answers = (name for alias in ANSWERS for name in row if name.lower() == alias and row[name] != "accept")
+        parts["answer_column"] = next(answers, None) if form == "text" else None
         if not is_blank(row.get(WEIGHT)) and not parts.get("weights"):
             parts["weight"] = weight_of(row[WEIGHT], WEIGHT)
         if "messages" in parts:

@@ -157,7 +157,6 @@ JUDGED: Mapping[str, Keep] = {
         r"|(?:reject(?:ion)?|removal|deletion|flag|refusal|failure)_reason"
     ): _if_filled,
     r"(?:http_)?status(?:_code)?": _http_error,
-    "answer": lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else "",
     (
         r"(?:\w+_)?(?:score|rating|reward|advantage)|score_\w+|weights|\w+_weights?|pass_rate"
         r"|(?:\w+_)?(?:helpfulness|correctness)|(?:up_?)?votes"
@@ -174,8 +173,9 @@ HELD_OUT: Mapping[str, Keep] = {
     r"_?(?:(?:data_?set|data|ds)_)?(?:split|subset|set|partition|fold|phase)": _held_out,
     r"(?:is_)?(?:hold_?out|held_?out)|(?:is|in)_(?:test|validation|val|eval|dev)(?:_set|_split)?": _if_true,
     r"(?:is|in)_train(?:ing)?": _if_false,
+    "answer": lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else "",
 }
-"""Columns that say of any row which split it belongs to -> the filter that keeps those of training."""
+"""Columns that say of any row whether it belongs to training -> the filter that keeps those that do."""
 
 
 @functools.lru_cache(4096)

@@ -506,16 +506,20 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
 
 
 OTHER_CALLS = "calls of functions that the row's tools do not describe"
+TWICE = "rows whose system turn describes the tools, which the chat template writes too"
 OTHER_RESULTS = "results whose `tool_call_id` is that of no call of their row"
 
 
 def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield doubts about the calls of a row and their results."""
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     calls = [call for turn in messages for call in turn.get("tool_calls", ())]
     functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
     names = [function.get("name") for function in functions]
     if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
         yield OTHER_CALLS
+    if names and all(f'"{name}"' in system for name in names):
+        yield TWICE
     ids = {None, *(call.get("id") for call in calls)}
     if any(turn["role"] == "tool" and turn.get("tool_call_id") not in ids for turn in messages):
         yield OTHER_RESULTS
