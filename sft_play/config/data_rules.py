@@ -364,6 +364,10 @@ class Condition:
             """Names of columns; of dotted ones also what stands before the dot."""
             if not self.names:
                 raise ValueError("it names no column")
+            quoted = {text for node in ast.walk(ast.parse(self.expression)) if (text := _quoted(node))}
+            self._sought = {text.strip().casefold(): text for text in quoted} | {text: text for text in quoted}
+            self.near: set[tuple[str, str]] = set()
+            """Values of its columns that differ from its texts only by case or blanks, with these."""
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deeply") from None
@@ -378,7 +382,12 @@ class Condition:
                 )
             if isinstance(cell, datetime.date):  # or a time, of Arrow
                 cell = cell.isoformat().removesuffix("T00:00:00")
-            return _Text(cell) if type(cell) is str else cell
+            if type(cell) is not str:
+                return cell
+            sought = self._sought.get(cell, self._sought.get(cell.strip().casefold(), cell))
+            if cell != sought:
+                self.near.add((cell, sought))
+            return _Text(cell)
 
         names = {
             "__builtins__": {},

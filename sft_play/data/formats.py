@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import CLOSE, Message
-from sft_play.data.judged import doubts_in
+from sft_play.data.judged import MARK, doubts_in, shapes_in
 from sft_play.data.readers import LEAVE_OUT, Placed, parse_json, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
 from sft_play.data.turns import (
@@ -25,6 +25,7 @@ from sft_play.data.turns import (
     WEIGHT,
     calls_undescribed,
     chat_turns,
+    content_of,
     describes_tools,
     doubtful_calls,
     end_at_answer,
@@ -85,7 +86,7 @@ class Example:
     """How much each learnt token of the row counts, times its own weight."""
     unread: tuple[tuple[str, str], ...] = ()
     """What contains something and is not read, columns and keys of turns, at any depth (`review.status`), each with its
-    value: nothing where that is no word or number.
+    value: nothing where that is no word or number. And each `MARK` in its questions and answers, or its text.
     """
     group: str | None = None
     """The value of `data.group_by`."""
@@ -138,7 +139,8 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     columns = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
     turns = {name: value for name, value in columns if not (isinstance(value, str) and not value.strip())}
-    texts = {_words(value, name, NO_PART): name for name, value in turns.items()}
+    lists = {name: content_of(value, name) if value and is_list(value) else value for name, value in turns.items()}
+    texts = {_words(value, name, NO_PART): name for name, value in lists.items()}
     if len(texts) > 1:
         raise DataError(f"the row has system turns that differ: {names_of(turns)}", hint="keep one of them")
     return [{"role": "system", "content": text} for text in texts]
@@ -399,8 +401,8 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
         _require(row, form)
         refuse_media(row)
         parts = FORMATS[form][1](row)
-        if form == "text":
-            parts["answer_column"] = next((name for alias in ANSWERS for name in row if name.lower() == alias), None)
+        answers = (name for alias in ANSWERS for name in row if name.lower() == alias and row[name] != "accept")
+        parts["answer_column"] = next(answers, None) if form == "text" else None
         if not is_blank(row.get(WEIGHT)) and not parts.get("weights"):
             parts["weight"] = weight_of(row[WEIGHT], WEIGHT)
         if "messages" in parts:
@@ -415,7 +417,9 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
             other = [name for name in right if lacks(row[name], [parts["messages"][-1]["content"]])]
             parts["doubts"] = (*parts.get("doubts", ()), *of_tools, *map(OTHER_ANSWER.format, other))
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
-        parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(parts.get("messages") or parts.get("text") or ""))
+        content = parts.get("messages") or parts.get("text") or ""
+        parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(content))
+        unread += tuple((MARK, mark) for mark in sorted(shapes_in(content)))
         return Example(place=place, form=form, group=group, unread=unread, **parts)
     except DataError as error:
         error.place = error.place or place

@@ -157,14 +157,13 @@ JUDGED: Mapping[str, Keep] = {
         r"|(?:reject(?:ion)?|removal|deletion|flag|refusal|failure)_reason"
     ): _if_filled,
     r"(?:http_)?status(?:_code)?": _http_error,
-    "answer": lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else "",
     (
-        r"(?:\w+_)?(?:score|rating|reward|advantage)|score_\w+|weights|\w+_weights?|helpfulness|correctness|pass_rate"
-        "|(?:up_?)?votes"
+        r"(?:\w+_)?(?:score|rating|reward|advantage)|score_\w+|weights|\w+_weights?|pass_rate"
+        r"|(?:\w+_)?(?:helpfulness|correctness)|(?:up_?)?votes"
     ): _number,
     "label": _label,
     (
-        r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
+        r"(?:\w+_)?(?:status|state|level|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
         r"|resolution|visibility)(?:_code)?|(?:message_|part_)?sub_?type|action|thumbs|vote"
     ): _verdict,
     "(?:finish|stop)_?reason": _ended_early,
@@ -174,8 +173,9 @@ HELD_OUT: Mapping[str, Keep] = {
     r"_?(?:(?:data_?set|data|ds)_)?(?:split|subset|set|partition|fold|phase)": _held_out,
     r"(?:is_)?(?:hold_?out|held_?out)|(?:is|in)_(?:test|validation|val|eval|dev)(?:_set|_split)?": _if_true,
     r"(?:is|in)_train(?:ing)?": _if_false,
+    "answer": lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else "",
 }
-"""Columns that say of any row which split it belongs to -> the filter that keeps those of training."""
+"""Columns that say of any row whether it belongs to training -> the filter that keeps those that do."""
 
 
 @functools.lru_cache(4096)
@@ -217,17 +217,19 @@ OTHER_SPEAKERS = (
 )
 ASSISTANT = "assistant|ai|bot|gpt|chatgpt|agent"
 ANSWERER = f"(?:{ASSISTANT}|a|answer|response|output)"
-HTML = "texts with letters as HTML writes them (`&amp;`, `&#39;`, `<br>`)"
+HTML = "texts with letters as HTML writes them (`&amp;`, `&#39;`)"
 PLACES = "texts with places of pictures, sounds or files (`<image>`, `![](a.png)`)"
 RESULTS = "answers with the results of tools, which are learnt (`Observation:`)"
 ESCAPES = "texts with line ends or letters as escapes (`\\n`, `\\u00e9`)"
 TEMPLATE = "texts with marks of a chat template or a tokenizer (`<|im_end|>`, `[/INST]`, `<s>`, `[SEP]`)"
 TOKENS = "texts that were cut into tokens (`do n't`, `-LRB-`, `##ing`)"
-TO_FILL = "texts with places that were to be filled, or were made unknown (`{{name}}`, `[NAME]`, `XXXX`)"
+TO_FILL = "texts with places that were to be filled, or were made unknown (`${name}`, `____`, `XXXX`)"
 NONE = "texts that may stand for none, or for another (`N/A`, `None`, `-`, `see above`)"
 CUT = "answers that end as if they were cut (`...`, a code block without its end)"
 ECHO = "answers that begin with all of their question"
-OF_PROGRAMS = "texts with another program's references (`【4†source】`, `[oaicite:0]`, `<@U02AB3CD>`)"
+SWAPPED = "answers that end as questions do (`?`), to what does not"
+AGAIN = "questions that their conversation has asked before, as when an answer was regenerated"
+OF_PROGRAMS = "texts with another program's references (`【4†source】`)"
 TURNS_IN_TEXT = "documents with turns in plain words (`User: ... Assistant: ...`), all of which are learnt"
 Marks = Mapping[str, str]
 """A mark, as an expression -> what it says of a text; one that begins with a letter is found much faster."""
@@ -236,42 +238,34 @@ IN_TEXTS: Marks = {
         r"&(?:amp|quot|apos|nbsp|lt|gt|[lr][sd]quo|[nm]dash|hellip|euro|[a-zA-Z](?:acute|grave|uml|circ|tilde|cedil)"
         r"|#\d+|#x[0-9a-fA-F]+);"
     ): HTML,
-    r"<br ?/?>\s*[A-Z]": HTML,
     "_x000[dD]_": "texts with line ends as Excel keeps them (`_x000D_`)",
     r"<\|\w+\|>": TEMPLATE,
     "</?s>": TEMPLATE,
     r"<(?:(?:start|end)_of_turn|[be]os|pad|unk|sep|fim_\w+|extra_id_\d+|</?SYS>)>": TEMPLATE,
     r"\[(?:/INST|SEP|CLS|PAD|UNK|MASK|/?TOOL_\w+|/?AVAILABLE_TOOLS|/?THINK)\]": TEMPLATE,
     "__eo[ut]__": TEMPLATE,
-    r" (?:n't |@[-,.]@ |##\w|-[LR][RCS]B-|NEWLINE_CHAR|, [a-z][^\n]{0,200} \.(?:\s|\Z))": TOKENS,
+    r" (?:n't |@[-,.]@ |##\w|-[LR][RCS]B-|NEWLINE_CHAR|, [a-z][^\n]{0,200} [.!?](?:\s|\Z))": TOKENS,
     "<(?:(?:image|video|audio)>|img src=)": PLACES,
     r"!\[[^\]\n]*\]\(": PLACES,
-    r"\[(?i:sound|cid|attachment|image|video|file|photo):": PLACES,
-    r"\[(?:inaudible|crosstalk|music|applause|laughter)\b": "texts with marks of a transcript (`[inaudible]`)",
     r"(?s:\A.{32767}\Z)": "texts with 32,767 characters, where Excel cuts a cell",
     r"data:\w+/\w+;base64,": "texts with files as letters (`base64`)",
     "[\x01-\x08\x0e-\x1f]": "texts with control characters, as terminals and damaged files have them",
     (
-        r"=(?:[CDE][0-9A-F]=[89AB][0-9A-F]|(?<=[a-z ]=)\n[a-z])"
+        r"=(?:[CDE][0-9A-F]=[89AB][0-9A-F]|(?<=[a-z ]=)\n[a-z]|20\n|\?[Uu][Tt][Ff]-8\?[BQ]\?)"
     ): "texts with letters and line ends as mail carries them (`=C3=A9`)",
-    r"\{\{ ?[\w .|:]+ ?\}\}": TO_FILL,
     r"\$\{\w+\}": TO_FILL,
     r"%\(\w+\)s": TO_FILL,
     "XX(?:XX|/XX)": TO_FILL,
     r"\[\*\*": TO_FILL,
-    "<(?:[A-Z]+_[0-9]+|(?:[A-Z]+_)?NAME|PERSON|EMAIL|PHONE|DATE|URL)>": TO_FILL,
-    (
-        r"\[(?<![\w)\]]\[)(?:[A-Z]+_\d+|(?i:(?:\w+[_ ])?name|(?:your|insert) [\w ]+|redacted|e-?mail|phone(?: number)?"
-        r"|date))\]"
-    ): TO_FILL,
     "<<<<<<< ": "texts with both sides of a merge (`<<<<<<< HEAD`)",
-    r"\[(?:oaicite:|\^\d+\^\]|doc\d\]|/(?:quote|url|code|img|[bi])\]|~\w)": OF_PROGRAMS,
-    r"\{code[:}]": OF_PROGRAMS,
-    r"<(?:@[!&]?\w{6,}>|#C\w{6,}|a?:\w+:\d+>|https?://[^>|\s]+\||This message was edited>)": OF_PROGRAMS,
     "BENCHMARK DATA SHOULD NEVER": "texts that say they must not be trained (`BENCHMARK DATA SHOULD NEVER`)",
     (r"\\(?:n(?:\\n|\d+[.)] |[-*] |[A-Z]|(?<=[.:]\\n)[a-z])|u[0-9a-fA-F]{4}|/\\?/|\.br\\|(?<=[a-z]\\)'[a-z])"): ESCAPES,
     r"<\\/": ESCAPES,
     "''(?<=[a-z]'')[a-z]": ESCAPES,
+    r"\\x[0-9a-f]{2}": ESCAPES,
+    r"-\n(?<=[a-z]{2}-\n)[a-z]{2}": "texts with words broken at line ends (`docu-`)",
+    r"2\.(?<=[a-z]{2}2\.) [A-Z]": "texts whose line ends were lost (`First2. Second`)",
+    r"(?:\b[^\W\d_] {1,2}){6}": "texts with blanks between letters (`T h e`)",
 }
 IN_WIDE_TEXTS: Marks = {
     (
@@ -281,7 +275,7 @@ IN_WIDE_TEXTS: Marks = {
     "\ufffd": "texts with letters that were lost (`\ufffd`)",
     r"【\d+[:†]": OF_PROGRAMS,
     (
-        "[\ue000-\uf8ff\u200e\u202a-\u202e\u2066-\u2069\ufeff]"
+        "[\ue000-\uf8ff\ufb00-\ufb06\u2028\u200e\u202a-\u202e\u2066-\u2069\ufeff]"
     ): "texts with characters that nobody sees, or only one font or program has",
     r"<｜[^｜\n]+｜>|◁/?think▷": TEMPLATE,
     r"▁\w|\wĠ\w": TOKENS,
@@ -292,6 +286,7 @@ OF_QUESTIONS: Marks = {
     (
         rf"\n(?:(?:user|assistant)\n|\W{{0,5}}(?i:{ASSISTANT})\s*:\s*\S)"
     ): "questions with turns in plain words (`User: ... Assistant: ...`)",
+    r"\A\W*[A-Z]?\d+(?:[.):]\s.*)?\Z": "questions that are a number, or begin with theirs (`1. `)",
 }
 ENDS_OF_ANSWERS: Marks = {
     r"(?:\.\.\.|…|\[(?:truncated|cut|continued|…)\])\s*\Z|\A(?s:.{100,})[.!?] [A-Z][^\n.!?]{20,}[a-z,]\Z": CUT
@@ -325,7 +320,6 @@ OF_ANSWERS: Marks = {
     ): "answers that begin with who answers (`Assistant:`)",
     "_____": TO_FILL,
     r"\n(?:Observation|FUNCTION RESPONSE): ": RESULTS,
-    "<tool_(?:response|result)>": RESULTS,
     r"```(?:output|stdout)\n": RESULTS,
     (
         r"\A(?:I['’]m (?:sorry, but|unable)|Sorry, but|I (?:cannot|can['’]t) (?:help|assist|provide|answer)|As an AI\b)"
@@ -345,7 +339,8 @@ WHOLE_TEXTS: Marks = {
         r'|content|result|type|role|parts|aliases|generated_text|value)":|\A\s*\["[^\n]*"\]\s*\Z'
     ): 'texts that are an object as JSON, as traces of programs have them (`{"output": ...}`)',
     (
-        r"\A(?:(?!\w+:)\S+%[0-9A-F]{2}\S+|\w+(?:\+\w+){3,}|[0-9a-f]{32,64}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+        r"\A(?:https?://\S+|(?!\w+:)\S+%[0-9A-F]{2}\S+|[\w\\/:.-]+\.(?:pdf|docx?|xlsx?|pptx?|txt)|[A-Z]{1,6}-?\d{3,}"
+        r"|\w+(?:\+\w+){3,}|[0-9a-f]{32,64}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
         r"|=[A-Z]+\([^\n]*\)|\d\d?-(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)|\d+\.0"
         r"|(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/\n]{40,}={0,2}"
         r"|\d\.\d+E\+\d+)\s*\Z"
@@ -353,12 +348,14 @@ WHOLE_TEXTS: Marks = {
     r"\A\s*(?:[“„«][^“„«”»]*[”“»]|\"[^\"\n]*\")\s*\Z": "texts within quotation marks (`“a”`)",
     r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)": "texts in HTML or RTF (`<p>`)",
     (
-        r"\A(?:b?'[^\n]*'|\['[^\n]*'\]|\[?\{'[^\n]*\}\]?|(?:array|tensor|Timestamp|Decimal)\([^\n]*\)"
+        r"\A(?:b?'[^\n]*'|\[[('][^\n]*[)']\]|\[?\{'[^\n]*\}\]?|(?:array|tensor|Timestamp|Decimal)\([^\n]*\)"
         r"|\[?[A-Z]\w+\(\w+=[^\n]*\)\]?|content='[^\n]*|<[\w. ]+ at 0x\w+>)\Z"
     ): "texts in Python's notation (`['a']`, `b'a'`)",
     (
-        r"(?i:\A\W*(?:same as [^\n]{1,30}|ditto|dito|idem|(?:see|as) (?:above|below|(?:previous|attach)[\w ]{0,24})"
+        r"(?i:\A\W*(?:same as [^\n]{1,30}|ditto|dito|idem|(?:see|as) (?:above|below|(?:previous|attach|row)[\w ]{0,24})"
         r"|siehe (?:oben|anhang)|test|asdf\w*|lorem ipsum [^\n]+|(?:todo|fixme|tbd|wip)\b[^\n]+|\w+ omitted"
+        r"|missed \w+ call"
+        r"|(?:you deleted )?this message(?: (?:was|has been) deleted)?|diese nachricht wurde gelöscht"
         r"|[^\n]{1,40} (?:joined|left) the (?:chat|channel|group|conversation)|this (?:chat|conversation|ticket) (?:was"
         r"|has been) [^\n]{3,40})\W*\Z)"
     ): NONE,
@@ -370,13 +367,16 @@ WHOLE_TEXTS: Marks = {
 """Of questions and answers."""
 DOCUMENTS: Marks = {
     (
-        r'\A\s*\{"(?:prompt|instruction|question|messages|conversations|text)": ?["\[]'
-    ): "documents that are rows as JSON",
+        r'\A\s*(?:\{"|- )(?:prompt|instruction|question|messages|conversations|text)"?: ?\S'
+    ): "documents that are rows as JSON or YAML",
     (
         r"\A(?:#[^\n]*\n)*(?:(?:[^\n\t]+(?:\t[^\n\t]*)+(?:\n|\Z)){2}|\w+(?:[,;]\w+)+\n)"
     ): "documents that are tables (`a,b,c`), which are read as rows with the ending `.csv` or `.tsv`",
     r"\d\d[,.]\d{3} --> \d\d:\d": "documents with the times of subtitles (`00:01,000 --> 00:04,000`)",
-    r"[a-z]{2}-\n[a-z]{2}": "documents with words broken at line ends (`docu-`)",
+    (
+        r"(?m:^(?:\\documentclass\b|diff --git |@@ -\d|\*\*\* START OF |\S+ [A-Z]{2,4} (?:\S+ )?[BI]-[A-Z]+$))"
+        r"|\A---\n\w+:"
+    ): "documents with the marks of a program or a publisher (LaTeX, `diff`, the head of a page or a book)",
     (
         r"\[\[[A-Z][^\]\n|]*\|[^\]\n]+\]\]|\{\{(?:cite|Infobox) "
     ): "documents with the marks of a wiki (`[[Paris|the city]]`)",
@@ -386,31 +386,75 @@ DOCUMENTS: Marks = {
         r"|\A\[?\d{1,4}[-./]\d{1,2}[-./]\d{2,4},? \d\d?:\d\d[^\n]{0,12}?[-\]] [^\n:]{1,40}: "
     ): TURNS_IN_TEXT,
 }
-TAIL, HEAD, LEAST_ASKED = 300, 2000, 10
-"""Characters of a turn's end, and of a document's beginning, that are looked at; and of a question that an answer
-does not begin with by chance.
+TAIL, HEAD, LEAST_ASKED, MOST_LETTERS = 300, 2000, 10, 30
+"""Characters of a turn's end, and of a document's beginning, that are looked at; of a question that an answer does not
+begin with by chance; and of a mark that are shown.
 """
 
 
 def doubts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what the marks in a document, or in the questions and answers of a conversation, say."""
     if isinstance(content, str):
-        return sorted({*_marks_in(content), *_marks_in(content[:HEAD], DOCUMENTS)})
+        begins = (*_marks_in(content[:HEAD], DOCUMENTS), *_marks_in(content, WHOLE_TEXTS))
+        return sorted({*_marks_in(content), *begins})
     doubts: set[str] = set()
-    asked = ""
+    asked, before = "", set[str]()
     for turn in content:
         text = turn["content"]
         if turn["role"] == "user":
             asked = text.strip()
+            doubts |= {AGAIN} if asked in before else set()
+            before.add(asked)
             doubts.update(_marks_in(text[-TAIL:], ENDS_OF_QUESTIONS), _marks_in(text, OF_QUESTIONS))
         elif turn["role"] == "assistant" and turn.get("train") is not False:
             doubts.update(_marks_in(text[-TAIL:], ENDS_OF_ANSWERS), _marks_in(text, OF_ANSWERS))
-            doubts |= {ECHO} if len(asked) >= LEAST_ASKED and text.strip().startswith(asked) else set()
+            echo = text.strip() == asked or (len(asked) >= LEAST_ASKED and text.strip().startswith(asked))
+            doubts |= {ECHO} if echo else set()
+            doubts |= {SWAPPED} if asked[-1:] in (".", "!", "。") and text.rstrip()[-1:] in ("?", "？") else set()
             doubts |= {CUT} if text.count("```") % 2 else set()
         else:
             continue
         doubts.update(_marks_in(text), _marks_in(text, WHOLE_TEXTS))
     return sorted(doubts)
+
+
+SHAPES = tuple(
+    map(
+        re.compile,
+        (
+            r"<{1,2}[|@#:!&]*[^\W\d][^<>\n]{0,60}>{1,2}",
+            r"\[(?<=[a-z.]\[)\^?\d+\](?![(\w])",
+            r"\[(?<![\w\])\\]\[)\w+: ?[^\[\]\n]{1,60}\]",
+            r"\[(?<![\w\])\\]\[)\[?(?:[\d:.]+|[^\[\]\n,]{0,12}[^\W\d_][^\[\]\n,]{0,12})\]{1,2}(?!\()",
+            r"\{(?<![\w\\^_}$]\{)\{?%? ?[^\W\d][\w .|:]{0,23}%?\}{1,2}",
+            r":(?<![\w:]:)[a-zA-Z_+]\w{1,20}(?::(?![\w:])|\[)",
+            r"\b\d?\d:\d\d\b",
+            "%[A-Z_]{3,20}%",
+            r"\b[A-Z]{3,}(?::| -)(?=\s)",
+            r"\b[A-Z]{3,}_\d+\b",
+            r"\([^\W\d][^()\n]{0,23}\)\s*\Z",
+            r"(?m:^)[ \t#*>(\[|-]{0,6}[^\W\da-z][\w -]{0,19}(?: \([^()\n]{1,20}\))?[|\]*)]{0,3}(?:：|:(?=\s|\Z))",
+        ),
+    )
+)
+"""What looks like a mark, of whatever program: tags, brackets, fields, emoji, times, what a line begins with."""
+MARK = ""
+"""Stands for the name of a column: what looks like a mark is counted as what is not read."""
+CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+
+
+def shapes_in(content: str | Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return what looks like a mark in the beginnings and ends of a document, or of questions and answers, outside
+    code, with 0 for each number.
+    """
+    turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    marks: set[str] = set()
+    for turn in turns:
+        if turn["role"] == "user" or (turn["role"] == "assistant" and turn.get("train") is not False):
+            text = turn["content"]
+            seen = CODE.sub("`", text if len(text) <= HEAD else f"{text[:HEAD]}\n{text[-TAIL:]}")
+            marks.update(mark.lstrip("#*>-\t ") for shape in SHAPES for mark in shape.findall(seen))
+    return {re.sub(r"\d+", "0", " ".join(mark.split()))[:MOST_LETTERS] for mark in marks}
 
 
 def _marks_in(text: str, marks: Marks = IN_TEXTS) -> list[str]:

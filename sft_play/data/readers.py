@@ -52,7 +52,8 @@ OF_A_ROW = ("messages", "conversations", "prompt", "completion", "tools")
 OF_ALL_ROWS = ("system", "system_prompt", "system_message", "tools", "text", "messages", "conversations")
 """What an export may say once that belongs to all of its rows, or is the text that they are cut from."""
 ASIDE = re.compile(
-    r"reject\w*|refused|bad|wrong|incorrect|discard\w*|fail\w*|errors?|invalid|deleted|raw|old|backup|archive",
+    r"reject\w*|refused|bad|wrong|incorrect|discard\w*|fail\w*|errors?|invalid|deleted|raw|old|backup|archive|drafts?"
+    r"|unreviewed|predict\w*",
     re.IGNORECASE,
 )
 """Whole names of files, folders and lists of rows that their author has put aside."""
@@ -159,6 +160,10 @@ def _read_json(path: Path) -> Iterator[Placed]:
                 place=str(path),
                 hint=f"`jq -c '.{lists[0]}[]' OLD > NEW.jsonl` writes them, if they are meant",
             )
+        if beside := ", ".join(
+            f"`{key}` {str(value)[:SHOWN_CHARACTERS]}" for key, value in rows.items() if key != lists[0]
+        ):
+            tell(f"note: {path}: next to the rows of `{lists[0]}`, and not read: {beside}")
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""

@@ -343,6 +343,8 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
             set(visible_files(folder)).difference(*(splits[split] for split in splits if split != NO_SPLIT))
         ):
             skipped.add(OF_NO_SPLIT if path in splits.get(NO_SPLIT, ()) else OTHER_FILE, str(path))
+    if len(files) > 1:
+        tell(f"note: {source.path}: {len(files)} files, {list_some([path.name for path in files], SHOWN_FAULTS)}")
     for note in missing_shards(files):
         tell(f"note: {note}")
     for path in files:
@@ -492,6 +494,8 @@ def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> It
             yield place, row
         else:
             skipped.add(FILTERED, place)
+    for value, sought in sorted(condition.near if condition else ()):
+        tell(f"note: {source.path}: for `filter`, `{value}` is another text than `{sought}`")
     if read and not fitting:
         raise DataError(f"`filter: {source.filter}` keeps none of the {read:,} rows", place=source.path)
 
@@ -544,11 +548,13 @@ def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between
     several.
     """
-    keys = {old: new for new, old in names.items() if "." not in new and old in turn}
-    renamed = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
+    values = {new: look_up(turn, old) for new, old in names.items() if "." not in new}
+    values = {new: value for new, value in values.items() if value is not MISSING}
+    used = {names[new] for new in values}
+    renamed = {key: value for key, value in turn.items() if key not in used} | values
     for new, old in names.items():
         key, dot, value = new.partition(".")
-        if dot and renamed.get(key) in old.split("|"):
+        if dot and str(renamed.get(key)) in old.split("|"):
             renamed[key] = value
     return renamed
 

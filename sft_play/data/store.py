@@ -29,6 +29,7 @@ from sft_play.config.metrics import MOST_LABELS, label_of
 from sft_play.config.schema import DataSource
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
+from sft_play.data.judged import MARK
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import ANSWER_END, EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
@@ -106,7 +107,8 @@ class SourceTally:
         for (name, value), rows in unread.items():
             if name in self.columns_unread or len(self.columns_unread) < MOST_UNREAD:
                 values = self.columns_unread.setdefault(name, Counter())
-                values[value if value in values or len(values) < MOST_VALUES else ""] += rows
+                most = MOST_LINES if name == MARK else MOST_VALUES
+                values[value if value in values or len(values) < most else ""] += rows
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
@@ -115,6 +117,8 @@ class SourceTally:
         heeded = {old.partition(".")[0] for old in source.columns.values() if "." in old}
         heeded |= Condition(source.filter).names if source.filter is not None else set()
         heeded -= {"messages", "conversations"}  # whose turns have other keys
+        by_rows = self.columns_unread.pop(MARK, Counter()).items()
+        marks = sorted(by_rows, key=lambda mark: (mark[0].endswith(":"), -mark[1], mark[0]))  # names of lines last
         counts["columns_unread"] = {
             name: dict(values.most_common())
             for name, values in sorted(self.columns_unread.items())
@@ -127,6 +131,7 @@ class SourceTally:
             "dropped": dict(sorted(self.dropped.items())),
             "lost": dict(sorted(self.lost.items())),
             "doubts": dict(sorted(self.doubts.items())),
+            "marks": dict(marks[:SHOWN_UNREAD]),
             "rows": len(lengths),
             "tokens": sum(lengths),
             "trained_tokens": trained,
@@ -176,6 +181,7 @@ def split_manifest(
         "asked_again": writer.asked_again(),
         "cut_alike": writer.cut_alike(),
         "repeated": writer.repeated(),
+        "short": writer.short(),
     }
 
 
@@ -246,6 +252,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         )
     for line, rows in manifest["repeated"].items():
         lines.append(f"  answers that begin or end with the same line: {rows:,}, `{line}`")
+    if manifest["short"]:
+        lines.append(f"  shortest answers: {', '.join(f'`{answer}`' for answer in manifest['short'])}")
     if asked := manifest.get("overlap", {}).get("questions"):
         lines.append(
             f"  rows with a question of the training data: {asked:,}; `data.group_by` keeps rows that belong together"
@@ -268,6 +276,8 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
         columns = sorted(map(_values, source["columns_unread"].items()), key=lambda shown: ":" not in shown)
         if columns:
             lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
+        if marks := ", ".join(f"`{mark}` {rows:,}" for mark, rows in source["marks"].items()):
+            lines.append(f"  in texts of {source['name']}, rows with: {marks}")
     doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
     first = {doubt: place for source in reversed(sources) for doubt, place in source["doubt_places"].items()}
     return [
@@ -279,7 +289,8 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
 def _values(column: tuple[str, Mapping[str, int]]) -> str:
     """Return the name of what is not read, and its values if some come again, as those of a mark do."""
     name, values = column
-    marks = 1 < len(values) < sum(values.values()) and "" not in values
+    words = all(value.replace("_", "").isalpha() for value in values)
+    marks = "" not in values and (words or 1 < len(values) < sum(values.values()))
     each = ", ".join(f"`{value}` {rows:,}" for value, rows in values.items())
     return f"{name} ({sum(values.values()):,}{f': {each}' if marks else ''})"
 
@@ -335,6 +346,8 @@ def _files(source: Mapping[str, Any], reason: str) -> str:
 
 WORDS, MOST_LINES, SHOWN_LETTERS = re.compile(r"[^\W\d_]{2,}\W+[^\W\d_]{2,}"), 50_000, 60
 """Of first and last lines: what is more than marks and names of code; how many are counted; and how much is shown."""
+LEAST_LINE, SHOWN_LINES = 20, 6
+"""Characters of an answer that is counted as a line; and lines and short answers that are shown."""
 LEAST_ALIKE, LEAST_CUT = 3, 100
 """Different answers of the same length, and their characters, from which on they seem to be cut."""
 ARROW = "data-00000-of-00001.arrow"
@@ -406,6 +419,7 @@ class SplitWriter:
         """Spelling of an answer -> rows; counted until they are too many for labels."""
         self.lines: Counter[str] = Counter()
         """First and last lines of answers -> rows; counted until they are too many."""
+        self._shortest: list[str] = []
         self._longest = 0
         self._longest_answers: set[str] = set()
         """The most characters of an answer, and the answers that have as many."""
@@ -441,8 +455,9 @@ class SplitWriter:
             if row.reference and len(self.answers) <= MOST_LABELS:
                 self.answers[row.reference] += 1
             text = row.reference.strip()
-            if len(self.lines) <= MOST_LINES and ("\n" in text or len(text) >= LEAST_CUT):
+            if len(self.lines) <= MOST_LINES and ("\n" in text or len(text) >= LEAST_LINE):
                 self.lines.update({text.partition("\n")[0][:SHOWN_LETTERS], text.rpartition("\n")[2][:SHOWN_LETTERS]})
+            self._shortest = sorted({*self._shortest, text}, key=lambda answer: (len(answer), answer))[:SHOWN_LINES]
             if len(row.reference) > self._longest:
                 self._longest, self._longest_answers = len(row.reference), set()
             if len(row.reference) == self._longest:
@@ -469,8 +484,13 @@ class SplitWriter:
 
     def repeated(self) -> dict[str, int]:
         """Return lines that many answers begin or end with, as what a page or a program adds to them."""
-        least = max(LEAST_ALIKE, len(self.lengths) // 20)
-        return {line: rows for line, rows in self.lines.most_common() if rows >= least and WORDS.search(line)}
+        least = max(LEAST_ALIKE, len(self.lengths) // 200)
+        alike = [line for line in self.lines.most_common() if line[1] >= least and WORDS.search(line[0])]
+        return dict(alike[:SHOWN_LINES])
+
+    def short(self) -> list[str]:
+        """Return the shortest answers with fewer letters than the usual one has tokens."""
+        return [answer for answer in self._shortest if answer and len(answer) < statistics.median(self.trained)]
 
     def spellings(self) -> list[dict[str, int]]:
         """Return the labels that differ only by case, blanks or Unicode's form, each with its rows; none of texts."""

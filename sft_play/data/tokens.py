@@ -25,6 +25,10 @@ EMPTY = "empty text"
 WEIGHTLESS = "weight 0"
 THOUGHTS = "thoughts that the chat template leaves out, so not learnt (docs/data.md, What is learnt)"
 TRIMMED = "answers learnt without the blanks at their ends, which the chat template removes"
+INVERTED = "token rows whose beginning is learnt and whose end is not, as if the mask said the opposite"
+PADDED = "token rows that begin or end with one token several times, as the padding of another tokenizer"
+NO_STOP = "token rows whose learnt part has no end of turn, which teach no stop"
+PADS = 4
 ANSWER_END = "the end of an answer"
 """Lost with the token that ends a turn."""
 TEXT_END = frozenset({"the end of a text"})
@@ -64,6 +68,7 @@ class Encoder:
         self.task, self.tokenizer = config.tuning.task, tokenizer
         self.vocabulary = len(tokenizer)
         stops = end_of_turn_ids(tokenizer)
+        self.stops = stops
         self.renderer = Renderer(tokenizer, stops)
         self.tokens = RowTokens(tokenizer, stops)
 
@@ -162,8 +167,14 @@ class Encoder:
             raise DataError("the row ends with padding that is learnt", hint="write -100 there into `labels`")
         if length < SHORTEST:
             raise DataError("the row has fewer than two tokens, so there is nothing to learn")
+        labels = example.labels or ids
+        signs = {
+            INVERTED: labels[0] != IGNORED and labels[-1] == IGNORED,
+            PADDED: length > PADS and 1 in (len({*ids[:PADS]}), len({*row.labels[-PADS:]})),
+            NO_STOP: labels[0] == IGNORED and {*row.labels[-2:]}.isdisjoint(self.stops),
+        }
         if length <= self.limit:
-            return EncodedExample(rows=[row])
+            return EncodedExample(rows=[row], doubts=tuple(doubt for doubt, holds in signs.items() if holds))
         if self.policy in ("error", "drop"):
             return EncodedExample(dropped=TOO_LONG, overlong=length)
         answer = row.labels[:2] == [IGNORED, IGNORED]  # tokens that are learnt from the beginning are a text

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from sft_play.config.data_rules import look_up
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import Message
@@ -57,7 +58,7 @@ FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
     "tool": ("tool", "assistant"),
 }
 """Role -> the roles that may come next; `None` begins."""
-WORDS = ("content", "value", "text", "body", "message", "utterance")
+WORDS = ("content", "value", "text", "body", "message", "utterance", "parts")
 """Keys of a turn in data sets; those after the first two are for hints."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which data sets keep what was thought before an answer."""
@@ -102,15 +103,8 @@ CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
 """Keys that are not read, though they look like `tool_calls`."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 TOOL_NAMES = (
-    "tools",
-    "functions",
-    "tool_defs",
-    "tool_definitions",
-    "available_tools",
-    "available_functions",
-    "function_definitions",
-    "tool_list",
-    "function_list",
+    *("tools", "functions", "tool_defs", "tool_definitions", "available_tools", "available_functions"),
+    *("function_definitions", "tool_list", "function_list"),
 )
 """Columns, or keys of the system turn, that describe what may be called."""
 TIME = re.compile(
@@ -172,7 +166,7 @@ def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Messa
     role = ROLE_NAMES.get(sender.lower()) if isinstance(sender, str) else None
     if role is None:
         hint = f"roles are {', '.join(ROLES)}; others by their names: {other_names(column, all_turns)}"
-        raise DataError(f"`{name}.{speaker}` is `{sender}`", hint=hint if isinstance(sender, str) else None)
+        raise DataError(f"`{name}.{speaker}` is `{sender}`", hint=hint)
     if role == CALLS:
         calls = parse_json(text_of(content, f"{name}.{words}"), f"{name}.{words}")
         message = {**message, words: None, "tool_calls": [calls] if isinstance(calls, dict) else calls}
@@ -265,17 +259,18 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
         role_key = "role"
     else:
         role_key = speaker
-    roles: dict[str, list[str]] = {}
+    if isinstance(first.get(speaker), Mapping):  # `author: {"id": "U1", "name": "Ann"}`
+        inner = next((key for key in ("role", "type", "name", "id") if key in first[speaker]), "NAME")
+        entries |= {f"{new}.role": (speaker := f"{speaker}.{inner}")}
+    roles: dict[str, str] = {}
     before = None
-    for sender in (turn.get(speaker) for turn in turns if isinstance(turn, Mapping)):
-        role = ROLE_NAMES.get(str(sender).lower()) or next(
-            (role for role, names in roles.items() if sender in names), None
-        )
-        if role is None and isinstance(sender, str):
-            role = "assistant" if before == "user" else "user"
-            roles.setdefault(role, []).append(sender)
+    for sender in (look_up(turn, speaker) for turn in turns if isinstance(turn, Mapping)):
+        role = ROLE_NAMES.get(str(sender).lower()) or roles.get(str(sender))
+        if role is None and isinstance(sender, (int, str)):
+            role = roles[str(sender)] = "assistant" if before == "user" else "user"
         before = role
-    entries |= {f"{new}.{role_key}.{role}": "|".join(names) for role, names in roles.items()}
+    for role in roles.values():
+        entries[f"{new}.{role_key}.{role}"] = "|".join(sender for sender, theirs in roles.items() if theirs == role)
     return f"`columns: {scalar_text(entries)}`" if entries else ""
 
 
@@ -511,16 +506,20 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
 
 
 OTHER_CALLS = "calls of functions that the row's tools do not describe"
+TWICE = "rows whose system turn describes the tools, which the chat template writes too"
 OTHER_RESULTS = "results whose `tool_call_id` is that of no call of their row"
 
 
 def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield doubts about the calls of a row and their results."""
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     calls = [call for turn in messages for call in turn.get("tool_calls", ())]
     functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
     names = [function.get("name") for function in functions]
     if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
         yield OTHER_CALLS
+    if names and all(f'"{name}"' in system for name in names):
+        yield TWICE
     ids = {None, *(call.get("id") for call in calls)}
     if any(turn["role"] == "tool" and turn.get("tool_call_id") not in ids for turn in messages):
         yield OTHER_RESULTS

@@ -145,7 +145,7 @@ def test_answers_in_conversations_that_grow_and_answers_of_one_length_are_said(t
 
 def test_columns_that_text_is_learnt_without_are_named_but_not_those_of_documents(tmp_path: Path, data: Data) -> None:
     rows = write_rows(tmp_path / "a.jsonl", [{"title": "Berlin", "text": "It is a city."}])
-    assert f"not read of {rows}: title (1)" in data(f"data.train_path: {rows}", "tuning.task: cpt").err
+    assert f"not read of {rows}: title (1: `Berlin` 1)" in data(f"data.train_path: {rows}", "tuning.task: cpt").err
     (tmp_path / "a.html").write_text("<html><head><title>t</title></head><body>Words of a page.</body></html>")
     assert "not read" not in data(f"data.train_path: {tmp_path / 'a.html'}", "tuning.task: cpt").err
 
@@ -579,14 +579,31 @@ def test_values_of_what_is_not_read_and_lines_that_come_again_are_shown(data: Da
     done = data(f"data.sources: [{{path: {path}}}]", words=())
     assert f"not read of {path}: meta.stage (3: `final` 2, `first try` 1), id (3)\n" in done.err
     assert "answers that begin or end with the same line: 3, `Hope this helps`\n" in done.err
+    rows = [{"prompt": f"q{i}", "completion": "It is one of the words. " * i, "kind": "note"} for i in (2, 3, 4)]
+    rows += [{"prompt": "q", "completion": word} for word in ("<b>+1</b>", "ok")]
+    done = data(f"data.sources: [{{path: {write_rows(path, rows)}}}]", words=())
+    assert f"not read of {path}: kind (3: `note` 3)\n" in done.err
+    assert f"in texts of {path}, rows with: `<b>` 1\n" in done.err and "shortest answers: `ok`, `<b>+1</b>`" in done.err
 
 
 def test_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
     rows = [{"prompt": f"how {answer}", "completion": answer} for answer in ("pos", "neg", "It&#39;s")]
     path = write_rows(tmp_path / "t.jsonl", rows)
     done = data(f"data.sources: [{{path: {path}}}]", words=())
-    assert f"texts with letters as HTML writes them (`&amp;`, `&#39;`, `<br>`): 1 row, first {path}:3\n" in done.err
+    assert f"texts with letters as HTML writes them (`&amp;`, `&#39;`): 1 row, first {path}:3\n" in done.err
     assert list(data(f"data.sources: [{{path: {path}}}]").json["train"]["sources"][0]["doubts"].values()) == [1]
+
+
+def test_token_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [5, 6, -100, -100]},
+        {"input_ids": [5, 6, 7, 9, 9, 9, 9]},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+        {"input_ids": [5, 6, 7]},
+    ]
+    done = data(f"data.train_path: {write_rows(tmp_path / 't.jsonl', rows)}", words=())
+    for number, doubt in enumerate(("as if the mask said the opposite", "of another tokenizer", "teach no stop"), 1):
+        assert f"{doubt}: 1 row, first {tmp_path / 't.jsonl'}:{number}\n" in done.err
 
 
 def test_calls_that_cannot_be_are_counted_with_the_first_place(data: Data, tmp_path: Path) -> None:

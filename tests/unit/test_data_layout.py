@@ -124,7 +124,9 @@ def test_what_an_author_put_aside_is_used_only_if_it_is_named(tmp_path: Path) ->
         "c/pos.jsonl",
         "c/neg.jsonl",
     )
-    for path, good, bad in (("a", "accepted/x.jsonl", "rejected"), ("b", "good.jsonl", "bad")):
+    fill(tmp_path, "e/rows.jsonl", "e/predictions.jsonl")
+    rows = [("a", "accepted/x.jsonl", "rejected"), ("b", "good.jsonl", "bad"), ("e", "rows.jsonl", "predictions")]
+    for path, good, bad in rows:
         for pattern in (path, f"{path}/**/*.jsonl"):
             assert f"`train` (1 file), `{bad}` (1 file)" in refused(tmp_path / pattern).message
             assert answers(tmp_path / pattern, split="train") == [f"{path}/{good}"]
@@ -138,9 +140,11 @@ def test_what_an_author_put_aside_is_used_only_if_it_is_named(tmp_path: Path) ->
 def test_missing_shards_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path, "data/train-00000-of-00003.jsonl", "data/train-00002-of-00003.jsonl")
     assert len(answers(tmp_path)) == 2
-    assert f"note: {tmp_path / 'data' / 'train'}: 2 of 3 shards\n" == capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"note: {tmp_path}: 2 files, train-00000-of-00003.jsonl, train-00002-of-00003.jsonl\n" in err
+    assert f"note: {tmp_path / 'data' / 'train'}: 2 of 3 shards\n" in err
     fill(tmp_path, "data/train-00001-of-00003.jsonl")
-    assert len(answers(tmp_path)) == 3 and not capsys.readouterr().err
+    assert len(answers(tmp_path)) == 3 and "of 3 shards" not in capsys.readouterr().err
 
 
 def test_documents_have_splits_only_by_complete_names(tmp_path: Path) -> None:

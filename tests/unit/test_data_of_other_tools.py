@@ -14,6 +14,7 @@ import pytest
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.formats import AFTER, UNORDERED, Example, understand
+from sft_play.data.judged import MARK
 from sft_play.data.sources import read_source
 from sft_play.errors import DataError
 
@@ -363,7 +364,6 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "a<|eot_id|>b", "marks of a chat template"),
         ("<image>\nq", "a", "places of pictures"),
         ("q", "1. One\\n2. Two", "as escapes"),
-        ("Greet {{ name }}.", "a", "to be filled"),
         ("Q: q\nA:", "a", "the name of who answers"),
         ("### Instruction:\nq\n\n### Response:\n", "a", "the name of who answers"),
         ("q\n\n###\n\n", "a", "a separator"),
@@ -376,9 +376,7 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "n. a.", "stand for none"),
         ("q", "<think>\nhm", "never ends"),
         ("q", "a" * 32767, "32,767 characters"),
-        ("q", "Dear {{ticket.requester.name}}", "to be filled"),
         ("q", "x\n<<<<<<< HEAD\na", "both sides of a merge"),
-        ("q", "Big :contentReference[oaicite:0]{index=0}.", "another program's references"),
         ("q", "A long line=\nof a mail", "as mail carries them"),
         ('{"messages": [{"role": "user"}], "model": "x"}', "a", "object as JSON"),
         ("q", '{"output": "a"}', "object as JSON"),
@@ -393,8 +391,6 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "a\n\n> q\n> thanks", "the mail that they answer"),
         ("What is the warranty?", "What is the warranty? Two years.", "all of their question"),
         ("q", "Dear ${name}", "to be filled"),
-        ("q", "Dear [NAME_1]", "to be filled"),
-        ("q", "Best,\n[Your Name]", "to be filled"),
         ("q", "Account XXXX XXXX", "to be filled"),
         ("q", "Dr. [**Name**]", "to be filled"),
         ("q", "Two years, but...", "as if they were cut"),
@@ -412,20 +408,18 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "Use a search.\nObservation: 2\nIt is 2.", "results of tools"),
         ("q", "hm\n</think>\na", "never begins"),
         ("q", "<thinking>hm</thinking>a", "in other marks"),
-        ("q", "Hi <@U02AB3CD>", "another program's references"),
-        ("q", "[quote]q[/quote] a", "another program's references"),
-        ("q", "One.<br>Two.", "as HTML writes them"),
         ("q", "It isn\\'t", "as escapes"),
         ("q", "I do n't know .", "cut into tokens"),
         ("q", "The ▁war", "cut into tokens"),
         ("q", "a [SEP] b", "marks of a chat template"),
         ("q", "<｜User｜>a", "marks of a chat template"),
         ("What is ![](a.png)?", "a", "places of pictures"),
-        ("q", "[inaudible 00:03] a", "marks of a transcript"),
         ("q", "a\n\nWas this helpful? Yes No", "words of the page"),
         ("q", "a\n-- \nJane", "words of the page"),
         ("q", "see above", "stand for none"),
         ("q", "Jane has joined the chat.", "stand for none"),
+        ("q", "You deleted this message.", "stand for none"),
+        ("q", "See row 12", "stand for none"),
         ("q", '[{"text": "a"}]', "object as JSON"),
         ("q", "content='a' additional_kwargs={}", "Python's notation"),
         ("q", "2-Jan", "spreadsheets"),
@@ -433,6 +427,16 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("q", "5d41402abc4b2a76b9719d911017c592", "hashes"),
         ("q", "РџСЂРёРІРµС‚", "read as another encoding"),
         ("q", "\u202aa\u202c", "that nobody sees"),
+        ("q", "Con\ufb01rm it.", "only one font"),
+        ("q", "Hold the but-\nton", "broken at line ends"),
+        ("q", "1. Hold the button2. Wait3. Done", "line ends were lost"),
+        ("q", "T h e  q u i c k", "blanks between letters"),
+        ("q", "Caf\\xc3\\xa9", "as escapes"),
+        ("q", "https://x.org/a", "addresses"),
+        ("Q-0001", "a", "addresses"),
+        ("q", "manual_v2.pdf", "addresses"),
+        ("1. q", "a", "begin with theirs"),
+        ("It is so.", "Why?", "end as questions do"),
     ],
 )
 def test_marks_of_what_happened_to_a_text_are_said(question: str, answer: str, what: str) -> None:
@@ -445,6 +449,31 @@ def test_marks_of_what_happened_to_a_text_are_said(question: str, answer: str, w
     result = [{"role": "tool", "content": answer}]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "q"}}]}
     assert not read({"messages": [USER, call, *result, ANSWER], "tools": [{"name": "q"}]}).doubts, "a tool's words"
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("Big :contentReference[oaicite:0]{index=0}.", {":contentReference["}),
+        ("Hi <@U02AB3CD>, see <tool_call>", {"<@U0AB0CD>", "<tool_call>"}),
+        ("[quote]q[/quote] a", {"[quote]"}),
+        ("[inaudible 00:03] a", {"[inaudible 0:0]", "0:0"}),
+        ("Dear {{ticket.requester.name}} %NAME%", {"{{ticket.requester.name}}", "%NAME%"}),
+        ("Dear [NAME_1],\nBest,\n[Your Name]", {"[NAME_0]", "NAME_0", "[Your Name]"}),
+        ("One.<br>Two. (edited)", {"<br>", "(edited)"}),
+        ("<human>: q\n<bot>: a", {"<human>", "<bot>"}),
+        ("[|Human|] q\n[|AI|] a", {"[|Human|]", "[|AI|]"}),
+        ("Patient: q\nDoctor: a", {"Patient:", "Doctor:"}),
+        ("问：q\n\n答：a", {"问：", "答："}),
+        ("DRAFT - a :white_check_mark:", {"DRAFT -", ":white_check_mark:"}),
+        ("The capital is Rome.[3] [source: manual.pdf, p. 3]", {"[0]", "[source: manual.pdf, p. 0]"}),
+        ("Use `a[0]`:\n```python\nx = {y}\n<a>\n```", set()),
+        ("see [this](https://a.b) and x[i], $\\frac{a}{b}$, f(x) in (a, b): it is so", set()),
+    ],
+)
+def test_what_looks_like_a_mark_of_any_program_is_listed(text: str, shapes: set[str]) -> None:
+    for row in ({**PAIR, "completion": text}, {"text": text}):
+        assert {value for name, value in read(row).unread if name == MARK} == shapes
 
 
 def test_a_documents_turns_in_plain_words_are_said() -> None:
@@ -462,6 +491,9 @@ def test_a_documents_turns_in_plain_words_are_said() -> None:
         ("1\n00:00:01,000 --> 00:00:04,000\nHello.", "subtitles"),
         ("The docu-\nment", "broken at line ends"),
         ("The [[France|French Republic]].", "marks of a wiki"),
+        ("---\ntitle: One\n---\n\nTwo.", "marks of a program"),
+        ("- question: q\n  answer: a", "rows as JSON or YAML"),
+        ("[('q', 'a')]", "Python's notation"),
     ],
 )
 def test_a_document_of_another_kind_is_said(text: str, what: str) -> None:

@@ -16,6 +16,7 @@ from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.formats import UNDESCRIBED, Example, understand
 from sft_play.data.sources import read_source
+from sft_play.data.turns import TWICE
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -154,6 +155,13 @@ def test_calls_without_tools_are_counted_and_an_unread_description_is_refused() 
     assert "the result (a `tool` turn) of the call in turn 2 is missing" in (error.hint or "")
     error = refused({**row, "api": json.dumps([TOOL])})
     assert "`api` describes tools" in error.message and "`columns: {tools: api}`" in (error.hint or "")
+
+
+def test_tools_that_the_system_turn_describes_too_are_said() -> None:
+    for text, count in (('<tools>[{"name": "add"}]</tools>', 1), ("You may add.", 0)):
+        row = called({})
+        row["messages"].insert(0, {"role": "system", "content": text})
+        assert sum(doubt == TWICE for doubt in read(row).doubts) == count
 
 
 def test_an_answer_that_is_calls_as_json_becomes_calls_where_tools_are_described() -> None:
@@ -351,6 +359,14 @@ def test_rows_of_another_split_are_not_silently_trained(tmp_path: Path) -> None:
     assert len(examples(tmp_path, rows, **chosen)) == 1 and len(examples(tmp_path, rows, **all_rows)) == 3
 
 
+def test_a_text_that_an_annotator_rejected_needs_a_filter(tmp_path: Path) -> None:
+    rows = [{"text": f"t{answer}", "label": "pos", "answer": answer} for answer in ("accept", "reject")]
+    with pytest.raises(DataError, match="`answer` seems to say"):
+        examples(tmp_path, rows)
+    (good,) = examples(tmp_path, rows, filter='answer == "accept"')
+    assert good.answer_column == "label"
+
+
 def test_a_class_label_does_not_count_as_a_judgement(tmp_path: Path) -> None:
     assert len(examples(tmp_path, [{**PAIR, "label": "positive", "score": None}, {**PAIR, "label": 7}])) == 2
 
@@ -544,6 +560,8 @@ def test_columns_that_say_not_to_train_a_row_are_refused_under_other_names(
 def test_a_thought_and_a_system_turn_are_read_under_their_names() -> None:
     messages = read({**PAIR, "reasoning": "Hm.", "system_prompt": "Be brief."}).messages
     assert messages == [{"role": "system", "content": "Be brief."}, USER, {**ANSWER, "reasoning_content": "Hm."}]
+    parts = [{"type": "text", "text": "Be "}, {"text": "brief."}]
+    assert (read({**PAIR, "system": parts}).messages or [])[0]["content"] == "Be brief."
     assert "system turns that differ" in refused({**PAIR, "system": "a", "system_prompt": "b"}).message
 
 

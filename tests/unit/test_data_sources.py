@@ -181,6 +181,29 @@ def test_a_conversation_is_read_under_other_names(tmp_path: Path) -> None:
     assert f"columns: {{{names}}}" in (caught.value.hint or ""), "no format has such names"
 
 
+@pytest.mark.parametrize(
+    ("senders", "role"),
+    [
+        ((11, 12), "who"),
+        ((True, False), "who"),
+        (({"name": "Ann", "bot": False}, {"name": "Bob", "bot": True}), "who.name"),
+        (({"id": 1}, {"id": 2}), "who.id"),
+    ],
+)
+def test_roles_may_be_numbers_and_stand_within_a_key(senders: tuple[Any, Any], role: str, tmp_path: Path) -> None:
+    turns = [{"who": who, "parts": [{"text": text}]} for who, text in zip(senders, "qa", strict=True)]
+    path = write(tmp_path / "a.jsonl", json.dumps({"thread": turns}).encode())
+    columns = {"messages": "thread", "messages.role": role, "messages.content": "parts"}
+    with pytest.raises(DataError) as caught:
+        understand(("", rows_of(path, columns={"messages": "thread"})[0]), None)
+    assert f"messages.role: {role}, messages.content: parts" in (caught.value.hint or "")
+    named = [str(next(iter(who.values())) if isinstance(who, dict) else who) for who in senders]
+    columns |= {f"messages.role.{new}": old for new, old in zip(("user", "assistant"), named, strict=True)}
+    [row] = rows_of(path, columns=columns)
+    expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert understand(("", row), None).messages == expected
+
+
 # ---- Folders
 
 
@@ -292,6 +315,18 @@ def test_a_filter_accepts_either_name_and_counts_skipped_rows(tmp_path: Path) ->
     assert f"keeps none of the {len(ROWS)} rows" in refused(path, filter='prompt == "x"').message
     assert refused(path, filter="prompt ==").place == str(path)
     assert refused(path, filter="nothing == 1").place == f"{path}:1"
+
+
+def test_a_value_that_a_filter_means_in_another_case_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "q", "completion": "a", "stage": stage} for stage in ("Draft", "draft", "final ", "else")]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    assert len(rows_of(path, filter='stage not in ["draft", "final"]')) == 3
+    noted = capsys.readouterr().err
+    assert f"note: {path}: for `filter`, `Draft` is another text than `draft`\n" in noted and "`final `" in noted
+    assert len(rows_of(path, filter='stage in ["else", "Draft", "draft", "final "]')) == 4
+    assert not capsys.readouterr().err
 
 
 def test_rows_are_chosen_by_the_seed_in_their_order(tmp_path: Path) -> None:
@@ -457,7 +492,7 @@ def test_blanks_before_quotes_and_rules_below_headers_are_no_values(tmp_path: Pa
     assert "is a rule" in errors[f"{path}:2"] and "`answer` begins with a blank before its quote" in errors[f"{path}:3"]
 
 
-def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path) -> None:
+def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, rows = tmp_path / "a.json", [{"question": "q", "answer": "a"}]
     for name in ("system", "system_prompt", "tools", "text"):
         path.write_text(json.dumps({name: "x", "rows": rows}))
@@ -466,6 +501,7 @@ def test_what_an_export_says_once_for_all_rows_is_not_lost(tmp_path: Path) -> No
         assert f"has `{name}` next to the rows of `rows`" in caught.value.message
     path.write_text(json.dumps({"system": None, "version": 2, "rows": rows}))
     assert [row for _, row in read_source(DataSource(path=str(path)))] == rows
+    assert "next to the rows of `rows`, and not read: `system` None, `version` 2\n" in capsys.readouterr().err
 
 
 def test_rows_chosen_by_an_old_datasets_and_words_lock_files_are_noticed(tmp_path: Path) -> None:
