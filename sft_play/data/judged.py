@@ -163,7 +163,7 @@ JUDGED: Mapping[str, Keep] = {
     ): _number,
     "label": _label,
     (
-        r"(?:\w+_)?(?:status|state|level|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
+        r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
         r"|resolution|visibility)(?:_code)?|(?:message_|part_)?sub_?type|action|thumbs|vote"
     ): _verdict,
     "(?:finish|stop)_?reason": _ended_early,
@@ -422,22 +422,24 @@ SHAPES = tuple(
     map(
         re.compile,
         (
-            r"<{1,2}[|@#:!&]*[^\W\d][^<>\n]{0,60}>{1,2}",
+            r"<<?[|@#:!&]*[^\W\d][^<>\n]{0,60}>{1,2}",
             r"\[(?<=[a-z.]\[)\^?\d+\](?![(\w])",
             r"\[(?<![\w\])\\]\[)\w+: ?[^\[\]\n]{1,60}\]",
             r"\[(?<![\w\])\\]\[)\[?(?:[\d:.]+|[^\[\]\n,]{0,12}[^\W\d_][^\[\]\n,]{0,12})\]{1,2}(?!\()",
             r"\{(?<![\w\\^_}$]\{)\{?%? ?[^\W\d][\w .|:]{0,23}%?\}{1,2}",
             r":(?<![\w:]:)[a-zA-Z_+]\w{1,20}(?::(?![\w:])|\[)",
-            r"\b\d?\d:\d\d\b",
+            r"\d(?<!\w\d)\d?:\d\d\b",
             "%[A-Z_]{3,20}%",
-            r"\b[A-Z]{3,}(?::| -)(?=\s)",
-            r"\b[A-Z]{3,}_\d+\b",
+            r"[A-Z](?<!\w[A-Z])[A-Z]{2,}(?:(?::| -)(?=\s)|_\d+\b)",
             r"\([^\W\d][^()\n]{0,23}\)\s*\Z",
             r"(?m:^)[ \t#*>(\[|-]{0,6}[^\W\da-z][\w -]{0,19}(?: \([^()\n]{1,20}\))?[|\]*)]{0,3}(?:：|:(?=\s|\Z))",
         ),
     )
 )
-"""What looks like a mark, of whatever program: tags, brackets, fields, emoji, times, what a line begins with."""
+"""What looks like a mark, of whatever program: tags, brackets, fields, emoji, times, what a line begins with.
+
+Most begin with a character instead of an assertion, which makes them ten times as fast.
+"""
 MARK = ""
 """Stands for the name of a column: what looks like a mark is counted as what is not read."""
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)

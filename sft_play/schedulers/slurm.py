@@ -121,10 +121,8 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
     _refuse_unlike(rehearsal)
     submitting = call.flag("SUBMIT")
     if submitting and rehearsal.absent:
-        raise DataError(
-            f"not submitted: `{rehearsal.absent[0]}` is not on this machine",
-            hint=f"{hint_absent(rehearsal.absent[0])}\n      if only the nodes see it, omit SUBMIT=1 and submit the script",
-        )
+        path, by_hand = rehearsal.absent[0], "if only the nodes see it, omit SUBMIT=1 and submit the script"
+        raise DataError(f"not submitted: `{path}` is not on this machine", hint=f"{hint_absent(path)}\n      {by_hand}")
     name = choose_name(call.options.get("RUN_NAME"), rehearsal.loaded.path)
     if rehearsal.loaded.config.slurm.array:
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too
