@@ -132,6 +132,7 @@ def test_three_hosts_send_half_with_fp16_and_a_twelfth_with_16_local_steps(tmp_p
     assert sent_by_setting["none"] / sent_by_setting["local"] > 12, (start, sent_by_setting)
 
 
+@pytest.mark.quiet
 def test_a_pipeline_sends_hidden_states_and_shards_send_weights(tmp_path: Path) -> None:
     """Bytes and time of a step are those of the plan; FSDP2 takes many times both."""
     slow = (
