@@ -67,10 +67,9 @@ class Encoder:
         self.limit, self.policy, self.loss_on = config.model.max_seq_len, config.data.overlong, config.train.loss_on
         self.task, self.tokenizer = config.tuning.task, tokenizer
         self.vocabulary = len(tokenizer)
-        stops = end_of_turn_ids(tokenizer)
-        self.stops = stops
-        self.renderer = Renderer(tokenizer, stops)
-        self.tokens = RowTokens(tokenizer, stops)
+        self.stops = end_of_turn_ids(tokenizer)
+        self.renderer = Renderer(tokenizer, self.stops)
+        self.tokens = RowTokens(tokenizer, self.stops)
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         """Return one outcome per example, in order; the outcome of a bad one has its error."""
