@@ -92,15 +92,13 @@ def test_a_job_that_cannot_start_is_refused_with_sbatchs_message(site: Site, wor
 
 
 def test_each_task_of_an_array_is_a_run_and_a_permanent_error_ends_it(site: Site) -> None:
-    """The folder's name has characters that sbatch and shells interpret; the missing data are an error that no retry
-    would fix.
+    """The folder's name has characters that sbatch and shells interpret; data that go after the submission are an
+    error that no retry would fix.
     """
-    (site.folder / "rows.jsonl").unlink()
     out = site.folder / "jobs 100%j #1 'x' $(touch made)"
     out.mkdir()
-    number = site.submit(
-        "sweep", f"OUT={out}", "SLURM_ARRAY=1-2", "SLURM_SETUP=['export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID']"
-    )
+    setup = ["export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID", f"rm -f {site.folder / 'rows.jsonl'}"]
+    number = site.submit("sweep", f"OUT={out}", "SLURM_ARRAY=1-2", f"SLURM_SETUP={setup}")
     for task in (1, 2):
         facts = site.slurm.end(f"{number}_{task}", out)
         assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "4:0", "0"), facts
