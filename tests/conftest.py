@@ -194,8 +194,15 @@ def in_process(cache: Path, tmp_path: Path) -> Program:
     return run
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest folders first, so that no test process is left with them at the end."""
+    """Run the slowest folders first, so that no test process is left with them at the end. Of a test marked
+    `broad_but(...)`, mark those parameters `broad` whose id contains none of these words.
+    """
+    for item in items:
+        mark = item.get_closest_marker("broad_but")
+        if mark and not any(word in item.name for word in mark.args):
+            item.add_marker("broad")
     order = {folder: place for place, folder in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 

@@ -119,6 +119,7 @@ def check(done: Done, outside: Path, before: dict[str, str], opened: list[str], 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "link" else pytest.mark.long) for kind in FILES]
 )
+@pytest.mark.broad
 def test_no_command_follows_what_a_stranger_put_into_a_run(
     kind: str, complete: Path, tmp_path: Path, in_process: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_adapters_and_experts_of_a_mixture_are_described(program: Program, tmp_p
         ("paligemma", "`paligemma` is not a language model of transformers"),
     ],
 )
+@pytest.mark.broad_but("paligemma")
 def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
     program: Program, tmp_path: Path, family: str, message: str
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_model_that_is_not_trained_here_is_refused_before_the_data(
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+@pytest.mark.broad_but("ZeRO-3")
 def test_a_quantised_base_that_cannot_be_tuned_so_is_refused_before_its_weights(
     family: str, settings: dict[str, object], words: list[str], message: str, in_process: Program, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def test_typed_targets_of_one_layer_count_once_and_a_shared_head_is_refused(prog
     assert done.code == 2 and "share one weight in this model" in done.err, done.err
 
 
+@pytest.mark.broad
 def test_a_late_answer_is_not_that_of_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as hurried:
         hurried.setattr(architecture, "TRACE_SECONDS", 0.01)

@@ -107,6 +107,7 @@ def test_an_unsupported_adapter_is_refused_in_a_sentence(
         call_program(list(words), environment(runs / "cache", runs)).refused(5, message)
 
 
+@pytest.mark.broad
 def test_all_weights_go_to_the_hub_where_the_base_is_a_folder(runs: Path, tiny: Path) -> None:
     words = ("push", "RUN=tuned", "REPO=me/whole", "MERGED=1", "YES=1")
     typed(runs, *words).refused(5, "there are no merged weights", "make merge RUN=tuned")

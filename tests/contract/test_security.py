@@ -314,6 +314,7 @@ def test_a_models_code_runs_only_with_this_users_consent(with_code: Path, progra
 @pytest.mark.slow
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.broad_but("lora-True")
 def test_a_merged_model_has_the_code_that_its_base_has(
     with_code: Path, program: Program, tmp_path: Path, mode: str, best: bool
 ) -> None:

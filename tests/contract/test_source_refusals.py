@@ -106,6 +106,7 @@ def test_faults_of_rows_and_their_text_are_reported_together_and_only_once(tiny:
     [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}],
     ids=["offline", "closed"],
 )
+@pytest.mark.broad_but("closed-data", "offline-model")
 def test_a_hub_id_without_a_network_is_refused(what: str, env: dict[str, str], tiny: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", [{"question": "q", "answer": "a"}])
     model, path = ("nobody/nothing", data) if what == "model" else (tiny, "nobody/nothing")

@@ -303,6 +303,7 @@ def test_a_working_folder_that_was_removed_is_named(words: list[str], cache: Pat
 # ---- Presets and accelerate's default file
 
 
+@pytest.mark.broad
 def test_each_preset_fits_its_hardware(in_process: Program) -> None:
     for_gpus = {name for name in PRESETS if name not in ("quickstart", "run_cpu", "cpu_qwen3_5")}
     assert for_gpus == MADE_FOR.keys()

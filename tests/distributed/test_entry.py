@@ -47,6 +47,7 @@ def operators_variables(rank: int, address: str, port: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.broad
 def test_two_pods_find_each_other_and_train(tmp_path: Path, tiny: Path) -> None:
     """Use the words that `make kubernetes` renders."""
     launcher, address, port = Launcher(tmp_path, tiny), own_address(), free_port()

@@ -44,6 +44,7 @@ def build_both(plain: Path, mxfp4: Path) -> None:
     (mxfp4 / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
 
 
+@pytest.mark.broad
 def test_an_mxfp4_base_is_planned_trained_merged_and_asked_as_in_bfloat16(tmp_path: Path) -> None:
     roads: list[Road] = []
     build_both(tmp_path / "plain" / "base", tmp_path / "mxfp4" / "base")

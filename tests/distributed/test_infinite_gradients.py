@@ -68,6 +68,7 @@ def test_an_infinite_gradient_stops_at_once_without_a_scaler(strategy: str, tmp_
 
 
 @pytest.mark.parametrize("ranks", [((4, 2),), pytest.param(HALVES, marks=pytest.mark.long)])
+@pytest.mark.broad
 def test_a_scaler_that_skips_every_update_ends_the_run(ranks: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
     plan = (("precision", "fp16"),)
     strategy = "single" if len(ranks) == 1 else "ddp"

@@ -117,6 +117,7 @@ def test_a_failed_allocation_halves_the_micro_batch(
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.broad
 def test_one_rank_of_two_at_a_micro_batch_of_one_turns_to_checkpointing(
     config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:
@@ -162,6 +163,7 @@ def test_without_a_remedy_the_alternatives_are_named(config: str, variables: dic
         pytest.param("train-distributed", "LAUNCH_TENSOR_PARALLEL=2", 280, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.broad
 def test_shards_and_parts_continue_from_their_checkpoint(
     command: str, way: str, room: int, config: str, variables: dict[str, str], undisturbed: tuple[Path, int]
 ) -> None:

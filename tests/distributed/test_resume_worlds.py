@@ -68,6 +68,7 @@ def trained_dropping(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize("world", [2, 1, 3])
 @pytest.mark.parametrize("strategy", MARKED)
+@pytest.mark.broad_but("ddp-1", "zero2-3")
 def test_a_run_of_two_ranks_continues(
     strategy: str, world: int, trained: Trained, trained_dropping: Trained, tmp_path: Path
 ) -> None:

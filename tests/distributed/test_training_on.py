@@ -103,6 +103,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.broad
 def test_an_adapter_of_the_hub_is_fetched_once(place: Place, second: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name: path.read_bytes() for path in (place.folder / "runs/first/model").iterdir() if path.is_file()}
     cache = str(place.folder / "hub")
@@ -124,6 +125,7 @@ def test_an_adapter_of_the_hub_is_fetched_once(place: Place, second: Path, monke
 
 
 @pytest.mark.parametrize("way", ["ddp", pytest.param("zero3", marks=pytest.mark.long), "fsdp2"])
+@pytest.mark.broad_but("fsdp2")
 def test_an_adapter_of_a_quantised_base_continues_the_same_under_every_strategy(place: Place, way: str) -> None:
     quantised = ["TUNING_MODE=qlora", "TUNING_LORA_R=4"]
     first, second = place.folder / "runs/quantised", place.folder / "runs/quantised-on"

@@ -258,6 +258,7 @@ def as_in_the_hubs_cache(folder: Path, cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.broad_but("full")
 def test_a_base_of_links_is_published_like_a_folder_of_files(place: Place, tmp_path: Path, mode: str) -> None:
     base = Path(shutil.copytree(place.folder / "model", tmp_path / "base"))
     settings = {"eos_token_id": [2, 5, 7], "temperature": 0.7, "do_sample": True}

@@ -84,6 +84,7 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
+@pytest.mark.broad_but("llama", "gemma2", "mamba2")
 def test_a_row_computes_the_same_with_any_other_rows(name: str, rows: list[dict[str, Any]], tiny: Any) -> None:
     from transformers import AutoTokenizer
 

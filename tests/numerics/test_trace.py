@@ -105,6 +105,7 @@ WAYS = [(False, "flattened"), (True, "padded"), (True, "flattened"), (False, "pa
     ("family", "mode", "checkpointing", "layout"),
     [(*pair, *WAYS[index % len(WAYS)]) for index, pair in enumerate(itertools.product(ARCHITECTURES, MODES))],
 )
+@pytest.mark.broad_but("llama", "gemma3_text")
 def test_a_traced_step_allocates_what_a_real_one_does(family: str, mode: str, checkpointing: bool, layout: str) -> None:
     case = replace(PLAIN, architecture=ARCHITECTURES[family], gradient_checkpointing=checkpointing, layout=layout)
     traced_exactly(replace(case, **MODES[mode]))

@@ -41,6 +41,7 @@ MIXTURE = tiny_config("qwen3_moe", hidden_size=256, moe_intermediate_size=256, h
     ],
     ids=["nf4 fp32", "nf4 bf16", "int8 fp32", "int8 bf16", "experts in nf4", "DoRA nf4 bf16", "DoRA int8 fp32"],
 )
+@pytest.mark.broad_but("True")
 def test_bitsandbytes_allocates_the_memory_of_its_stand_in(
     quantization: str, changes: dict[str, Any], checkpointing: bool, tmp_path: Path
 ) -> None:

@@ -259,6 +259,7 @@ before = peak(); print(sum(1 for _ in read_file(Path({str(path)!r}))), (peak() -
 
 
 @pytest.mark.parametrize("way", ["dictionary", "prefixes", "nested", "arrow"])
+@pytest.mark.broad_but("nested")
 def test_a_text_that_many_rows_share_is_in_memory_a_few_times_at_most(way: str, tmp_path: Path) -> None:
     text, path = "x" * (4 << 20), tmp_path / ("a.arrow" if way == "arrow" else "a.parquet")
     shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 600, pyarrow.int32()), pyarrow.array([text]))

@@ -116,6 +116,7 @@ def test_a_mistyped_file_is_answered_with_the_one_beside_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_the_built_in_set_is_stable_and_its_modules_do_not_overlap() -> None:
     train, validation = list(read_builtin("docstrings", "train")), list(read_builtin("docstrings", "validation"))
     assert len(train) > 1000
