@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import CLOSE, Message
-from sft_play.data.judged import MARK, doubts_in, shapes_in
+from sft_play.data.judged import doubts_in, shapes_in
 from sft_play.data.readers import LEAVE_OUT, Placed, parse_json, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
 from sft_play.data.turns import (
@@ -86,8 +86,10 @@ class Example:
     """How much each learnt token of the row counts, times its own weight."""
     unread: tuple[tuple[str, str], ...] = ()
     """What contains something and is not read, columns and keys of turns, at any depth (`review.status`), each with its
-    value: nothing where that is no word or number. And each `MARK` in its questions and answers, or its text.
+    value: nothing where that is no word or number.
     """
+    marks: frozenset[str] = frozenset()
+    """What looks like a mark in its questions and answers, or its text (`judged.shapes_in`)."""
     group: str | None = None
     """The value of `data.group_by`."""
     answer_column: str | None = None
@@ -419,8 +421,7 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
         unread = () if row.get("path") == place else _unread(row, form, group_by)  # a document tells its path and title
         content = parts.get("messages") or parts.get("text") or ""
         parts["doubts"] = (*parts.get("doubts", ()), *doubts_in(content))
-        unread += tuple((MARK, mark) for mark in sorted(shapes_in(content)))
-        return Example(place=place, form=form, group=group, unread=unread, **parts)
+        return Example(place=place, form=form, group=group, unread=unread, marks=shapes_in(content), **parts)
     except DataError as error:
         error.place = error.place or place
         raise

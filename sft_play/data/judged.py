@@ -440,12 +440,10 @@ SHAPES = tuple(
 
 Most begin with a character instead of an assertion, which makes them ten times as fast.
 """
-MARK = ""
-"""Stands for the name of a column: what looks like a mark is counted as what is not read."""
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
-def shapes_in(content: str | Sequence[Mapping[str, Any]]) -> set[str]:
+def shapes_in(content: str | Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """Return what looks like a mark in the beginnings and ends of a document, or of questions and answers, outside
     code, with 0 for each number.
     """
@@ -456,7 +454,7 @@ def shapes_in(content: str | Sequence[Mapping[str, Any]]) -> set[str]:
             text = turn["content"]
             seen = CODE.sub("`", text if len(text) <= HEAD else f"{text[:HEAD]}\n{text[-TAIL:]}")
             marks.update(mark.lstrip("#*>-\t ") for shape in SHAPES for mark in shape.findall(seen))
-    return {re.sub(r"\d+", "0", " ".join(mark.split()))[:MOST_LETTERS] for mark in marks}
+    return frozenset(re.sub(r"\d+", "0", " ".join(mark.split()))[:MOST_LETTERS] for mark in marks)
 
 
 def _marks_in(text: str, marks: Marks = IN_TEXTS) -> list[str]:

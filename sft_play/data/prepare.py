@@ -244,7 +244,7 @@ class Gatherer:
         if len(self.systems) < 2:
             self.systems |= chunk.systems
         if self.part.name == "train" or not self.part.fraction:
-            tally.add_unread(chunk.ignored)
+            tally.add_unread(chunk.ignored, chunk.marks)
         for example in chunk.examples:
             if self.part.fraction and example.held_out != (self.part.name == "validation"):
                 continue
@@ -473,6 +473,8 @@ class Chunk(NamedTuple):
     """What was read."""
     ignored: Counter[tuple[str, str]]
     """What nothing reads, see `Example.unread`, with the number of rows that have it."""
+    marks: Counter[str]
+    """What looks like a mark in texts, with the number of rows that have it."""
     systems: set[str | None]
     """Texts of the rows' own first system turns; `None` for a row without one."""
 
@@ -531,9 +533,10 @@ class _Maker:
         outcomes = self._encoder.encode(examples)
         encoded = [self._made(example, outcome) for example, outcome in zip(examples, outcomes, strict=True)]
         ignored = Counter(pair for example in examples for pair in example.unread)
+        marks = Counter(mark for example in examples for mark in example.marks)
         first = [(example.messages or [{}])[0] for example in examples]
         systems = {str(turn["content"]) if turn.get("role") == "system" else None for turn in first}
-        return Chunk(work.source, examples[0].form if examples else None, unread, encoded, ignored, systems)
+        return Chunk(work.source, examples[0].form if examples else None, unread, encoded, ignored, marks, systems)
 
     def _made(self, example: Example, outcome: EncodedExample) -> Made:
         key = example.key

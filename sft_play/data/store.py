@@ -29,7 +29,6 @@ from sft_play.config.metrics import MOST_LABELS, label_of
 from sft_play.config.schema import DataSource
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
-from sft_play.data.judged import MARK
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import ANSWER_END, EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
@@ -67,6 +66,8 @@ class SourceTally:
     """Each doubt -> the place of its first row."""
     columns_unread: dict[str, Counter[str]] = field(default_factory=dict)
     """What nothing reads, see `Example.unread` -> each value, and in how many rows it is."""
+    marks: Counter[str] = field(default_factory=Counter)
+    """What looks like a mark in texts -> in how many rows."""
     split: int = 0
     """Made into several rows (`data.overlong: split`, long documents)."""
     overlong: int = 0
@@ -102,13 +103,15 @@ class SourceTally:
         ]
         self.there = skipped.there
 
-    def add_unread(self, unread: Mapping[tuple[str, str], int]) -> None:
-        """Count what nothing reads; mappings with free keys are many, of which the first are kept."""
+    def add_unread(self, unread: Mapping[tuple[str, str], int], marks: Mapping[str, int]) -> None:
+        """Count what nothing reads, and marks; of either the first are kept, since mappings with free keys are many."""
         for (name, value), rows in unread.items():
             if name in self.columns_unread or len(self.columns_unread) < MOST_UNREAD:
                 values = self.columns_unread.setdefault(name, Counter())
-                most = MOST_LINES if name == MARK else MOST_VALUES
-                values[value if value in values or len(values) < most else ""] += rows
+                values[value if value in values or len(values) < MOST_VALUES else ""] += rows
+        for mark, rows in marks.items():
+            if mark in self.marks or len(self.marks) < MOST_LINES:
+                self.marks[mark] += rows
 
     def manifest(self, source: DataSource, lengths: Sequence[int], trained: int, content: str | None) -> dict[str, Any]:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
@@ -117,8 +120,9 @@ class SourceTally:
         heeded = {old.partition(".")[0] for old in source.columns.values() if "." in old}
         heeded |= Condition(source.filter).names if source.filter is not None else set()
         heeded -= {"messages", "conversations"}  # whose turns have other keys
-        by_rows = self.columns_unread.pop(MARK, Counter()).items()
-        marks = sorted(by_rows, key=lambda mark: (mark[0].endswith(":"), -mark[1], mark[0]))  # names of lines last
+        marks = sorted(
+            self.marks.items(), key=lambda mark: (mark[0].endswith(":"), -mark[1], mark[0])
+        )  # names of lines last
         counts["columns_unread"] = {
             name: dict(values.most_common())
             for name, values in sorted(self.columns_unread.items())

@@ -14,7 +14,6 @@ import pytest
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.formats import AFTER, UNORDERED, Example, understand
-from sft_play.data.judged import MARK
 from sft_play.data.sources import read_source
 from sft_play.errors import DataError
 
@@ -473,7 +472,7 @@ def test_marks_of_what_happened_to_a_text_are_said(question: str, answer: str, w
 )
 def test_what_looks_like_a_mark_of_any_program_is_listed(text: str, shapes: set[str]) -> None:
     for row in ({**PAIR, "completion": text}, {"text": text}):
-        assert {value for name, value in read(row).unread if name == MARK} == shapes
+        assert read(row).marks == shapes
 
 
 def test_a_documents_turns_in_plain_words_are_said() -> None:
