@@ -10,6 +10,7 @@ import pwd
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,12 @@ def run_path(name: str) -> Path | None:
     """Return the folder of the run with the name or the path `name`, or `None`."""
     candidates = [runs_folder() / name] if "/" not in name else []
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
+
+
+def meant_run(name: str) -> str:
+    """Return a hint with the run whose name is like `name`, to put before another hint; empty if there is none."""
+    runs = [path.parent.name for path in runs_folder().glob("*/config.json")]
+    return f"did you mean the run `{close[0]}`? " if (close := get_close_matches(name, runs, n=1, cutoff=0.75)) else ""
 
 
 def is_offline() -> bool:

@@ -296,7 +296,7 @@ def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, se
 
     refused(2, "`tuning.lora.r` is `8`", "has `4`", "merge", words=["MODEL_ADAPTER=first", "TUNING_LORA_R=8"])
     refused(2, "`tuning.mode` is `full`", "train on", words=["MODEL_ADAPTER=first", "TUNING_MODE=full"])
-    refused(2, "neither a run nor a folder", words=["MODEL_ADAPTER=frist"])
+    refused(2, "neither a run nor a folder", "did you mean the run `first`?", words=["MODEL_ADAPTER=frist"])
     refused(2, "has an adapter", "MODEL_ADAPTER=second", words=["MODEL_NAME=second"])
     refused(2, "a complete model", words=[f"MODEL_ADAPTER={place.folder}/model"])
     refused(
