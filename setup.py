@@ -1,5 +1,7 @@
 """Puts presets, examples and documents into the wheel, where `extends: run_bnb` and `sft-play init` find them."""
 
+import shutil
+
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
@@ -8,6 +10,8 @@ class BuildWithShipped(build_py):
     """The package, and beside its modules what `config.layers.SHIPPED` names."""
 
     def run(self):
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)  # setuptools keeps modules that no longer exist
         super().run()
         if not self.editable_mode:
             for name in ("configs", "deepspeed", "examples", "docs"):

@@ -253,8 +253,10 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
             options, loaded = read_options(ours, ours.load_config(), "auto")
             plan = plan_for(loaded, hardware, options.request)
         targets.add(command_of(plan.strategy))
-        if result_of(trial).summary.state != "finished":
-            seconds.append(plan.total_seconds)
+        past = result_of(trial).summary
+        if past.state != "finished" or plan.steps not in (None, past.steps):  # a typed number of steps trains it on
+            share = 1 - min(past.step, plan.steps) / plan.steps if plan.steps else 1.0
+            seconds.append(None if plan.total_seconds is None else share * plan.total_seconds)
     if call.flag("SLURM") and len(targets) > 1:
         hint = "type LAUNCH_STRATEGY=, or make a sweep for each"
         raise UserError(

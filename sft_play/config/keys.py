@@ -155,6 +155,8 @@ ROW_ORDER = "`train.seed` fixes the order of rows for any number of processes"
 COMMAND = "the command decides this"
 SCORES = "evaluation is token-weighted over all ranks, with the scores of `make eval`"
 
+TRACKERS = "trackers read their own variables, such as `export WANDB_PROJECT=...` (docs/watching.md)"
+
 REFUSED: Mapping[str, tuple[str | None, str]] = {
     "output_dir": ("RUN_NAME", "a run's files are in `runs/RUN_NAME/`, and `RUNS_DIR` moves `runs/`"),
     "per_device_train_batch_size": ("train.batch_size", "it is named differently here"),
@@ -224,5 +226,9 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
         " adapter",
     ),
     "local_rank": (None, "the launcher sets it"),
+    **dict.fromkeys(
+        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        (None, TRACKERS),
+    ),
 }
 """Field -> (name to use, why): the plan or a command decides it, or it has another name here."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from sft_play.config.keys import REFUSED, extra_keys, find_key, schema_keys, sections, variable_name
+from sft_play.config.keys import REFUSED, TRACKERS, extra_keys, find_key, schema_keys, sections, variable_name
 from sft_play.config.reader import fields_of, shown
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import YamlNode, scalar_text
@@ -72,6 +72,7 @@ ELSEWHERE: Mapping[str, str] = {
     ),
     "data.validation": "test_datasets val_set_size val_size",
     "data.sources": "datasets data.files data.train_files",
+    "data.num_proc": "preprocessing_num_workers dataset_num_proc dataset_processes",
     "train.batch_size": (
         "per_device_train_batch_size per_device_batch_size batch_size_per_device micro_batch_size_per_gpu bs"
         " micro_batch_size"
@@ -96,11 +97,13 @@ ELSEWHERE: Mapping[str, str] = {
     "train.dataloader_num_workers": "num_workers",
     "train.dataloader_pin_memory": "pin_memory",
     "train.bf16": "mixed_precision",
+    "train.packing": "sample_packing",
+    "train.loss_on": "assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only",
     "train.save_steps": "save_interval save_every",
     "train.logging_steps": "log_interval",
     "train.save_strategy": "saves_per_epoch",
     "eval.batch_size": "per_device_eval_batch_size eval_batch_size",
-    "eval.samples": "max_samples eval.num_samples",
+    "eval.samples": "eval.num_samples eval.max_samples max_eval_samples",
     "launch.sequence_parallel": "sequence_parallel_size context_parallel_size sp_size cp_size ulysses_size",
     "launch.tensor_parallel": "tensor_parallel_size tp_size tp",
     "launch.strategy": (
@@ -161,6 +164,12 @@ INSTEAD: dict[str, str] = REMOVED | {
     "gpu_ids": "`export CUDA_VISIBLE_DEVICES=0,1` chooses GPUs, and each command uses those that it sees",
     "output_dir": "`export RUNS_DIR=folder` moves all runs; in it RUN_NAME= names a run",
     "runs_dir": "`export RUNS_DIR=folder` moves all runs",
+    **dict.fromkeys(
+        ("max_samples", "max_train_samples"),
+        "`rows` of an entry of `data.sources` limits what is trained, and `eval.samples` what is answered",
+    ),
+    "dataset_text_field": "`columns: {text: NAME}` of an entry of `data.sources` names the column",
+    **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name"), TRACKERS),
     "sft_play_cache": "`export SFT_PLAY_CACHE=folder` moves all caches",
 }
 """Names and values that are neither key nor variable here -> what to use instead."""

@@ -46,7 +46,7 @@ class SlurmConfig:
     cpus_per_gpu: Positive = 8
     """Cores per GPU; without GPUs per process."""
     memory: (
-        Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]?"), "a number with `K`, `M`, `G` or `T`, such as `200G`")]
+        Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]"), "a number with `K`, `M`, `G` or `T`, such as `200G`")]
         | None
     ) = None
     """Memory per node (`200G`); default: the partition's."""

@@ -368,9 +368,6 @@ OWN_WORD: Mapping[str, str] = {
     "slurm.options": "options of sbatch, which name files and programs",
     "kubernetes.": "images, claims, Secrets and variables of pods",
     "train.report_to": "servers that receive facts of the run",
-    "train.trackio_bucket_id": "where on the hub a tracker writes",
-    "train.trackio_space_id": "where on the hub a tracker writes",
-    "train.trackio_static_space_id": "where on the hub a tracker writes",
 }
 """Keys (`section.`: all of a section) whose value becomes a command, a path to write or an address to call -> which.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent, is_glob, names_file
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config
-from sft_play.errors import UserError, typed_here
+from sft_play.config.schema import Config
+from sft_play.errors import HardwareError, UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
@@ -20,7 +22,8 @@ from sft_play.launch.run_folder import find_run, last_plan
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.plan import CommandStrategy, Plan, command_of
+from sft_play.plan.memory import host_bytes, loading_host_bytes
+from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
 from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.show import (
     misfit_json,
@@ -33,6 +36,9 @@ from sft_play.plan.sources import Source, hardware_of, needs_several, parse_sour
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, sources_of
 from sft_play.text import as_typed, tell
+
+SCHEDULERS = ("slurm", "kubernetes")
+"""Commands that describe a job: without `NUM_NODES` it has one machine."""
 
 
 def main(call: Call) -> int:
@@ -97,8 +103,7 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         hint = "HARDWARE=cpu, or another file"
         raise UserError(f"`HARDWARE` has GPUs, and `{options.accelerate_config}` asks for the CPU", hint=hint)
     request = options.request
-    if hardware.nodes > 1 and request.num_nodes == 1 and "NUM_NODES" not in call.options:
-        request = replace(request, num_nodes=hardware.nodes)
+    hardware, request = _machines(call, hardware, request)
     if request.command_strategy == "auto" and not needs_several(loaded, hardware, request):
         request = replace(request, command_strategy="single")
     options = replace(options, request=request)
@@ -107,6 +112,8 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
             _probe(call, loaded, options, hardware)
         plan = plan_for(loaded, hardware, request, _prepared(call), source)
     except DoesNotFitError as error:
+        if call.command in SCHEDULERS:  # which choose the job's command themselves
+            error.remedies = tuple(replace(way, override=without_command(way.override)) for way in error.remedies)
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise error.without_remedies() from None
     refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
@@ -116,6 +123,28 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         tell(f"warning: the data `{path}` are not on this machine\nhint: {hint_absent(path)}")
     plan = with_cost(plan, hardware, price)
     return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=plan, absent=absent)
+
+
+def _machines(call: Call, hardware: Hardware, request: LaunchRequest) -> tuple[Hardware, LaunchRequest]:
+    """Return hardware and request for the machines that `HARDWARE` and `NUM_NODES` describe. Raise `HardwareError`.
+
+    Cards on a network are in a machine each, unless `NUM_NODES` or a scheduler says how many machines there are.
+    """
+    asked = request.num_nodes if "NUM_NODES" in call.options or call.command in SCHEDULERS else None
+    if hardware.nodes > 1:
+        if "NUM_NODES" in call.options and asked != hardware.nodes:
+            text = f"`HARDWARE` describes {hardware.nodes} machines, and NUM_NODES is {asked}"
+            raise HardwareError(text, hint="give the number of machines once")
+        return hardware, replace(request, num_nodes=hardware.nodes)
+    cards = len(hardware.devices)
+    if not (asked == 1 and hardware.described and hardware.network and cards > 1):
+        return hardware, request
+    if hardware.listed == cards:
+        raise HardwareError(
+            f"`HARDWARE` lists {cards} cards joined by a network, one in each machine, and this is for one machine",
+            hint=f"NUM_NODES={cards}; for one machine with all of them, HARDWARE without `@`",
+        )
+    return replace(hardware, network=None), request
 
 
 def rehearse_for_nodes(call: Call) -> Rehearsal:
@@ -132,6 +161,17 @@ def rehearse_for_nodes(call: Call) -> Rehearsal:
     origin = f"HARDWARE={call.options['HARDWARE']}"
     network = Override(key="launch.network", text=rehearsal.hardware.network, origin=origin)
     return replace(rehearsal, loaded=override_config(rehearsal.loaded, [network]))
+
+
+def machine_bytes(config: Config, plan: Plan, processes: int) -> int:
+    """Return the bytes of a machine's memory that its processes need: the complete peak on CPUs, else what is
+    offloaded, or what loading takes.
+    """
+    if plan.device == "cpu":
+        return sum(rank.peak_bytes for rank in plan.ranks[:processes])
+    shape = shape_of(config.model)
+    offloaded = processes * host_bytes(config, shape, plan, max(rank.micro_batch for rank in plan.ranks))
+    return max(offloaded, loading_host_bytes(config, shape, plan, processes))
 
 
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
@@ -158,6 +198,11 @@ def _prepared(call: Call) -> Prepared | None:
         return None
     run = find_run(call.options["RUN"])
     return Prepared.load(run.prepared) if run.prepared.is_file() else None
+
+
+def without_command(override: str) -> str:
+    """Return what to add to another command for the remedy `make train-fsdp CONFIG=... NAME=value`."""
+    return re.sub(r"^make train-\S+ CONFIG=\.\.\. ?", "", override) or "LAUNCH_STRATEGY=fsdp2"
 
 
 def _command(call: Call, rehearsal: Rehearsal) -> str:

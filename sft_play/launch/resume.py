@@ -158,6 +158,8 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
 
 OF_THE_BASE = ("model.adapter", "tuning.adapter", "data.new_tokens")
 """Keys of what a run starts from, of which its prepared base is made."""
+CONSENT = "eval.metrics"
+"""Typed again, it lets a metric's code run; the stamp refuses another list."""
 OF_SCHEDULERS = ("slurm.", "kubernetes.")
 """Sections that say where a run is started and do not affect what it computes."""
 BY_RESUME = "resume, in place of "
@@ -171,7 +173,7 @@ def check_overrides(call: Call) -> None:
         for override in call.overrides
         if override.key in OF_THE_BASE
         or not (
-            override.key in CHANGEABLE
+            override.key in (*CHANGEABLE, CONSENT)
             or override.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
             or needs_own_word(override.key)
         )

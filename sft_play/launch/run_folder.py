@@ -30,7 +30,7 @@ from sft_play.files import (
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.runs.checkpoints import NAME as CHECKPOINT
 from sft_play.runs.checkpoints import newest_valid
-from sft_play.runs.folder import RunFolder, run_path, runs_folder
+from sft_play.runs.folder import RunFolder, meant_run, run_path, runs_folder
 from sft_play.runs.gate import all_runs, check_run
 from sft_play.text import as_typed, list_some, tell
 
@@ -228,7 +228,8 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
             raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
     listing = list_some([run.name for run in all_runs()], 10) or "none"
-    raise CheckpointError(f"there is no run `{name}`", hint=f"runs in `{runs_folder()}`, newest first: {listing}")
+    hint = f"{meant_run(name)}runs in `{runs_folder()}`, newest first: {listing}"
+    raise CheckpointError(f"there is no run `{name}`", hint=hint)
 
 
 def find_named_run(call: Call, *, writes: bool = False) -> RunFolder:

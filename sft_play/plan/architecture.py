@@ -285,6 +285,8 @@ def _cached_config(model: ModelConfig) -> Path | None:
 
 def _fetch_config(model: ModelConfig) -> Path:
     """Fetch only `config.json` from the hub. Raise `DataError`."""
+    if Path(model.name).is_file():
+        raise DataError("a model is a folder, and this is a file", place=model.name)
     if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
         raise DataError("there is no such model folder", place=model.name)
     if not hub_reachable():
@@ -311,7 +313,7 @@ def hub_refusal(model: ModelConfig, error: Exception | None = None) -> DataError
         hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
         return DataError(f"the model is gated, and {token}", place=model.name, hint=hint)
     if unknown:
-        hint = f"{meant_run(model.name)}check the name at {page}; for a private or gated model set HF_TOKEN (huggingface.co/settings/tokens)"
+        hint = f"{meant_run(model.name)}check the name at {page}; for a private or gated model set HF_TOKEN"
         return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
     if isinstance(error, errors.RevisionNotFoundError):
         return DataError(f"the model has no revision `{model.revision}`", place=model.name)

@@ -76,7 +76,7 @@ def decide(request: Request) -> Plan:
     # How they compute.
     setup = _first_setup(request, strategy, reasons)
     rate = choices.choose_learning_rate(config, reasons)
-    setup = choices.with_chunks(config, shape, pack_if_typed(request, setup))
+    setup = pack_if_typed(request, setup)
 
     # What fits: recomputation first, then another strategy.
     setup, rows_that_fit = _choose_recomputation(request, setup, reasons)
@@ -128,7 +128,9 @@ def decide(request: Request) -> Plan:
 
 def _notices(request: Request, setup: Setup) -> Iterator[str]:
     """Yield what the user may not expect: a batch that grows, losses and optimizers other than those typed."""
-    train = request.config.train
+    train, cards = request.config.train, len(request.hardware.devices)
+    if request.hardware.network and request.launch.num_nodes == 1 and 0 < request.hardware.listed < cards:
+        yield f"`HARDWARE` names a network, so each of the {cards} cards is in a separate machine; NUM_NODES=1: one"
     if notice := explain_global_batch(train, len(request.data_devices), request.unit):
         yield notice
     if request.shape.router_loss:
@@ -144,7 +146,7 @@ def _notices(request: Request, setup: Setup) -> Iterator[str]:
 
 
 def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) -> Setup:
-    """Return the setup with types, attention and optimizer; rows are padded and nothing is recomputed."""
+    """Return the setup with types, attention, optimizer and stages; rows are padded and nothing is recomputed."""
     config, hardware, devices = request.config, request.hardware, request.ranks.devices
     precision = choices.choose_precision(request, strategy, reasons)
     dtype = choices.choose_weights_dtype(config, hardware.kind, precision, reasons)
@@ -169,6 +171,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
         tensor_parallel=config.launch.tensor_parallel,
     )
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
+    setup = choices.with_chunks(config, request.shape, setup)
     reasons |= network.check_slow_network_keys(config, setup)
     return replace(setup, stages=network.stages_of(request, setup, reasons))
 
@@ -287,7 +290,8 @@ def _on_the_host(request: Request, setup: Setup, micro_batch: int, warnings: lis
     warnings.append(f"offloaded to this machine's memory: {share}")
     if not hardware.ram_known or need <= hardware.ram_bytes or request.launch.early:
         return
-    what, hint = "offloading", "TUNING_MODE=lora, or a machine with more memory"
+    smaller = {"full": "TUNING_MODE=lora, or ", "lora": "TUNING_MODE=qlora without offloading, or "}
+    what, hint = "offloading", f"{smaller.get(request.config.tuning.mode, '')}a machine with more memory"
     if setup.activation_offload:
         what, hint = "`train.activation_offload`", "a smaller TRAIN_BATCH_SIZE, or TRAIN_ACTIVATION_OFFLOAD=off"
     raise HardwareError(
@@ -444,7 +448,10 @@ def _refusal(
         )
         allowed = " LAUNCH_SLOW_NETWORK=allow" if hardware.network_bytes_per_second else ""
         why = f"{unasked} over {slow}: {network.gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
-        notes.append(f"{why}; LAUNCH_STRATEGY=fsdp2{allowed} forces it")
+        launch = request.launch.without_json("fsdp2")
+        forced = replace(request, launch=launch).with_keys({"launch.strategy": "fsdp2", "launch.slow_network": "allow"})
+        fits = isinstance(try_plan(request, forced), Plan)
+        notes.append(f"{why}; " + (f"LAUNCH_STRATEGY=fsdp2{allowed} forces it" if fits else "nor would they fit so"))
     if sharded and sharded.need_bytes - sharded.capacity_bytes < error.need_bytes - error.capacity_bytes:
         after = f", with weights sharded by fsdp2; a complete replica needs {error.need_bytes / GIB:.1f} GiB"
         return sharded.add(notes=tuple(notes), after=after)

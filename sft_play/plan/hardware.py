@@ -88,7 +88,7 @@ PART = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?([A-Za-z0-9 .\-]+?)(?:\s*[x*]\s*(\d{
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G)", re.IGNORECASE)
 ANY_MEMORY = re.compile(rf"(\d+\s*[x*]\s*)?{MEMORY.pattern}(\s*[x*]\s*\d+)?", re.IGNORECASE)
 """GPUs that are described by their memory alone."""
-RAM = re.compile(MEMORY.pattern + r"[ -]*RAM", re.IGNORECASE)
+RAM = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G|TB|TiB|T)[ -]*RAM", re.IGNORECASE)
 WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
@@ -123,7 +123,7 @@ def parse_hardware(text: str) -> Hardware:
         kind="cuda",
         devices=tuple(devices),
         cpu_threads=ASSUMED_THREADS,
-        ram_bytes=int(float(memory[1]) * GIB) if memory else ASSUMED_RAM,
+        ram_bytes=int(float(memory[1]) * GIB * (1024 if memory[2][0] in "tT" else 1)) if memory else ASSUMED_RAM,
         described=True,
         network=network or None,
         ram_known=memory is not None,

@@ -21,6 +21,7 @@ from sft_play.text import figure
 
 MOST_REMEDIES = 6
 RECOMPUTED = {"train.gradient_checkpointing": True}
+GATHERED = {"launch.slow_network": "allow"}
 
 
 def make_plan(request: Request) -> Plan:
@@ -86,6 +87,8 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
     ways = []
     for text, changed in _overrides(request, setup, rows):
         remedy = remedy_of(text, changed)
+        if not remedy and setup.gathers and request.hardware.network_bytes_per_second:
+            remedy = remedy_of(f"{text} {_typed(GATHERED)}", changed.with_keys(GATHERED))
         # Turn recomputation on in addition only where it is necessary.
         if may_add and option not in text and not (remedy and remedy.fits):
             remedy = remedy_of(f"{text} {option}", changed.with_keys(RECOMPUTED)) or remedy

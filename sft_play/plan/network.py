@@ -268,7 +268,7 @@ def check_slices(request: Request) -> dict[str, str]:
         (
             heads % size > 0,
             f", but {shape.heads} {what} cannot be divided evenly among {size} ranks",
-            f"{variable}=1, or a number that divides {heads}",
+            f"{variable}=1, or a number that divides {math.gcd(heads, world)}",
         ),
         (
             key == KEY and shape.moving_rope,

@@ -179,13 +179,15 @@ class Request:
 
         Before the data are known, a row counts as the shortest possible one: its length is not known yet.
         """
-        rank, rows, train = fitting.index(min(fitting)), self.required_rows, self.config.train
-        room, name = self.room[rank], self.data_devices[rank].name
+        group, rows, train = fitting.index(min(fitting)), self.required_rows, self.config.train
         if self.launch.early:
             rows, setup = 1, replace(setup, row_tokens=min(SHORTEST_ROW, setup.row_tokens))
-        if (self.largest_in(setup, room) if self.launch.early else fitting[rank]) >= rows:
+        members = range(group * self.group_size, (group + 1) * self.group_size)
+        spare = {rank: self.rank_room[rank] - self.need(setup.on(rank), rows) for rank in members}
+        rank = min(members, key=lambda rank: spare[rank])
+        if spare[rank] >= 0:
             return
-        parts = self.parts(setup, rows)
+        room, parts = self.rank_room[rank], self.parts(setup.on(rank), rows)
         largest = sorted(((n, size) for n, size in parts.items() if size > GIB / 20), key=lambda part: -part[1])
         listed = ", ".join(f"{n} {size / GIB:.1f}" for n, size in largest[:3]) + (", ..." if len(largest) > 3 else "")
         what = f"not even one row of {setup.row_tokens} tokens fits"
@@ -195,8 +197,8 @@ class Request:
                 what += f" (`train.grad_accum` {train.grad_accum} needs it: {self.global_batch} global / "
                 what += f"({train.grad_accum} x {plural(len(fitting), 'rank' if self.group_size == 1 else 'group')}))"
         needs = (
-            f"rank {rank * self.group_size} ({name}) needs {sum(parts.values()) / GIB:.1f} GiB of {room / GIB:.1f} GiB"
-            f" ({listed})"
+            f"rank {rank} ({self.ranks.devices[rank].name}) needs {sum(parts.values()) / GIB:.1f} GiB of"
+            f" {room / GIB:.1f} GiB ({listed})"
         )
         raise DoesNotFitError(f"{what}: {needs}", setup=setup, micro_batch=rows, parts=parts, capacity_bytes=room)
 

@@ -180,7 +180,7 @@ def weights_folder(run: RunFolder, checkpoint: str | None) -> Path:
     raise CheckpointError(
         f"the run `{run.name}` has {what}",
         hint=(
-            f"CHECKPOINT= takes {', '.join(names)}"
+            f"its checkpoints: {', '.join(names)}"
             if names
             else f"wait for its first checkpoint, or if it was stopped: make resume RUN={run.typed}"
         ),

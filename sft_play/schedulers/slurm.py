@@ -32,12 +32,13 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent
 from sft_play.config.load import own_words, save_config
-from sft_play.config.schedulers import SlurmConfig
+from sft_play.config.schedulers import SlurmConfig, quantity
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, machine_bytes, rehearse_for_nodes, wants_reasons
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
+from sft_play.plan.hardware import GIB
 from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
@@ -133,7 +134,7 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
         script = _script(call, name)
         job = replace(_job(rehearsal, name, script, environment), tasks=tasks or {})
         _write(rehearsal, script, render(job))
-    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld)]:
+    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld, tasks)]:
         tell(f"note: {notice}")
     if not call.json:
         print(f"{show_plan(rehearsal.plan, why=wants_reasons(call))}\n\n{_show(job, script)}", flush=True)
@@ -398,7 +399,7 @@ def _write(rehearsal: Rehearsal, script: Path, text: str) -> None:
         ) from error
 
 
-def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str]) -> list[str]:
+def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks | None) -> list[str]:
     notes = []
     if not call.options.get("HARDWARE"):
         what = (
@@ -407,6 +408,18 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str]) -> list[str]:
             else "HARDWARE= describes others"
         )
         notes.append(f"planned for nodes like this machine; {what}")
+    config = rehearsal.loaded.config
+    memory, need = config.slurm.memory, machine_bytes(config, rehearsal.plan, rehearsal.processes)
+    if memory and need > (quantity(f"{memory}i") or 0):
+        notes.append(
+            f"the plan needs {need / GIB:.1f} GiB of a node's memory, and slurm.memory is {memory}: raise it, or Slurm"
+            " ends the job"
+        )
+    if config.slurm.array and not tasks and not config.slurm.setup:
+        notes.append(
+            "the tasks of `slurm.array` train the same, each for itself: a line of `slurm.setup` such as"
+            " `export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID` makes them differ"
+        )
     if theirs := overriding(os.environ):
         notes.append(
             f"{', '.join(theirs)} of this shell would win over the script's options: the job is to be submitted without"

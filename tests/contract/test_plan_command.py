@@ -135,7 +135,9 @@ def test_a_job_that_does_not_fit_this_machine_may_fit_the_cluster(in_process: Pr
         "SOURCE=formula",
     )
     for command in ("slurm", "kubernetes"):
-        in_process(command, *words[:3]).refused(3, "HARDWARE=4xH100 describes the cluster's")
+        done = in_process(command, *words[:3])
+        done.refused(3, "HARDWARE=4xH100 describes the cluster's")
+        assert "make train" not in done.out  # what can be typed in addition, not another command
     assert "the cluster's" not in in_process("plan", *words).err
 
 
@@ -179,6 +181,21 @@ def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: P
             3,
             ["offloading needs", "of this machine's memory", "and it has 64.0 GiB", "TUNING_MODE=lora"],
         ),
+        (
+            [
+                "HARDWARE=2xRTX4090@10Gbit",
+                "TUNING_MODE=full",
+                "MODEL_NAME=Qwen/Qwen2.5-14B-Instruct",
+                "LAUNCH_STRATEGY=zero3",
+            ],
+            3,
+            ["  TUNING_MODE=qlora LAUNCH_SLOW_NETWORK=allow: "],
+        ),
+        (
+            ["HARDWARE=RTX3060+RTX3070@10Gbit", "MODEL_NAME=google/gemma-3-27b-it", "LAUNCH_STRATEGY=pipeline"],
+            3,
+            ["rank 1 (RTX3070) needs ", "nor would they fit so"],
+        ),
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
     ],
 )
@@ -205,8 +222,37 @@ def test_listed_cards_are_in_one_machine_each(in_process: Program) -> None:
     in_process(*plan, "NUM_NODES=3").refused(3, "lists 2 cards", "NUM_NODES is 3", "LAUNCH_NETWORK=")
     shown = in_process(*plan, "NUM_NODES=2", "PRICE_PER_HOUR=1", "TRAIN_MAX_STEPS=100", "WHY=0").out
     assert "on RTX4090 + RTX3060" in shown and re.search(r"costs [\d.]+ at PRICE_PER_HOUR", shown)
+    in_process(*plan, "NUM_NODES=1").refused(3, "lists 2 cards", "NUM_NODES=2")
+    in_process("slurm", *plan[1:]).refused(3, "lists 2 cards", "NUM_NODES=2")
+    in_process("plan", "CONFIG=run_bnb", "HARDWARE=2x2x4090@1Gbit", "NUM_NODES=3").refused(3, "describes 2 machines")
     words = ("HARDWARE=4090+3060", "LAUNCH_NETWORK=1Gbit", "NUM_NODES=3")
     assert "on 3 x RTX4090 + 3 x RTX3060" in in_process("plan", "CONFIG=run_bnb", *words).out
+
+
+def test_cards_on_a_network_are_machines_unless_their_number_is_given(in_process: Program) -> None:
+    words = ("CONFIG=run_bnb", "TRAIN_MAX_STEPS=1000", "PRICE_PER_HOUR=24", "JSON=1")
+    machine = in_process("plan", *words, "HARDWARE=8xH100").json
+    typed = in_process("plan", *words, "HARDWARE=8xH100@400Gbit", "NUM_NODES=1").json
+    eight = in_process("plan", *words, "HARDWARE=8xH100@400Gbit").json
+    assert typed["cost"] == machine["cost"] and eight["cost"] > 7 * machine["cost"]
+    assert any("in a separate machine; NUM_NODES=1" in notice for notice in eight["notices"])
+    assert in_process("slurm", *words, "HARDWARE=8xH100@1Gbit").json["plan"]["cost"] == machine["cost"]
+
+
+def test_stages_are_divided_by_the_memory_of_the_head_that_trains(in_process: Program) -> None:
+    """A head in chunks needs little memory at long rows, so equal cards get like stages."""
+    for cards, length in (("2xRTX4080", 8192), ("2xRTX4080", 4096), ("3xRTX4070Laptop", 8192)):
+        words = (f"HARDWARE={cards}@1Gbit", f"MODEL_MAX_SEQ_LEN={length}", "LAUNCH_STRATEGY=pipeline", "JSON=1")
+        plan = in_process("plan", "CONFIG=run_bnb", *words).json
+        assert sum(plan["stages"]) == 28 and max(plan["stages"]) <= 15, plan["stages"]
+
+
+def test_a_job_gets_the_memory_that_its_plan_offloads(in_process: Program) -> None:
+    words = ("CONFIG=run_bnb", "TUNING_MODE=full", "HARDWARE=8xH100", "DEEPSPEED_CONFIG=deepspeed/zero3_offload.json")
+    done = in_process("slurm", *words, "SLURM_MEMORY=100G")
+    assert done.code == 0 and "of a node's memory, and slurm.memory is 100G" in done.err, done.err
+    assert "of a node's memory" not in in_process("slurm", *words, "SLURM_MEMORY=1T").err
+    in_process("slurm", *words, "SLURM_MEMORY=100").refused(2, "a number with `K`, `M`, `G` or `T`")
 
 
 def test_a_pipeline_shows_layers_and_the_rows_that_every_stage_sees(in_process: Program) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints-unsloth.txt"):
         shutil.copy(ROOT / name, source)
+    old = source / "build" / "lib" / "sft_play" / "removed.py"  # of an earlier wheel
+    old.parent.mkdir(parents=True)
+    old.touch()
     subprocess.run([*words, str(source)], timeout=240, check=True)
     venv.create(folder / "venv")
     python = str(folder / "venv" / "bin" / "python")
@@ -62,6 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(wheel),
     ]
     subprocess.run(install, timeout=240, check=True)
+    assert not any("removed" in name for name in zipfile.ZipFile(wheel).namelist())
     site = folder / "venv" / "lib" / Path(sysconfig.get_path("purelib")).relative_to(Path(sys.prefix) / "lib")
     (site / "dependencies.pth").write_text(
         sysconfig.get_path("purelib")

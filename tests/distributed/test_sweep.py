@@ -76,6 +76,9 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
         and f'make compare RUNS="{results[0]["run"]} {results[1]["run"]}"' in listing
     )
 
+    on = launcher(*(word.replace("STEPS=30", "STEPS=32") for word in words)).out
+    assert "all are finished" not in on and re.search(r"^about .+ in all", on, re.M), on
+
     (tmp_path / "rates.yaml").write_text(
         "metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n"
     )

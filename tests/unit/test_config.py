@@ -140,7 +140,7 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(
     )
     monkeypatch.setenv("TEST_LENGTH", "64")
     loaded = load(
-        path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "TRAIN_PROJECT=\\${a"
+        path, "TRAIN_SEED=9", "TRAIN_LOGGING_STEPS=4", "DATA_VALIDATION=[{path: '${x}'}]", "DATA_SYSTEM=\\${a"
     )
     config = loaded.config
     assert (
@@ -150,7 +150,7 @@ def test_interpolation_sees_every_layer_and_typed_text_is_never_interpolated(
     )
     assert config.train.epochs == 200.0 and config.train.save_steps == 4 and config.train.extra["run_name"] == "${kept}"
     assert config.data.validation[0].path == "${x}"  # type: ignore[index,union-attr]
-    assert config.train.extra["project"] == "\\${a"
+    assert config.data.system == "\\${a"
     assert loaded.origins["train.epochs"] == f"{path}:3"
 
 

@@ -26,7 +26,6 @@ STRANGERS: dict[str, Any] = {
     "slurm.setup": ["touch pwned"],
     "slurm.options": ["--gres-flags=theirs"],
     "train.report_to": "wandb",
-    "train.trackio_space_id": "evil/space",
     "kubernetes.image": "evil/image:1",
     "kubernetes.env": {"A_B": "x"},
     "kubernetes.runs_claim": "theirs",
@@ -38,7 +37,7 @@ READ_ONLY = {
     "data.val_path", "data.validation", "eval.metrics", "launch.network", "model.adapter", "model.name",
     "model.revision", "model.tokenizer", "train.debug", "train.include_num_input_tokens_seen",
     "train.lr_scheduler_kwargs", "train.metric_for_best_model", "train.optim_args",
-    "train.project", "train.run_name", "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save",
+    "train.run_name", "tuning.lora.alpha_pattern", "tuning.lora.modules_to_save",
     "tuning.lora.rank_pattern", "tuning.lora.target_modules", "slurm.account", "slurm.array", "slurm.constraint",
     "slurm.gpu_type", "slurm.memory", "slurm.partition", "slurm.qos", "slurm.time",
 }  # fmt: skip
