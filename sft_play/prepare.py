@@ -89,13 +89,19 @@ def place_hint(full: bool, where: Path) -> str:
 def prepare_run(run: RunFolder, *, scored: bool = False, day: str | None = None) -> Prepared:
     """Resolve the model, prepare the data, write `prepared.json` and return it. Raise `DataError`."""
     config = read_config(run.config).config
+    metrics: list[Any] = []
     if any(name.startswith(LIBRARY) for name in config.eval.metrics):
-        from sft_play.evaluation.scores import check_library_metrics
+        from sft_play.evaluation.scores import library_metrics
 
-        # A wrong name is reported before anything is downloaded or trained.
-        check_library_metrics(config.eval.metrics)
+        metrics = library_metrics(config.eval.metrics)  # a wrong name is reported before anything is downloaded
     before = Prepared.load(run.prepared) if run.prepared.is_file() else None
     prepared, _ = prepare(config, scored=scored, day=day, before=before)
+    if metrics and prepared.validation:
+        from sft_play.data.rows import Rows
+
+        references = Rows(prepared.validation.path).references(2)
+        for metric in metrics:
+            metric.check(references)
     prepared.save(run.prepared)
     return prepared
 

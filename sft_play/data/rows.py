@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ class Rows:
         if isinstance(key, str):
             return (value.as_py() for value in self._table.column(key))
         return {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
+
+    def references(self, count: int) -> list[str]:
+        """Return the first right answers, at most `count`."""
+        return list(islice(filter(None, self["reference"] if "reference" in self.column_names else ()), count))
 
     def first_token_from(self, number: int) -> tuple[int, int] | None:
         """Return the first token of this number or a higher one in what is read or prompted, and the source of its

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sft_play.config.load import read_config, saved_form
 from sft_play.config.metrics import higher_is_better, label_of_metric
@@ -77,7 +77,8 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         notes.append(f"`{metric}` scores all answers together, so none of them are shown{instead}")
     if not metrics and not unscored:
         notes.append(
-            "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= scores answers"
+            "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= and with"
+            " TRAIN_PREDICT_WITH_GENERATE=true scores answers"
         )
     return {
         "runs": [side.name for side in sides],
@@ -269,6 +270,12 @@ class Side:
         """Return a setting of the evaluation."""
         return self.scores.get("settings", {}).get(key)
 
+    @property
+    def rows(self) -> str | None:
+        """Hash of the rows that its losses are of, with their tokens."""
+        split = Prepared.load(self.run.prepared).validation  # of scores while training, too
+        return cast(str | None, self.scored_with("rows_sha256")) or (split.fingerprint if split else None)
+
     def score(self, row: int, metric: str) -> Any:
         """Return the score of one answer, `None` for a metric without per-answer scores."""
         return self.answers[row]["scores"].get(metric)
@@ -439,7 +446,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
             notes.append(f"`{side.name}` was scored only in part: its time budget ended (`eval.max_seconds`)")
         if warning := of_memory(side.scores.get("settings", {})):
             notes.append(f"`{side.name}`: {warning}")
-    if len({side.scored_with("rows_sha256") for side in sides} - {None}) > 1 and not template and not apart:
+    if len({side.rows for side in sides} - {None}) > 1 and not template and not apart:
         notes.append(
             "the validation rows differ: each loss covers its run's rows, scores of answers cover the common rows"
         )

@@ -23,9 +23,9 @@ from sft_play.evaluation.held_out_answers import (
     share_batches,
 )
 from sft_play.evaluation.scores import (
-    check_library_metrics,
     classification,
     how_scored,
+    library_metrics,
     perplexity,
 )
 from sft_play.files import remove_half_written, write_json, write_text
@@ -133,9 +133,10 @@ def score_run(
 
     plan = Plan.load(run.plan)
     # Checked first, so that no minutes are spent on answers that cannot be scored.
-    check_library_metrics(config.eval.metrics)
-    device = best_device()
     rows = Rows(split.path)
+    for metric in library_metrics(config.eval.metrics):
+        metric.check(rows.references(2))
+    device = best_device()
     model, tokenizer = load_weights(run, weights, config, device)
     if plan.loss_chunk:
         chunk_head(model, plan.loss_chunk)

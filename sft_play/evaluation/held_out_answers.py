@@ -140,7 +140,7 @@ def decide(config: Config, *, rows: int, ready: int, purpose: Literal["train", "
     asked = config.train.predict_with_generate
     reasons = (
         (not rows, "there are no validation rows (`data.validation`)"),
-        (asked is False, "`train.predict_with_generate` is `false`"),
+        (asked is False, "`train.predict_with_generate` is `false`; TRAIN_PREDICT_WITH_GENERATE=true scores answers"),
         (not config.eval.metrics, "`eval.metrics` is empty"),
         (not ready, "no validation row has a reference answer (documents, plain text and tokens have none)"),
         (

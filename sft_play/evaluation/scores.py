@@ -338,6 +338,9 @@ def signature(name: str) -> str:
     return str(scorer.get_signature())
 
 
+SAMPLES = ["the first text", "another one"]
+
+
 class LibraryMetric:
     """`evaluate:NAME_OR_PATH[:SCORE]`."""
 
@@ -347,9 +350,17 @@ class LibraryMetric:
         self.where, self.score_name = library_parts(metric)
         self._module = _load(self.metric, self.where)
 
-    def check(self) -> None:
-        """Score two sample answers. Raise `DataError` if the metric returns no number."""
-        self.compute(["the first text", "another one"], ["the first text", "a different one"])
+    def check(self, references: Sequence[str] = ()) -> None:
+        """Score one of two references, or of two sample texts, as the answer to both. Raise `DataError` if the metric
+        returns no number.
+        """
+        texts = (references if len(references) > 1 else SAMPLES)[:2]
+        try:
+            self.compute(texts, [texts[0]] * 2)
+        except DataError as error:
+            what = "two right answers of the validation rows" if len(references) > 1 else "two texts"
+            error.hint = "; ".join(filter(None, [error.hint, f"it was tried on {what}"]))
+            raise
 
     def compute(self, references: Sequence[str], answers: Sequence[str]) -> float:
         """Return the metric of all answers together. Raise `DataError` if it fails or returns no single number."""
@@ -461,11 +472,9 @@ def _comma_imports_split() -> Iterator[None]:
         loading.get_imports = original
 
 
-def check_library_metrics(names: Sequence[str]) -> None:
-    """Load and try every library metric among `names`. Raise `DataError`."""
-    for name in names:
-        if name.startswith(LIBRARY):
-            LibraryMetric(name).check()
+def library_metrics(names: Sequence[str]) -> list[LibraryMetric]:
+    """Load every library metric among `names`. Raise `DataError`."""
+    return [LibraryMetric(name) for name in names if name.startswith(LIBRARY)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

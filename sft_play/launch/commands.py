@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from sft_play.config.call import Call
 from sft_play.config.load import LoadedConfig, save_config
-from sft_play.errors import typed_here
-from sft_play.files import is_gone
+from sft_play.errors import UserError, typed_here
+from sft_play.files import is_gone, read_object
 from sft_play.launch.agreement import join_machines, remove_own_part
 from sft_play.launch.attempt import DELIVERED, newest_here, obtain_prepared, run_attempts
 from sft_play.launch.job import Job, job_of, read_options, refuse_early, without_batch_numbers
@@ -122,6 +122,12 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
             write_report_of(run)
         tell(f"{run.path} is complete; nothing is left to train")
         return Outcome(code=0)
+    if is_finished(run) and (early := read_object(run.training_metrics).get("stopped_early")):
+        raise UserError(
+            f"`{run.name}` {early}; more steps would train nothing",
+            hint=f"{'MODEL_NAME' if loaded.config.tuning.mode == 'full' else 'MODEL_ADAPTER'}={run.name} trains a new"
+            " run on from it",
+        )
     options = options_of_run(call, run, before)
     # A checkpoint that was brought to this machine may be outdated.
     first = newest_valid(run)[0] if FETCH in os.environ else choose_checkpoint(run, first_node=first_node)

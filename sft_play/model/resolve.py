@@ -21,7 +21,7 @@ from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, quantization_of
 from sft_play.runs.adapters import check_adapter, made_folder
 from sft_play.runs.checkpoints import weight_files as safetensors_of
-from sft_play.runs.folder import cache_folder, may_run, require_plain
+from sft_play.runs.folder import cache_folder, may_run, model_folder, require_plain
 from sft_play.runs.manifest import blob_of, digests_of
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
 from sft_play.runs.stamp import MADE, own_stamp
@@ -87,7 +87,7 @@ def _trainable(folder: Path) -> Path:
 
 def _folder(name: str) -> Path | None:
     """Return the folder that a name means, or `None` for a hub id. Raise `DataError`."""
-    path = Path(name).expanduser()
+    path = model_folder(name)
     if path.is_dir():
         return path
     if path.is_file():

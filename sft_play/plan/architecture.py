@@ -24,7 +24,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, UserError, first_line
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.shape import DEFAULT_ATTENTION, FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, ModelShape
-from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline, meant_run
+from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline, meant_run, model_folder
 from sft_play.runs.prepared import Prepared
 
 LONG_POSITIONS = 4096
@@ -155,7 +155,7 @@ def config_file(model: ModelConfig) -> Path | None:
 
     `None` where it must be fetched.
     """
-    folder = Path(model.name).expanduser()
+    folder = model_folder(model.name)
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 

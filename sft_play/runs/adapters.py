@@ -16,7 +16,7 @@ from sft_play.config.schema import Config, LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
 from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.runs.checkpoints import kind_of, weights_folder
-from sft_play.runs.folder import RunFolder, cache_folder, meant_run, run_path
+from sft_play.runs.folder import RunFolder, cache_folder, meant_run, model_folder, run_path
 from sft_play.runs.prepared import ParentAdapter
 from sft_play.runs.stamp import MADE, Stamp, own_stamp
 from sft_play.text import as_typed
@@ -131,7 +131,7 @@ def _base_of(folder: Path, name: str | None) -> str:
     """Return the base that an adapter names. Raise `CheckpointError` if it is a folder that is not here."""
     if name and f"/{MADE}-" in name and made_folder(name).is_dir():  # perhaps in another cache then
         return str(made_folder(name))
-    if name and not (name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir()):
+    if name and not (name.startswith(("/", ".", "~")) and not model_folder(name).is_dir()):
         return name
     hint = "MODEL_NAME=folder or hub id of the model that it was trained over"
     if f"/{MADE}-" in (name or ""):
@@ -178,7 +178,7 @@ def find_adapter(config: Config, place: str | None = None) -> Path:
     complete LoRA adapter in safetensors.
     """
     name = config.model.adapter or ""
-    folder = Path(name).expanduser()
+    folder = model_folder(name)
     if not folder.is_dir():
         folder = _from_hub(name, place)
     if kind_of(folder) == "adapter":

@@ -37,6 +37,17 @@ def run_path(name: str) -> Path | None:
     return next((path for path in [*candidates, Path(name)] if (path / "config.json").is_file()), None)
 
 
+def model_folder(name: str) -> Path:
+    """Return the folder that a model or an adapter names; of a run, also where all runs have been moved since."""
+    path = Path(name).expanduser()
+    if path.is_absolute() and not path.exists():
+        for count in (2, 3):  # `RUN/model`, `RUN/checkpoints/step-000040`
+            place = runs_folder().joinpath(*path.parts[-count:])
+            if place.is_dir() and (runs_folder() / path.parts[-count] / "plan.json").is_file():
+                return place.absolute()
+    return path
+
+
 def meant_run(name: str) -> str:
     """Return a hint with the run whose name is like `name`, to put before another hint; empty if there is none."""
     runs = [path.parent.name for path in runs_folder().glob("*/config.json")]

@@ -220,6 +220,12 @@ def test_answers_to_other_rows_are_not_compared(place: Place) -> None:
     )
     notes = place.call("compare", "RUNS=one elsewhere", "JSON=1").json["notes"]
     assert "2 of 7 answers of `elsewhere` are skipped" in " ".join(notes)
+    shutil.rmtree(runs / "elsewhere" / "eval")
+    prepared = json.loads((runs / "elsewhere" / "prepared.json").read_text())
+    prepared["validation"]["fingerprint"] = "0" * 64
+    (runs / "elsewhere" / "prepared.json").write_text(json.dumps(prepared))
+    unscored = place.call("compare", "RUNS=one elsewhere").err
+    assert "`elsewhere` has no scores" in unscored and "the validation rows differ: each loss" in unscored, unscored
     shutil.rmtree(runs / "elsewhere")
 
 

@@ -82,6 +82,8 @@ def test_training_ends_early_and_says_why(place: Place) -> None:
     assert measured["best_metric"] == min(row["eval_loss/docs"] for row in metrics(run, "eval"))
     assert (run / "checkpoints" / "best").resolve().name == f"step-{measured['best_step']:06d}"
     assert json.loads((run / "model" / "stamp.json").read_text())["step"] == measured["best_step"]
+    longer = place.call("resume", "RUN=one", "TRAIN_MAX_STEPS=12")
+    longer.refused(2, "`one` stopped early at step 4 of 9", "more steps would train nothing", "=one trains a new run")
 
 
 def test_loss_and_perplexity_of_each_source_add_up(place: Place) -> None:
@@ -133,8 +135,8 @@ def test_ranks_do_not_change_a_digit_of_the_scores(place: Place, command: str, w
 
 
 def test_a_metric_that_cannot_score_does_not_end_the_run(place: Place) -> None:
-    """It scores each metric's sample texts, not those of a random model."""
-    flaky = library_metric(place.folder, "flaky", '{"flaky": 1 / sum("text" in p for p in predictions)}')
+    """It scores right answers, not those of a random model."""
+    flaky = library_metric(place.folder, "flaky", '{"flaky": 1 / sum(p in references for p in predictions)}')
     best = ("TRAIN_METRIC_FOR_BEST_MODEL=flaky", "TRAIN_GREATER_IS_BETTER=true", "TRAIN_EARLY_STOPPING_THRESHOLD=0")
     words = (f"EVAL_METRICS=[rougeL, '{flaky}']", "TRAIN_MAX_STEPS=4", "TRAIN_SAVE_STEPS=2", *best)
     done = place.run("train", f"CONFIG={place.config}", "RUN_NAME=flaky", *words)
@@ -144,6 +146,12 @@ def test_a_metric_that_cannot_score_does_not_end_the_run(place: Place) -> None:
     assert [row["kind"] for row in rows if row["kind"] != "train"] == ["save", "eval"] * 2
     assert all("eval_rougeL" in row and "eval_flaky" not in row for row in rows if row["kind"] == "eval")
     assert (run / "model" / "stamp.json").is_file() and not (run / "checkpoints" / "best").exists()
+    longer = ("resume", "RUN=flaky", "TRAIN_MAX_STEPS=6")
+    refused = place.run(*longer)
+    assert refused.returncode == 4 and "type EVAL_METRICS=[...]" in refused.stderr, refused.stderr
+    place.call(*longer, f"EVAL_METRICS=[chrf, '{flaky}']").refused(5, "`settings`", "eval.metrics")
+    done = place.run(*longer, words[0])
+    assert done.returncode == 0 and metrics(run, "eval")[-1]["step"] == 6, done.stderr
 
 
 FAILING = """

@@ -150,6 +150,25 @@ def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None
     assert base == pytest.approx(losses(place.folder / "runs/first")[-1], abs=1e-5)
 
 
+def test_runs_that_were_moved_together_find_their_bases(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = place.train("base", "TUNING_MODE=full")
+    over = place.train("over", "MODEL_NAME=base", "TUNING_LORA_R=2")
+    (place.folder / "disk").mkdir()
+    for run in (base, over):
+        run.rename(place.folder / "disk" / run.name)
+    monkeypatch.setattr(place, "environment", place.environment | {"RUNS_DIR": str(place.folder / "disk")})
+    over = place.folder / "disk" / "over"
+    assert place.scores("RUN=over")["loss"] == pytest.approx(losses(over)[-1], abs=1e-6)
+    place.call("merge", "RUN=over")
+    assert (over / "merged" / "model.safetensors").is_file()
+    done = place.run("resume", "RUN=over", "TRAIN_MAX_STEPS=6")
+    assert done.returncode == 0 and metrics(over, "train")[-1]["step"] == 6, done.stderr
+    for words in (["MODEL_ADAPTER=over"], [f"MODEL_ADAPTER={place.folder}/runs/over/model"]):
+        done = place.run("train", f"CONFIG={place.config}", f"MODEL_NAME={base}/model", *words, "RUN_NAME=on")
+        assert done.returncode == 0 and losses(place.folder / "disk/on")[0] == losses(over)[-1], done.stderr
+        shutil.rmtree(place.folder / "disk/on")
+
+
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
 def test_one_step_equals_that_of_peft(place: Place, settings: dict[str, Any], tmp_path: Path) -> None:
     """Compare an adapter with foreign settings to `PeftModel.from_pretrained(..., is_trainable=True)`."""

@@ -18,10 +18,10 @@ from sft_play.evaluation.scores import (
     OF_SINGLE_ANSWERS,
     LibraryMetric,
     PairedDifference,
-    check_library_metrics,
     confusion,
     exact_match,
     label_lines,
+    library_metrics,
     paired_difference,
     score_answers,
     together,
@@ -140,12 +140,12 @@ def test_a_metric_named_only_by_a_runs_configuration_is_not_run(
     metric = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
     for name in (metric, "evaluate:someone/metric"):
         with pytest.raises(DataError, match="is Python code"):
-            check_library_metrics([name])
+            library_metrics([name])
     monkeypatch.setenv("SFT_PLAY_CONSENT", "metrics")
-    check_library_metrics([metric])
+    library_metrics([metric])
     monkeypatch.delenv("SFT_PLAY_CONSENT")
     with pytest.raises(DataError, match="is Python code"):
-        check_library_metrics([metric])
+        library_metrics([metric])
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def consent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_metrics_of_the_evaluate_library_from_a_local_folder(tmp_path: Path) -> None:
     share = library_metric(tmp_path, "my_share", '{"my_share": sum(each) / len(each)}')
     length = library_metric(tmp_path, "my_length", '{"ratio": lengths, "total": len(each)}') + ":ratio"
-    check_library_metrics([share, length])
+    library_metrics([share, length])
     scored = score_answers([share, length], REFERENCES, ANSWERS)
     assert set(scored.intervals) == {"my_share", "my_length_ratio"}
     equal = [float(reference == answer) for reference, answer in PAIRS]
@@ -195,6 +195,11 @@ def test_library_metrics_that_cannot_be_loaded_or_return_no_number_are_refused(t
     ):
         with pytest.raises(DataError, match=words):
             LibraryMetric(metric).check()
+    of_json = library_metric(tmp_path, "of_json", '{"of_json": float(len(__import__("json").loads(references[0])))}')
+    LibraryMetric(of_json).check(["[1, 2]", "{}"])
+    with pytest.raises(DataError, match="cannot score texts: ") as caught:
+        LibraryMetric(of_json).check()
+    assert "it was tried on two texts" in str(caught.value.hint)
 
 
 @pytest.mark.usefixtures("consent")
