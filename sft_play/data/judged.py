@@ -105,7 +105,8 @@ def _if_filled(column: str, value: Any) -> str:
         nothing = _truth(value) is not None or value.strip().lower() in ("", "none", "null", "nan", "ok")
         return "" if nothing else f"blank({column})"
     empty = f" or len({column}) == 0" if isinstance(value, list) else ""
-    return "" if not value or isinstance(value, (bool, int, float)) else f"not has({column}){empty}"
+    filled = any(value.values()) if isinstance(value, Mapping) else value
+    return "" if not filled or isinstance(value, (bool, int, float)) else f"not has({column}){empty}"
 
 
 RATED = re.compile(r"\s*-?\d+(?:[.,]\d+)?\s*(?:%|/\s*\d+)?\s*|[★☆⭐\ufe0f]+")

@@ -165,7 +165,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
         ):
             tell(f"note: {path}: next to the rows of `{lists[0]}`, and not read: {beside}")
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
-    if isinstance(rows, dict) and any(rows.get(key) for key in OF_A_ROW):
+    if isinstance(rows, dict) and any(_are_turns(rows.get(key)) for key in OF_A_ROW):
         rows = [rows]
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
@@ -243,8 +243,13 @@ def show_row(row: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, default=str)
 
 
+def _are_turns(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and any(key in first for key in ("role", "from", "author", "sender", "speaker"))
+
+
 def _object(row: Any, place: str) -> Placed:
-    if isinstance(row, list) and row and isinstance(row[0], dict) and {"role", "from"} & row[0].keys():  # turns alone
+    if _are_turns(row):  # without a column
         row = {"messages": row}
     if not isinstance(row, dict):
         return place, DataError(f"the row is {kind_of(row)}; expected an object with named columns", place=place)

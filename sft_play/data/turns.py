@@ -558,7 +558,7 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
     for name, value in row.items():
         named = last in [*"abcde"] and in_snake_case(name).rpartition("_")[2] == last  # `B` and `choice_b` for B
         what = part_by_name(name) or ("a choice" if named else "")
-        if not what or name in read or is_blank(value):
+        if not what or name in read or is_blank(value) or (what == "a thought" and isinstance(value, Mapping)):
             continue
         rendered = all(isinstance(text, str) for text in (value, row[read[0]])) and row[read[0]].strip() in value
         texts = [text for turn in messages for text in (turn["content"], turn.get("reasoning_content", ""))]

@@ -482,8 +482,8 @@ HINTS: dict[str, list[Row]] = {
     "system turn": [{"messages": [USER, ANSWER], "systemPrompt": "s"}],
     "system turn of parts": [{"messages": [USER, ANSWER], "systemInstruction": {"parts": [{"text": "s"}]}}],
     "thought": [{**PAIR, "Rationale": "r, so a"}],
-    "steps of a thought": [{**PAIR, "reasoning_steps": ["r"]}],
-    "thought of a conversation": [{"messages": [USER, ANSWER], "reasoning": "r"}],
+    "steps of a thought": [{**PAIR, "reasoning_steps": ["r, so a"]}],
+    "thought of a conversation": [{"messages": [USER, ANSWER], "reasoning": "r, so a"}],
     "thought of a turn": [{"messages": [USER, {**ANSWER, "thought": "r"}]}],
     "switch": [{**PAIR, "reasoning": "on"}],
     "effort": [{**PAIR, "reasoning": "medium"}],
@@ -543,6 +543,13 @@ def test_a_blank_system_turn_is_none_and_an_equal_one_is_one() -> None:
     assert read({"prompt": [blank, USER], "completion": [ANSWER]}).messages == [USER, ANSWER]
     assert read({"messages": [system, USER, ANSWER], "system": "s"}).messages == [system, USER, ANSWER]
     assert "out of order" in refused({"messages": [system, USER, ANSWER], "system": "t"}).message
+
+
+def test_how_much_was_to_be_thought_and_marks_that_are_all_false_refuse_no_row(tmp_path: Path) -> None:
+    row = {"messages": [USER, ANSWER], "reasoning": {"effort": "high"}, "flags": {"spam": False}}
+    assert examples(tmp_path, [row])[0].messages == [USER, ANSWER]
+    with pytest.raises(DataError, match="`flags` seems to say"):
+        examples(tmp_path, [{**row, "flags": {"spam": True}}])
 
 
 def test_a_history_may_be_turns() -> None:

@@ -467,6 +467,8 @@ def test_turns_without_a_column_are_a_conversation_and_so_is_one_object(name: st
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     rows = rows_of(write(tmp_path / name, (form % ((json.dumps(turns),) * form.count("%s"))).encode()))
     assert [row["messages"] for row in rows] == [turns] * form.count("%s")
+    listed = write(tmp_path / "d.json", b'{"conversations": [{"id": 1}],\n "id": 1}')
+    assert "neither a list of rows" in refused(listed).message, "a list of conversations"
 
 
 def test_marks_where_files_were_joined_are_not_part_of_a_row(tmp_path: Path) -> None:
