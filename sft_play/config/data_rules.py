@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import datetime
 import json
 import keyword
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -338,12 +339,33 @@ MISSING = object()
 
 
 def look_up(row: Row, name: str) -> Any:
-    """Return the value of a column, or `MISSING`; `meta.lang` reads a field inside a column."""
+    """Return the value of a column, or `MISSING`; `meta.lang` reads a field inside a column, `answers.0` of a list."""
     if name in row:
         return row[name]
     head, _, rest = name.partition(".")
-    inner = row.get(head)
-    return look_up(inner, rest) if rest and isinstance(inner, Mapping) else MISSING
+    return look_up(inside(row.get(head)), rest) if rest else MISSING
+
+
+def inside(value: Any) -> Row:
+    """Return what is within a value, or within JSON in a text, by its keys or, in a list, by its places."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, list):
+        return {str(index): part for index, part in enumerate(value)}
+    return value if isinstance(value, Mapping) else {}
+
+
+def without(row: Row, names: Iterable[str]) -> dict[str, Any]:
+    """Return a row without what `look_up` finds by `names`; what stands next to that in its column becomes a column of
+    its own.
+    """
+    others = {**row}
+    for name in sorted({*names}):  # a column before what is within it
+        while name not in others and (head := next((key for key in others if name.startswith(f"{key}.")), "")):
+            others |= {f"{head}.{key}": part for key, part in inside(others.pop(head)).items()}
+        others.pop(name, None)
+    return others
 
 
 def in_filter(column: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sft_play.config.reader import kind_of, names_of
+from sft_play.config.data_rules import NO_CHAT
+from sft_play.config.reader import names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import CLOSE, Message
 from sft_play.data.judged import doubts_in, shapes_in
@@ -20,9 +22,9 @@ from sft_play.data.turns import (
     ARGUMENTS,
     READ,
     REASONING,
-    ROLE_NAMES,
     TOOL_NAMES,
     WEIGHT,
+    branches,
     calls_undescribed,
     chat_turns,
     content_of,
@@ -33,8 +35,9 @@ from sft_play.data.turns import (
     looks_like_a_mask,
     other_names,
     out_of_order,
-    refuse_media,
     refuse_unwritten,
+    role_of,
+    tool_calls,
     tools_of,
     weight_of,
 )
@@ -42,6 +45,7 @@ from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.values import (
     SPEAKERS,
     STANDS_FOR_NONE,
+    group_of,
     in_snake_case,
     is_blank,
     is_list,
@@ -49,8 +53,10 @@ from sft_play.data.values import (
     leaves,
     list_of,
     not_read,
+    refuse_media,
     refuse_none,
     text_of,
+    with_inner_texts,
 )
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
@@ -103,7 +109,7 @@ class Example:
 
 
 AFTER = "turns after the last answer of their conversation, left out"
-UNORDERED = "conversations whose turns are not in the order of their times or numbers"
+UNORDERED = "conversations whose turns are not in the order of their times, numbers or parents"
 UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
 FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
@@ -139,10 +145,8 @@ def system_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the system turn of a row's `system` column (or of `system_prompt`, `system_message`), or nothing. Raise
     `DataError`.
     """
-    columns = ((name, row[name]) for name in SYSTEM if row.get(name) is not None)
-    turns = {name: value for name, value in columns if not (isinstance(value, str) and not value.strip())}
-    lists = {name: content_of(value, name) if value and is_list(value) else value for name, value in turns.items()}
-    texts = {_words(value, name, NO_PART): name for name, value in lists.items()}
+    turns = {name: row[name] for name in SYSTEM if not is_blank(row.get(name))}
+    texts = {_words(content_of(value, name), name, NO_PART) for name, value in turns.items()}
     if len(texts) > 1:
         raise DataError(f"the row has system turns that differ: {names_of(turns)}", hint="keep one of them")
     return [{"role": "system", "content": text} for text in texts]
@@ -164,9 +168,10 @@ def _chat(column: str) -> Callable[[Row], Parts]:
         if waits and (after := next(answers, None)):
             way = f"`columns: {scalar_text({'prompt': column, 'completion': after})}` learns it alone"
             raise not_read(after, f"seems to be the answer to the last of `{column}`, and is not read", way)
-        messages = [*system_of(row), *turns]
+        messages = [*(turn for turn in system_of(row) if turn not in turns[:1]), *turns]
         learnt = end_at_answer(list(messages))
-        unordered = (UNORDERED,) if out_of_order(list_of(row[column], column)) else ()
+        listed = list_of(row[column], column)
+        unordered = (UNORDERED,) if out_of_order(listed) or branches(listed) else ()
         return {"messages": learnt, "doubts": ((AFTER,) if len(learnt) < len(messages) else ()) + unordered}
 
     return parts
@@ -191,12 +196,12 @@ def _turns_in(value: Any, name: str) -> Sequence[Any] | None:
             return None
         turns = value if is_list(value) else [value]
         return turns if turns and all(map(_is_turn, turns)) else None
-    return [value] if _is_turn(value) else value if is_list(value) else None
+    return [value] if _is_turn(value) else value if _is_turns(value) else None
 
 
 def _is_turn(value: Any) -> bool:
-    named = isinstance(value, Mapping) and str(value.get("role", value.get("from"))).lower() in ROLE_NAMES
-    return named and ("content" in value or "value" in value)
+    named = isinstance(value, Mapping) and role_of(value.get("role", value.get("from")))
+    return bool(named) and ("content" in value or "value" in value)
 
 
 def _prompt(row: Row) -> Parts:
@@ -228,28 +233,29 @@ def _instruction(row: Row) -> Parts:
 def _turns(row: Row, question: str, answer: str) -> Parts:
     if not question.strip():
         raise DataError("the question is empty", hint=LEAVE_OUT)
-    words = answer_of(row[answer], answer)
-    calls = _calls_in(words) if tools_of(row) else ()
-    last = chat_turns([{"role": "assistant", "content": None, "tool_calls": calls}], answer) if calls else []
-    asked = {"role": "user", "content": question}
-    answered = last or [{"role": "assistant", "content": words}]
-    return {"messages": [*system_of(row), *_history(row.get("history")), asked, *answered]}
+    answered = {"role": "assistant", "content": answer_of(row[answer], answer)}
+    return {
+        "messages": [*system_of(row), *_history(row.get("history")), {"role": "user", "content": question}, answered]
+    }
 
 
-def _calls_in(text: str) -> Sequence[Any]:
+def _calls_in(text: str) -> list[dict[str, Any]]:
     """Return the calls that an answer consists of as JSON, as xLAM's rows have them; none for other answers."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError, DataError):
         calls = json.loads(text)
-    except (ValueError, RecursionError):
-        return ()
-    calls = calls if is_list(calls) else [calls]
-    return calls if all(isinstance(call, dict) and {"name", *ARGUMENTS} & {*call} > {"name"} for call in calls) else ()
+        calls = calls if is_list(calls) else [calls]
+        if all(isinstance(call, dict) and {"name", *ARGUMENTS} & {*call} > {"name"} for call in calls):
+            return tool_calls({"tool_calls": calls}, "")
+    return []
 
 
 def _history(pairs: Any) -> list[Message]:
     """Return the earlier turns of an Alpaca row: a list of question and answer pairs."""
     turns: list[Message] = []
-    for index, pair in enumerate(() if is_blank(pairs) else list_of(pairs, "history", "pairs: question and answer")):
+    listed = [] if is_blank(pairs) else list_of(pairs, "history", "pairs: question and answer")
+    if _is_turns(listed):
+        return chat_turns(listed, "history")
+    for index, pair in enumerate(listed):
         if not is_list(pair) or len(pair) != 2:
             raise DataError(f"`history[{index}]` is not a pair of question and answer")
         turns.append({"role": "user", "content": text_of(pair[0], f"history[{index}][0]")})
@@ -260,7 +266,7 @@ def _history(pairs: Any) -> list[Message]:
 def _text(row: Row) -> Parts:
     text = _words(row["text"], "text")
     speakers = (name for name in row if in_snake_case(name) in SPEAKERS)
-    if speaker := next((name for name in speakers if str(row[name]).lower() in ROLE_NAMES), None):
+    if speaker := next((name for name in speakers if role_of(row[name])), None):
         raise DataError(
             f"`{speaker}` is `{row[speaker]}`: the row seems to be a turn of a conversation",
             hint=f"make one row of each conversation, `messages`; `columns: {scalar_text({'note': speaker})}`"
@@ -298,6 +304,7 @@ ANSWERS = (
         "reply",
         "summary",
         "highlights",
+        "solution",
         "translation",
     ),
     *("label_text", "label_name", "label", "labels", "category", "class"),
@@ -315,6 +322,8 @@ ASKS = (
         "email",
         "article",
         "document",
+        "dialogue",
+        "problem",
         "body",
         "description",
         "source",
@@ -357,7 +366,7 @@ def recognise(row: Row) -> str:
         hint += f"; a turn in `{turns}` has {names_of(row[turns][0])}"
     else:
         formats = "; ".join(f"{form}: {', '.join(columns)}" for form, (columns, _) in FORMATS.items())
-        flat = _with_inner_texts(row)
+        flat = with_inner_texts(row)
         alike = max(FORMATS, key=lambda form: sum(new == old.lower() or 0.5 for new, old in _alike(flat, form).items()))
         hint = (
             f"{_suggest_columns(flat, alike)}; a dot leads into a column: `meta.text`; formats and their columns are"
@@ -371,7 +380,7 @@ def _chosen(row: Row) -> str:
     chosen = row["chosen"]
     asks = next((name for name in ("prompt", "question", "instruction") if row.get(name) is not None), None)
     if _is_turns(chosen):
-        answers = ROLE_NAMES.get(str(chosen[0].get("role", chosen[0].get("from"))).lower()) == "assistant"
+        answers = role_of(chosen[0].get("role", chosen[0].get("from"))) == "assistant"
         return (
             f"{'' if asks in ('prompt', None) else f'prompt: {asks}, '}completion: chosen"
             if asks and answers
@@ -438,7 +447,8 @@ READ_OF_TURNS = frozenset({*READ, *TURN_MASKS, *TOOL_NAMES, "note"})
 def _read_by(form: str, group_by: str | None) -> frozenset[str | None]:
     """Return the columns that a format reads."""
     others = {"tokens": OF_TOKENS, "instruction": ("input",)}
-    return READ_BESIDES | {*FORMATS[form][0], *others.get(form, ()), group_by}
+    besides = (WEIGHT, "note") if form in NO_CHAT else READ_BESIDES
+    return frozenset({*besides, *FORMATS[form][0], *others.get(form, ()), group_by})
 
 
 MOST_LEAVES, MOST_SHORT = 20, 24
@@ -494,7 +504,7 @@ def _take_thought(row: Row, form: str, messages: list[Message]) -> None:
     if form in ("messages", "sharegpt") or messages[-1].get("reasoning_content"):
         return
     if name := next((name for name in REASONING if isinstance(row.get(name), str) and row[name].strip()), None):
-        if row[name].strip().lower() in ("on", "off", "yes", "no", "true", "false"):
+        if (thought := row[name].strip()).isascii() and thought.isalpha():  # `on`, or how much is to be thought
             raise not_read(name, f"is `{row[name]}`, which is no thought")
         messages[-1]["reasoning_content"] = text_of(row[name], name)
 
@@ -518,6 +528,9 @@ def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[s
         if described and tools not in (None, described):
             raise DataError("the tools of the row and of its system turn differ")
         tools = tools or described
+    for turn in messages if tools else ():
+        if turn["role"] == "assistant" and "tool_calls" not in turn and (calls := _calls_in(turn["content"])):
+            turn |= {"content": "", "tool_calls": calls}
     called = any(turn.get("tool_calls") for turn in messages)
     filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
     doubts = (*((FILLED,) if filled else ()), *doubtful_calls(messages, tools or ()))
@@ -529,20 +542,6 @@ def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[s
             hint=f"`columns: {scalar_text({'tools': column})}` reads it",
         )
     return None, (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts
-
-
-def group_of(row: Row, column: str) -> str:
-    """Return the value of `data.group_by`. Raise `DataError` if a row has none."""
-    value = row.get(column)
-    if is_blank(value):
-        problem = "is empty" if column in row else "is missing"
-        raise DataError(
-            f"`data.group_by` names the column `{column}`, which {problem}; the columns are {names_of(row)}",
-            hint="every row needs a group, so that a group is wholly training or wholly validation",
-        )
-    if isinstance(value, (str, int, float)):
-        return text_of(str(value), column)
-    raise DataError(f"`{column}`, which `data.group_by` names, is {kind_of(value)}; expected text or a number")
 
 
 def _require(row: Row, form: str) -> None:
@@ -573,24 +572,18 @@ def _alike(row: Row, form: str) -> dict[str, str]:
     return renamed
 
 
-def _with_inner_texts(row: Row) -> Row:
-    """Return a row with the texts of each mapping as columns (`translation.en`) instead of the mapping."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        inner = value.items() if isinstance(value, Mapping) else ()
-        flat |= {f"{name}.{key}": text for key, text in inner if isinstance(text, str)} or {name: value}
-    return flat
-
-
 def _suggest_columns(row: Row, form: str) -> str:
     """Return the `columns` that would complete `row` for a format; unknown names are left open."""
-    alike, texts = _alike(row, form), [name for name, value in row.items() if isinstance(value, str)]
+    alike, texts = (
+        _alike(row, form),
+        [n for n, value in row.items() if isinstance(value, str) and n not in READ_BESIDES],
+    )
     if any(_is_turns(row[old]) for old in alike.values()):  # as the Responses API has them
         form, alike = "prompt_completion", _alike(row, "prompt_completion")
     if not alike and len(texts) > 1:
         form = "prompt_completion"
     if not alike and len(texts) == 2:
-        if len(row[texts[1]]) > 2 * len(row[texts[0]]):  # a label before its text
+        if len(row[texts[0]].split()) < 3 <= len(row[texts[1]].split()):  # a label before its text
             texts.reverse()
         alike = dict(zip(("prompt", "completion"), texts, strict=True))
     columns = {new: old for new, old in (dict.fromkeys(FORMATS[form][0], "NAME") | alike).items() if new != old}

@@ -105,7 +105,8 @@ def _if_filled(column: str, value: Any) -> str:
         nothing = _truth(value) is not None or value.strip().lower() in ("", "none", "null", "nan", "ok")
         return "" if nothing else f"blank({column})"
     empty = f" or len({column}) == 0" if isinstance(value, list) else ""
-    return "" if not value or isinstance(value, (bool, int, float)) else f"not has({column}){empty}"
+    filled = any(value.values()) if isinstance(value, Mapping) else value
+    return "" if not filled or isinstance(value, (bool, int, float)) else f"not has({column}){empty}"
 
 
 RATED = re.compile(r"\s*-?\d+(?:[.,]\d+)?\s*(?:%|/\s*\d+)?\s*|[★☆⭐\ufe0f]+")
@@ -121,7 +122,7 @@ BAD = re.compile(
 AGAINST = re.compile(
     r"deleted?|removed?|spam|low|poor|error|cancell?ed|incomplete|interrupted|truncated|draft|obsolete|outdated"
     r"|deprecated|withdrawn|retracted|superseded|(?:.*\W)?duplicate|skipped|expired|revoked|blocked|quarantined|aborted"
-    r"|time(?:d[ _-]?)?out|pending|rework|dissatisfied|internal|private|whisper|\w+_(?:join|leave)"
+    r"|time(?:d[ _-]?)?out|pending|rework|dissatisfied|(?:\w+_)?note|internal|private|whisper|\w+_(?:join|leave)"
     r"|un(?:approved|verified|answered|helpful|satisfied|reviewed|usable)"
     r"|not[ _-](?!rated|set|required|needed|available|applicable|yet[ _-]rated).*|(?:needs?|pending|awaiting|to[ _-]be)"
     r"[ _-].*|(?:exit|status)[ _-](?:error|cost|timeout)"
@@ -164,7 +165,7 @@ JUDGED: Mapping[str, Keep] = {
     "label": _label,
     (
         r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
-        r"|resolution|visibility)(?:_code)?|(?:message_|part_)?sub_?type|action|thumbs|vote"
+        r"|resolution|visibility)(?:_code)?|(?:message_|part_|comment_)(?:sub_?)?type|sub_?type|action|thumbs|vote"
     ): _verdict,
     "(?:finish|stop)_?reason": _ended_early,
 }
@@ -275,7 +276,7 @@ IN_WIDE_TEXTS: Marks = {
     "\ufffd": "texts with letters that were lost (`\ufffd`)",
     r"【\d+[:†]": OF_PROGRAMS,
     (
-        "[\ue000-\uf8ff\ufb00-\ufb06\u2028\u200e\u202a-\u202e\u2066-\u2069\ufeff]"
+        "[\ue000-\uf8ff\ufb00-\ufb06\u2028\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]"
     ): "texts with characters that nobody sees, or only one font or program has",
     r"<｜[^｜\n]+｜>|◁/?think▷": TEMPLATE,
     r"▁\w|\wĠ\w": TOKENS,
@@ -319,6 +320,7 @@ OF_ANSWERS: Marks = {
         r"|(?:ChatGPT|Claude|Gemini|Copilot) (?:said|responded):)"
     ): "answers that begin with who answers (`Assistant:`)",
     "_____": TO_FILL,
+    r"\A[^\S\n]": "answers that begin with a blank, as older programs need",
     r"\n(?:Observation|FUNCTION RESPONSE): ": RESULTS,
     r"```(?:output|stdout)\n": RESULTS,
     (
@@ -345,7 +347,7 @@ WHOLE_TEXTS: Marks = {
         r"|(?=\D*\d)(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])[A-Za-z0-9+/\n]{40,}={0,2}"
         r"|\d\.\d+E\+\d+)\s*\Z"
     ): "texts as addresses, base64, hashes or spreadsheets write them (`%20`, `SGVsbG8=`, `1.2E+15`, `2-Jan`)",
-    r"\A\s*(?:[“„«][^“„«”»]*[”“»]|\"[^\"\n]*\")\s*\Z": "texts within quotation marks (`“a”`)",
+    r"\A\s*(?:[“„«][^“„«”»]*[”“»]|\"(?:[^\"\\\n]|\\.)*\")\s*\Z": "texts within quotation marks (`“a”`)",
     r"\A\s*(?:<(?:p|div|span|br|table|ul)\b[^>]*>|\{\\rtf)": "texts in HTML or RTF (`<p>`)",
     (
         r"\A(?:b?'[^\n]*'|\[[('][^\n]*[)']\]|\[?\{'[^\n]*\}\]?|(?:array|tensor|Timestamp|Decimal)\([^\n]*\)"

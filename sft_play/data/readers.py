@@ -165,6 +165,8 @@ def _read_json(path: Path) -> Iterator[Placed]:
         ):
             tell(f"note: {path}: next to the rows of `{lists[0]}`, and not read: {beside}")
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
+    if isinstance(rows, dict) and any(_are_turns(rows.get(key)) for key in OF_A_ROW):
+        rows = [rows]
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
         lists = [name for name, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
@@ -179,10 +181,11 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 def _rows_in(document: Any) -> list[str]:
     """Return the names of an object's lists of objects that are not turns."""
-    lists = [
-        name for name, value in document.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+    return [
+        name
+        for name, value in document.items()
+        if name not in OF_A_ROW and isinstance(value, list) and value and isinstance(value[0], dict)
     ]
-    return [name for name in lists if name not in OF_A_ROW]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -240,7 +243,14 @@ def show_row(row: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, default=str)
 
 
+def _are_turns(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and any(key in first for key in ("role", "from", "author", "sender", "speaker"))
+
+
 def _object(row: Any, place: str) -> Placed:
+    if _are_turns(row):  # without a column
+        row = {"messages": row}
     if not isinstance(row, dict):
         return place, DataError(f"the row is {kind_of(row)}; expected an object with named columns", place=place)
     return place, row

@@ -28,6 +28,7 @@ from sft_play.config.data_rules import (
     is_glob,
     look_up,
     names_file,
+    without,
 )
 from sft_play.config.reader import names_of
 from sft_play.config.schema import DataSource
@@ -512,8 +513,8 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     of_turns = {*row, *columns}
     within = {new: old for new, old in columns.items() if "." in new and new.partition(".")[0] in of_turns}
     columns = {new: old for new, old in columns.items() if new not in within}
-    row = {**row, **{name: value for name in columns.values() if (value := look_up(row, name)) is not MISSING}}
-    missing = sorted({name for name in columns.values() if name not in row})
+    values = {name: value for name in columns.values() if (value := look_up(row, name)) is not MISSING}
+    missing = sorted({*columns.values()} - values.keys())
     if missing:
         swapped = scalar_text({new: old for old, new in columns.items()})
         raise DataError(
@@ -525,9 +526,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
                 else "write `columns: {question: name in the file}`"
             ),
         )
-    used = set(columns.values())
-    unchanged = {name: value for name, value in row.items() if name not in used}
-    renamed = unchanged | {new: row[name] for new, name in columns.items()}
+    renamed = without(row, values) | {new: values[name] for new, name in columns.items()}
     for column in {new.partition(".")[0] for new in within}:
         if isinstance(turns := renamed.get(column), (list, str)):
             turns = list_of(turns, column)
@@ -536,12 +535,17 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return renamed
 
 
+NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[,}])")
+"""Names of columns in a message, and in the `columns` of a hint."""
+
+
 def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
     """Return an error about a renamed row with the file's names of its columns."""
     if error.message.startswith("`columns`"):  # it could not be renamed
         return error
-    message = re.sub(r"(?<=`)\w+(?=[`\[.])", lambda name: columns.get(name[0], name[0]), error.message)
-    return DataError(message, place=error.place, hint=error.hint)
+    texts = (error.message, error.hint or "")
+    message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
+    return DataError(message, place=error.place, hint=hint or None)
 
 
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -550,8 +554,7 @@ def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """
     values = {new: look_up(turn, old) for new, old in names.items() if "." not in new}
     values = {new: value for new, value in values.items() if value is not MISSING}
-    used = {names[new] for new in values}
-    renamed = {key: value for key, value in turn.items() if key not in used} | values
+    renamed = without(turn, (names[new] for new in values)) | values
     for new, old in names.items():
         key, dot, value = new.partition(".")
         if dot and str(renamed.get(key)) in old.split("|"):

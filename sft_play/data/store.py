@@ -117,16 +117,14 @@ class SourceTally:
         """Return the source's part of the manifest. `lengths`: tokens of its rows; `content`: a hash of its files."""
         counts = asdict(self)
         there = counts.pop("there")
-        heeded = {old.partition(".")[0] for old in source.columns.values() if "." in old}
-        heeded |= Condition(source.filter).names if source.filter is not None else set()
-        heeded -= {"messages", "conversations"}  # whose turns have other keys
+        heeded = Condition(source.filter).names if source.filter is not None else set()
         marks = sorted(
             self.marks.items(), key=lambda mark: (mark[0].endswith(":"), -mark[1], mark[0])
         )  # names of lines last
         counts["columns_unread"] = {
             name: dict(values.most_common())
             for name, values in sorted(self.columns_unread.items())
-            if heeded.isdisjoint((name, name.partition(".")[0]))
+            if name not in heeded
         }
         return counts | {
             "name": source.name or source.path,

@@ -24,6 +24,8 @@ ANSWER_TOO_LONG = "whose answer, with what cannot be cut before it, does not fit
 EMPTY = "empty text"
 WEIGHTLESS = "weight 0"
 THOUGHTS = "thoughts that the chat template leaves out, so not learnt (docs/data.md, What is learnt)"
+DOUBLE = ("<think>\n<think>", "<tool_response>\n<tool_response>")
+DOUBLED = "texts with a mark (`<think>`, `<tool_response>`) that the chat template writes too, so it is there twice"
 TRIMMED = "answers learnt without the blanks at their ends, which the chat template removes"
 INVERTED = "token rows whose beginning is learnt and whose end is not, as if the mask said the opposite"
 PADDED = "token rows that begin or end with one token several times, as the padding of another tokenizer"
@@ -122,7 +124,8 @@ class Encoder:
         messages = example.messages or []
         thoughts = (THOUGHTS,) if lost_thoughts(messages, texts, self.loss_on) else ()
         trimmed = (TRIMMED,) if any(map(_is_trimmed, texts)) else ()
-        outcome = EncodedExample(doubts=(*example.doubts, *thoughts, *trimmed))
+        doubled = (DOUBLED,) if any(mark in text.prompt + text.answer for text in texts for mark in DOUBLE) else ()
+        outcome = EncodedExample(doubts=(*example.doubts, *thoughts, *trimmed, *doubled))
         rows = [without_tail(row) for row in encoded]
         length = max(len(row.input_ids) for row in rows)
         if length <= self.limit:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from sft_play.config.data_rules import look_up
+from sft_play.config.data_rules import MISSING, look_up
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import Message
@@ -31,7 +31,9 @@ from sft_play.data.values import (
     lacks,
     leaves,
     list_of,
+    looks_like_media,
     not_read,
+    refuse_media,
     refuse_none,
     text_of,
 )
@@ -50,6 +52,13 @@ ROLE_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("function_call", "tool_call"), CALLS),
 }
 """Names that data sets give to roles."""
+
+
+def role_of(sender: Any) -> str | None:
+    """Return the role that a name stands for, however it is spelt (`Tool-Response`)."""
+    return ROLE_NAMES.get(in_snake_case(str(sender).lower()))
+
+
 FOLLOWERS: Mapping[str | None, tuple[str, ...]] = {
     None: ("system", "user", "assistant"),
     "system": ("user", "assistant"),
@@ -65,7 +74,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 PARTS_BY_NAME: Mapping[str, str] = {
     "a thought": (
         "(?:think|thinking|thoughts?|reasoning)(?:_?(?:content|text|details|steps|trace|process|chain))?"
-        "|chain_?of_?thoughts?|cot|rationales?|scratchpad"
+        r"|chain_?of_?thoughts?|(?:\w+_)?cot|rationales?|scratchpad"
     ),
     "a system turn": "sys(?:tem)?(?:_?(?:prompt|message|msg|instructions?|role|text|content))?|preamble",
     "a part of the prompt": (
@@ -111,8 +120,9 @@ TIME = re.compile(
     "(?:created?|sent|updated|posted)_?(?:at|on|time|date|utc)|(?:date_?)?time(?:stamp)?(?:_ms)?|ts|date"
     "|(?:(?:turn|message|utterance)_)?(?:index|idx|order|position|sequence|number|no)|turn(?:_id)?|seq|step"
 )
+PARENT = re.compile(r"(?:\w+_)?(?:parent|reply_to)(?:_\w+)?")
 DATE, NUMBER = re.compile(r"\d{4}-\d\d"), re.compile(r"-?\d+(?:\.\d+)?")
-"""When a turn was written: the key, a date that is ordered by its letters, and a number."""
+"""When a turn was written: the key, a date that is ordered by its letters, and a number; what names the turn before."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -128,6 +138,8 @@ def chat_turns(value: Any, name: str) -> list[Message]:
     for index, message in enumerate(messages):
         turn, calls_only = _chat_turn(message, f"{name}[{index}]", messages)
         before = turns[-1] if turns else {}
+        if turn["role"] == "system" and not turn["content"].strip() and "tools" not in turn:
+            continue
         if calls_only and before.get("role") == "assistant" and "train" not in turn and "train" not in before:
             before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
         else:
@@ -144,6 +156,17 @@ def out_of_order(turns: Sequence[Any]) -> tuple[str, bool] | None:
         if len({*map(type, times)}) == 1 and None not in times and any(first > then for first, then in pairwise(times)):
             return key, all(first >= then for first, then in pairwise(times))
     return None
+
+
+def branches(turns: Sequence[Any]) -> bool:
+    """Return whether a turn names another parent than the turn before it, as exports of edited chats have them."""
+    earlier: set[str] = set()
+    for before, turn in pairwise(turns):
+        parents = {str(turn[key]) for key in turn if turn[key] and PARENT.fullmatch(in_snake_case(key))}
+        if parents & earlier.difference(names := {*map(str, before.values())}):
+            return True
+        earlier |= names
+    return False
 
 
 def _time(value: Any) -> Any:
@@ -163,8 +186,7 @@ def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Messa
     if speaker is None:
         raise _no_turn(message, name, all_turns)
     sender = message[speaker]
-    role = ROLE_NAMES.get(sender.lower()) if isinstance(sender, str) else None
-    if role is None:
+    if (role := role_of(sender)) is None:
         hint = f"roles are {', '.join(ROLES)}; others by their names: {other_names(column, all_turns)}"
         raise DataError(f"`{name}.{speaker}` is `{sender}`", hint=hint)
     if role == CALLS:
@@ -265,8 +287,9 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
     roles: dict[str, str] = {}
     before = None
     for sender in (look_up(turn, speaker) for turn in turns if isinstance(turn, Mapping)):
-        role = ROLE_NAMES.get(str(sender).lower()) or roles.get(str(sender))
-        if role is None and isinstance(sender, (int, str)):
+        role = roles.get(str(sender)) or role_of(sender)
+        answers = role == "system" and before == "user"  # in dialogues with a service
+        if sender is not MISSING and (role is None or answers):
             role = roles[str(sender)] = "assistant" if before == "user" else "user"
         before = role
     for role in roles.values():
@@ -274,41 +297,10 @@ def other_names(column: str, turns: Sequence[Any], new: str = "") -> str:
     return f"`columns: {scalar_text(entries)}`" if entries else ""
 
 
-MEDIA = re.compile(
-    r"(?:image|img|picture|photo|video|audio|attachment|pixel_value|file_name)s?"
-    r"(?:_?(?:url|path|file|bytes|base64)s?)?",
-    re.IGNORECASE,
-)
-MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|webm|mov|avi)$", re.IGNORECASE)
-
-
-@functools.lru_cache(4096)
-def _looks_like_media(key: str) -> bool:
-    return MEDIA.fullmatch(in_snake_case(key)) is not None
-
-
-def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
-    """Raise `DataError` for a column, or a key of a turn, that contains pictures or sounds: its text would be learnt
-    without them.
-    """
-    for key, value in row.items():
-        some = next(iter(value), None) if is_list(value) else value
-        named = (
-            (_looks_like_media(key) or (name and key == "files"))
-            and not is_blank(value)
-            and not isinstance(some, (bool, int, float))
-        )
-        if key.lower() == "file_name":
-            named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
-        if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
-            place = f"{name}.{key}" if name else key
-            raise not_read(place, "contains pictures, sounds or files; only text is trained")
-
-
 @functools.lru_cache(4096)
 def looks_like_a_mask(key: str) -> bool:
     """Return whether a key or column is named as if it said what is learnt."""
-    return LIKE_A_MASK.search(in_snake_case(key)) is not None
+    return "." not in key and LIKE_A_MASK.search(in_snake_case(key)) is not None
 
 
 @functools.lru_cache(4096)
@@ -365,7 +357,7 @@ def _learnt_share(others: Mapping[str, Any], name: str, role: str) -> bool | flo
         elif role != "tool" and any(speaks_against(*leaf) for leaf in ((key, value), *leaves(value, key))):
             problem = "seems to say that the turn is no good, and is not read"
             raise not_read(f"{name}.{key}", problem, "leave such rows out (an answer: `train: false`)")
-        elif key in CALL_NAMES and role == "assistant" and not is_blank(value):
+        elif key.rpartition(".")[2] in (*CALL_NAMES, "tool_calls") and role == "assistant" and not is_blank(value):
             way = f"`columns: {scalar_text({f'{column}.tool_calls': key})}` reads them"
             raise not_read(f"{name}.{key}", "seems to contain tool calls, and is not read", way)
     if role != "assistant" and flags.get(WEIGHT) is True:
@@ -395,7 +387,7 @@ def content_of(content: Any, name: str) -> str:
 
 def _matters(key: str, value: Any) -> bool:
     """Return whether a key next to a part's text says that it is more than text, not learnt, or a thought."""
-    named = _looks_like_media(key) or looks_like_a_mask(key) or key == "thought" or re.fullmatch(DATA_OF_A_PART, key)
+    named = looks_like_media(key) or looks_like_a_mask(key) or key == "thought" or re.fullmatch(DATA_OF_A_PART, key)
     return bool(named) and not is_blank(value) and not (value is False and key == "thought")
 
 
@@ -499,7 +491,10 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
         if role == "user" and not turn["content"].strip():
             raise DataError(f"the user's turn {index + 1} is empty", hint=LEAVE_OUT)
     if not any(turn["role"] == "assistant" for turn in turns):
-        raise DataError("the row has no assistant message, so there is nothing to learn")
+        raise DataError(
+            "the row has no assistant message, so there is nothing to learn",
+            hint="`columns: {prompt: messages, completion: NAME}` reads the answer from another column",
+        )
     while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
         turns.pop()
     return turns
@@ -507,7 +502,7 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
 
 OTHER_CALLS = "calls of functions that the row's tools do not describe"
 TWICE = "rows whose system turn describes the tools, which the chat template writes too"
-OTHER_RESULTS = "results whose `tool_call_id` is that of no call of their row"
+OTHER_RESULTS = "results whose `tool_call_id` is not that of the call in their place"
 
 
 def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -520,9 +515,12 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
         yield OTHER_CALLS
     if names and all(f'"{name}"' in system for name in names):
         yield TWICE
-    ids = {None, *(call.get("id") for call in calls)}
-    if any(turn["role"] == "tool" and turn.get("tool_call_id") not in ids for turn in messages):
-        yield OTHER_RESULTS
+    waiting: list[Any] = []
+    for turn in messages:
+        if turn["role"] == "tool" and turn.get("tool_call_id") not in (None, *waiting[:1]):
+            yield OTHER_RESULTS
+            return
+        waiting = waiting[1:] if turn["role"] == "tool" else [call.get("id") for call in turn.get("tool_calls", ())]
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:
@@ -546,6 +544,7 @@ def is_filled(value: Any, within: bool) -> bool:
 @functools.lru_cache(4096)
 def part_by_name(column: str) -> str:
     """Return what a column is by its name, if the answer follows from it, else nothing."""
+    column = column.rpartition(".")[2]
     spelt = (column, in_snake_case(column))
     return next((w for w, names in PARTS_BY_NAME.items() for n in spelt if re.fullmatch(names, n, re.IGNORECASE)), "")
 
@@ -559,7 +558,7 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
     for name, value in row.items():
         named = last in [*"abcde"] and in_snake_case(name).rpartition("_")[2] == last  # `B` and `choice_b` for B
         what = part_by_name(name) or ("a choice" if named else "")
-        if not what or name in read or is_blank(value):
+        if not what or name in read or is_blank(value) or (what == "a thought" and isinstance(value, Mapping)):
             continue
         rendered = all(isinstance(text, str) for text in (value, row[read[0]])) and row[read[0]].strip() in value
         texts = [text for turn in messages for text in (turn["content"], turn.get("reasoning_content", ""))]

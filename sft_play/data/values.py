@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sft_play.config.reader import kind_of
+from sft_play.config.data_rules import inside
+from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data.readers import LEAVE_OUT, parse_json
 from sft_play.errors import DataError
@@ -42,8 +43,9 @@ def in_snake_case(name: str) -> str:
 def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
-        way = "write it as JSON in a string" if isinstance(value, Mapping) else "write it as text, in quotes"
-        hint = LEAVE_OUT if value is None else None if is_list(value) else way
+        within = "a dot and a number lead into it: `columns: {answer: answers.text.0}`"
+        way = f"write it as JSON in a string; {within}" if isinstance(value, Mapping) else "write it as text, in quotes"
+        hint = LEAVE_OUT if value is None else within if is_list(value) else way
         raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=hint)
     if "\0" in value:
         raise DataError(f"`{name}` contains a NUL character ({value.index(chr(0)) + 1}), which no text has")
@@ -136,3 +138,58 @@ def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:
     if not is_list(value):
         raise DataError(f"`{name}` is {kind_of(value)}; expected a list of {of}")
     return list(value)
+
+
+MEDIA = re.compile(
+    r"(?:image|img|picture|photo|video|audio|attachment|pixel_value|file_name)s?"
+    r"(?:_?(?:url|path|file|bytes|base64)s?)?",
+    re.IGNORECASE,
+)
+MEDIA_FILE = re.compile(r"\.(?:png|jpe?g|gif|webp|bmp|tiff?|mp[34]|wav|flac|ogg|webm|mov|avi)$", re.IGNORECASE)
+
+
+@functools.lru_cache(4096)
+def looks_like_media(key: str) -> bool:
+    """Return whether a key or column is named as if it contained pictures, sounds or files."""
+    return MEDIA.fullmatch(in_snake_case(key)) is not None
+
+
+def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
+    """Raise `DataError` for a column, or a key of a turn, that contains pictures or sounds: its text would be learnt
+    without them.
+    """
+    for key, value in row.items():
+        some = next(iter(value), None) if is_list(value) else value
+        named = (
+            (looks_like_media(key) or (name and key == "files"))
+            and not is_blank(value)
+            and not isinstance(some, (bool, int, float))
+        )
+        if key.lower() == "file_name":
+            named = isinstance(value, str) and bool(MEDIA_FILE.search(value))
+        if named or (isinstance(some, Mapping) and "bytes" in some and {*some} <= {"bytes", "path"}):
+            place = f"{name}.{key}" if name else key
+            raise not_read(place, "contains pictures, sounds or files; only text is trained")
+
+
+def group_of(row: Mapping[str, Any], column: str) -> str:
+    """Return the value of `data.group_by`. Raise `DataError` if a row has none."""
+    value = row.get(column)
+    if is_blank(value):
+        problem = "is empty" if column in row else "is missing"
+        raise DataError(
+            f"`data.group_by` names the column `{column}`, which {problem}; the columns are {names_of(row)}",
+            hint="every row needs a group, so that a group is wholly training or wholly validation",
+        )
+    if isinstance(value, (str, int, float)):
+        return text_of(str(value), column)
+    raise DataError(f"`{column}`, which `data.group_by` names, is {kind_of(value)}; expected text or a number")
+
+
+def with_inner_texts(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with the texts of each mapping, or object as JSON, as columns (`translation.en`) instead of it."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        inner = {} if is_list(value) else inside(value)
+        flat |= {f"{name}.{key}": text for key, text in inner.items() if isinstance(text, str)} or {name: value}
+    return flat

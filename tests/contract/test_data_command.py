@@ -554,7 +554,7 @@ def test_a_folder_of_splits_is_trained_and_validated_by_its_splits(data: Data, t
 
 
 def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "q", "ts": 1}, {"role": "assistant", "content": " a\n"}]
+    turns = [{"role": "user", "content": "q", "ts": 1}, {"role": "assistant", "content": "a\n"}]
     rows = [{"messages": [*turns, turns[0]], "lang": "de"}, {"messages": turns, "id": 7, "lang": "de"}]
     path = write_rows(tmp_path / "t.jsonl", rows)
     lines = (f"data.sources: [{{path: {path}, filter: 'lang == \"de\"'}}]", "data.chat_template: zephyr")
@@ -565,9 +565,12 @@ def test_what_is_in_rows_and_not_learnt_is_said(data: Data, tmp_path: Path) -> N
     source = data(*lines).json["train"]["sources"][0]
     assert source["columns_unread"] == {"id": {"7": 1}, "messages.ts": {"1": 2}}
     assert list(source["doubts"]) == ["turns after the last answer of their conversation, left out"]
-    write_rows(path, [{"translation": {"en": "cat", "fr": "chat"}, "id": 7}])
-    columns = "columns: {prompt: translation.en, completion: translation.fr}"
-    assert f"not read of {path}: id (1)\n" in data(f"data.sources: [{{path: {path}, {columns}}}]", words=()).err
+    write_rows(path, [{"translation": {"en": "cat", "fr": "chat", "de": "Katze", "by": "Ann"}, "id": 7}])
+    source = f"path: {path}, columns: {{prompt: translation.en, completion: translation.fr}}"
+    unread = f"not read of {path}: translation.by (1: `Ann` 1), translation.de (1: `Katze` 1), id (1)\n"
+    assert unread in data(f"data.sources: [{{{source}}}]", words=()).err
+    unread = f"not read of {path}: translation.by (1: `Ann` 1), id (1)\n"
+    assert unread in data(f"data.sources: [{{{source}, filter: has(translation.de)}}]", words=()).err
 
 
 def test_values_of_what_is_not_read_and_lines_that_come_again_are_shown(data: Data, tmp_path: Path) -> None:
@@ -618,7 +621,7 @@ def test_calls_that_cannot_be_are_counted_with_the_first_place(data: Data, tmp_p
     done = data(f"data.train_path: {path}", "data.chat_template: qwen3", "model.max_seq_len: 512", words=())
     assert done.code == 0, done.err
     assert f"calls of functions that the row's tools do not describe: 2 rows, first {path}:3\n" in done.err
-    assert f"results whose `tool_call_id` is that of no call of their row: 1 row, first {path}:4\n" in done.err
+    assert f"results whose `tool_call_id` is not that of the call in their place: 1 row, first {path}:4\n" in done.err
 
 
 def test_answers_that_a_template_trims_are_counted_and_another_templates_end_is_refused(

@@ -156,6 +156,8 @@ def test_rows_that_cannot_be_learnt_are_refused_with_the_reason(row: Row, messag
         ({"review": "p", "sentiment": "s"}, "", "columns: {prompt: review, completion: sentiment}"),
         ({"Message": "p", "Category": "s"}, "", "columns: {prompt: Message, completion: Category}"),
         ({"article": "p", "highlights": "s", "id": "1"}, "", "columns: {prompt: article, completion: highlights}"),
+        ({"q": "Why is it?", "a": "It is so because of that one thing."}, "", "columns: {prompt: q, completion: a}"),
+        ({"system": "Be brief.", "chat": "USER: q ASSISTANT: a"}, "", "columns: {messages: NAME}"),
         ({"v1": "ham", "v2": "See you later"}, "", "columns: {prompt: v2, completion: v1}"),
         ({"translation": {"en": "x", "fr": "y"}}, "", "columns: {prompt: translation.en, completion: translation.fr}"),
         ({"English": "The cat", "Español": "El gato"}, "", 'columns: {prompt: English, completion: "Español"}'),

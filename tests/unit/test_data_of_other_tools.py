@@ -265,6 +265,107 @@ def test_turns_that_begin_with_the_newest_are_refused(times: tuple[Any, ...]) ->
     assert "by `index`" in refused({"messages": [{**USER, "index": 3}, {**ANSWER, "index": 2}]}).message
 
 
+@pytest.mark.parametrize(
+    ("parents", "branches"),
+    [
+        (("", "a", "b", "c"), False),
+        (("0", "a", "0", "c"), True),  # the first question, edited
+        (("", "a", "b", "c", "b", "e"), True),
+        (("t", "t", "t", "t"), False),  # all answer what began their thread
+        (("", None, "", None), False),
+    ],
+)
+def test_turns_that_do_not_follow_their_parents_are_said(parents: tuple[Any, ...], branches: bool) -> None:
+    turns = [
+        {**(ANSWER if index % 2 else USER), "id": "abcdef"[index], "parentMessageId": parent}
+        for index, parent in enumerate(parents)
+    ]
+    assert (UNORDERED in read({"messages": turns}).doubts) == branches
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "messages"),
+    [
+        ({"question": "q", "answers": {"text": ["a", "b"]}}, {"answer": "answers.text.0"}, [USER, ANSWER]),
+        ({"a": {"b": {"q": "q"}, "c": {"a": "a"}}}, {"prompt": "a.b.q", "completion": "a.c.a"}, [USER, ANSWER]),
+        ({"in": '{"q": "q"}', "out": '["a"]'}, {"prompt": "in.q", "completion": "out.0"}, [USER, ANSWER]),
+        (
+            {"body": {"messages": [USER]}, "choices": [{"message": ANSWER}]},
+            {"prompt": "body.messages", "completion": "choices.0.message"},
+            [USER, ANSWER],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"text": {"value": "q"}}]}, ANSWER]},
+            {"messages.content": "content.0.text.value"},
+            [USER, ANSWER],
+        ),
+        (
+            {"in": {"q": "q", "context": "c"}, "out": "a"},
+            {"prompt": "in.q", "completion": "out"},
+            "`in.context` seems to be a part of the prompt",
+        ),
+        (
+            {"in": {"q": "q", "context": "c"}, "out": "a"},
+            {"prompt": "in.q", "completion": "out", "note": "in"},
+            [USER, ANSWER],
+        ),
+        (
+            {"api": {"system": "s", "messages": [USER, ANSWER]}},
+            {"messages": "api.messages"},
+            "`api.system` seems to be a system turn",
+        ),
+        (
+            {"in.q": "q", "in.context": "c", "out": "a"},
+            {"prompt": "in.q", "completion": "out"},
+            "`in.context` seems to be a part of the prompt",
+        ),
+        (
+            {
+                "turns": [
+                    {"by": "user", "m": {"c": "q"}},
+                    {"by": "assistant", "m": {"c": "a", "tool_calls": [{"name": "f"}]}},
+                ]
+            },
+            {"messages": "turns", "messages.role": "by", "messages.content": "m.c"},
+            "m.tool_calls` seems to contain tool calls",
+        ),
+    ],
+)
+def test_what_stands_next_to_a_part_of_a_column_is_heeded(
+    row: Row, columns: dict[str, str], messages: list[Row] | str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row), encoding="utf-8")
+    (placed,) = read_source(DataSource(path=str(path), columns=columns))
+    if isinstance(messages, str):
+        with pytest.raises(DataError, match=re.escape(messages)):
+            understand(placed, None)
+    else:
+        assert understand(placed, None).messages == messages
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "judged"),
+    [("b.finish_reason", "length", True), ("b.0.finish_reason", "length", True), ("b.0.finish_reason", "stop", False)],
+)
+def test_what_stands_next_to_a_part_of_a_column_judges_the_row(
+    name: str, value: str, judged: bool, tmp_path: Path
+) -> None:
+    inner = {"text": "a", "finish_reason": value}
+    row, answer = {"prompt": "q", "b": [inner] if "0" in name else inner}, name.replace("finish_reason", "text")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row), encoding="utf-8")
+    ((_, error),) = read_source(DataSource(path=str(path), columns={"completion": answer}))
+    assert isinstance(error, DataError) == judged
+    for condition in filters(error)[1:] if isinstance(error, DataError) else ():
+        assert kept(tmp_path, [row], filter=condition, columns={"completion": answer}) == 1
+
+
+@pytest.mark.parametrize("column", ["system", "tools", "history", "thinking"])
+def test_a_text_reads_none_of_what_belongs_to_conversations(column: str) -> None:
+    assert read({"text": "t", column: "two words"}).unread == ((column, "two words"),)
+
+
 def test_turns_as_json_are_read_in_either_of_prompt_and_completion_and_refused_elsewhere() -> None:
     asked, answered = json.dumps([USER]), json.dumps(ANSWER)
     expected = read({"prompt": [USER], "completion": [ANSWER]}).messages
@@ -415,6 +516,9 @@ def test_a_text_that_stands_for_none_is_refused_in_turns_and_columns(text: str) 
         ("What is ![](a.png)?", "a", "places of pictures"),
         ("q", "a\n\nWas this helpful? Yes No", "words of the page"),
         ("q", "a\n-- \nJane", "words of the page"),
+        ("q", " a", "begin with a blank"),
+        ("q", '"{\\"label\\": \\"a\\"}"', "within quotation marks"),
+        ("q", "\u200fa\u200b", "that nobody sees"),
         ("q", "see above", "stand for none"),
         ("q", "Jane has joined the chat.", "stand for none"),
         ("q", "You deleted this message.", "stand for none"),

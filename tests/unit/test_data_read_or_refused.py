@@ -15,8 +15,8 @@ import pytest
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.formats import UNDESCRIBED, Example, understand
-from sft_play.data.sources import read_source
-from sft_play.data.turns import TWICE
+from sft_play.data.sources import as_in_file, read_source
+from sft_play.data.turns import OTHER_RESULTS, TWICE
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -273,7 +273,7 @@ def test_pictures_in_a_column_are_refused_like_picture_parts(column: Row) -> Non
     assert read({**PAIR, "images": [], "image": None, "file_name": "notes.txt"}).messages
 
 
-@pytest.mark.parametrize("value", [0, False, [], {}, 0.0])
+@pytest.mark.parametrize("value", [0, False, {}, 0.0])
 @pytest.mark.parametrize("column", ["system", "input"])
 def test_a_falsy_value_is_refused_like_any_other(column: str, value: Any) -> None:
     row = {"instruction": "q", "output": "a", column: value}
@@ -449,7 +449,6 @@ HINTS: dict[str, list[Row]] = {
     ],
     "roles": [{"messages": [{"role": "customer", "content": "q"}, {"role": "agent", "content": "a"}]}],
     "roles of sharegpt": [{"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot", "value": "a"}]}],
-    "role with a blank": [{"messages": [{"role": "User ", "content": "q"}, ANSWER]}],
     "role with a colon": [{"messages": [{"role": "user: a, b #1", "content": "q"}, ANSWER]}],
     "number as text": [{**PAIR, "score": "4,5"}],
     "keys of turns": [{"messages": [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]}],
@@ -482,11 +481,16 @@ HINTS: dict[str, list[Row]] = {
     "documents": [{"messages": [USER, ANSWER], "documents": [{"title": "t", "text": "d"}]}],
     "system turn": [{"messages": [USER, ANSWER], "systemPrompt": "s"}],
     "system turn of parts": [{"messages": [USER, ANSWER], "systemInstruction": {"parts": [{"text": "s"}]}}],
-    "thought": [{**PAIR, "Rationale": "r"}],
-    "steps of a thought": [{**PAIR, "reasoning_steps": ["r"]}],
-    "thought of a conversation": [{"messages": [USER, ANSWER], "reasoning": "r"}],
+    "thought": [{**PAIR, "Rationale": "r, so a"}],
+    "steps of a thought": [{**PAIR, "reasoning_steps": ["r, so a"]}],
+    "thought of a conversation": [{"messages": [USER, ANSWER], "reasoning": "r, so a"}],
     "thought of a turn": [{"messages": [USER, {**ANSWER, "thought": "r"}]}],
     "switch": [{**PAIR, "reasoning": "on"}],
+    "effort": [{**PAIR, "reasoning": "medium"}],
+    "dialogues with a system": [
+        {"turns": [{"speaker": "USER", "utterance": "q"}, {"speaker": "SYSTEM", "utterance": "a"}]}
+    ],
+    "objects as JSON": [{"in": json.dumps({"q": "Which one is it?"}), "out": json.dumps({"a": "That one."})}],
     "answer after a conversation": [{"messages": [USER, ANSWER, USER], "response": "a"}],
     "attachments": [{"messages": [{**USER, "attachments": [{"file_name": "a.txt"}]}, ANSWER]}],
     "empty question": [{"prompt": "", "completion": "a"}, PAIR],
@@ -519,6 +523,59 @@ def test_every_followed_hint_is_accepted(name: str, tmp_path: Path) -> None:
         if way.pop("bad_rows", None):
             rows = rows[1:]
         assert examples(tmp_path, rows, **way), way
+
+
+@pytest.mark.parametrize(
+    ("sender", "role"),
+    [("User ", "user"), ("ChatGPT", "assistant"), ("Tool-Response", "tool"), ("function-call", "assistant")],
+)
+def test_roles_are_read_however_they_are_spelt(sender: str, role: str) -> None:
+    words = json.dumps({"name": "add", "arguments": {}})
+    asked = [] if role == "user" else called({})["messages"][:2] if role == "tool" else [USER]
+    after = [] if role == "assistant" else [ANSWER]
+    messages = read({"messages": [*asked, {"role": sender, "content": words}, *after]}).messages or []
+    assert messages[len(asked)]["role"] == role
+
+
+def test_a_blank_system_turn_is_none_and_an_equal_one_is_one() -> None:
+    blank, system = {"role": "system", "content": " "}, {"role": "system", "content": "s"}
+    assert read({"messages": [blank, USER, ANSWER], "system": []}).messages == [USER, ANSWER]
+    assert read({"prompt": [blank, USER], "completion": [ANSWER]}).messages == [USER, ANSWER]
+    assert read({"messages": [system, USER, ANSWER], "system": "s"}).messages == [system, USER, ANSWER]
+    assert "out of order" in refused({"messages": [system, USER, ANSWER], "system": "t"}).message
+
+
+def test_how_much_was_to_be_thought_and_marks_that_are_all_false_refuse_no_row(tmp_path: Path) -> None:
+    row = {"messages": [USER, ANSWER], "reasoning": {"effort": "high"}, "flags": {"spam": False}}
+    assert examples(tmp_path, [row])[0].messages == [USER, ANSWER]
+    with pytest.raises(DataError, match="`flags` seems to say"):
+        examples(tmp_path, [{**row, "flags": {"spam": True}}])
+
+
+def test_a_history_may_be_turns() -> None:
+    assert read({**PAIR, "history": [USER, ANSWER]}).messages == [USER, ANSWER, USER, ANSWER]
+
+
+def test_an_answer_that_is_a_call_as_json_is_one_in_any_format() -> None:
+    for value, calls in (({"name": "add", "arguments": {"a": 1}}, 1), ({"name": "Ann", "input": "no JSON"}, 0)):
+        words = json.dumps(value)
+        for row in ({"prompt": "q", "completion": words}, {"messages": [USER, {**ANSWER, "content": words}]}):
+            answer = (read({**row, "tools": [TOOL]}).messages or [])[-1]
+            assert len(answer.get("tool_calls", ())) == calls and answer["content"] == ("" if calls else words)
+
+
+def test_results_in_another_order_than_their_calls_are_said() -> None:
+    calls = [{"id": name, "function": {"name": "add", "arguments": {}}} for name in ("0", "1")]
+    results = [{"role": "tool", "content": "2", "tool_call_id": name} for name in ("0", "1")]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    for order, wrong in ((results, 0), (results[::-1], 1), ([*results, call, *results], 0), ([results[0]] * 2, 1)):
+        assert read({"messages": [USER, call, *order, ANSWER], "tools": [TOOL]}).doubts == (OTHER_RESULTS,) * wrong
+
+
+def test_the_columns_of_a_hint_are_those_of_the_file() -> None:
+    error = refused({"prompt": "q", "completion": "a", "context": "c"})
+    hint = as_in_file(error, {"prompt": "frage", "completion": "antwort"}).hint or ""
+    assert "`columns: {instruction: frage, input: context, output: antwort}`" in hint
 
 
 def test_swapped_columns_are_refused_with_the_right_order(tmp_path: Path) -> None:

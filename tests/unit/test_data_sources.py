@@ -455,8 +455,20 @@ def test_a_malformed_file_is_one_error(
 def test_a_json_list_is_read_from_a_file_named_jsonl(indent: int | None, ending: str, tmp_path: Path) -> None:
     content = b"\n" + json.dumps(ROWS, indent=indent).encode()
     assert rows_of(write(tmp_path / f"a.jsonl{ending}", PACK[ending](content))) == ROWS
-    lists = write(tmp_path / "lists.jsonl", b'[{"role": "user"}]\n[{"role": "user"}]\n')
+    lists = write(tmp_path / "lists.jsonl", b'[{"a": "b"}]\n[{"a": "b"}]\n')
     assert "the row is a list; expected an object" in refused(lists).message
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("a.json", "[%s, %s]"), ("a.jsonl", "%s\n%s\n"), ("b.json", '{"messages": %s,\n "id": 1}')],
+)
+def test_turns_without_a_column_are_a_conversation_and_so_is_one_object(name: str, form: str, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = rows_of(write(tmp_path / name, (form % ((json.dumps(turns),) * form.count("%s"))).encode()))
+    assert [row["messages"] for row in rows] == [turns] * form.count("%s")
+    listed = write(tmp_path / "d.json", b'{"conversations": [{"id": 1}],\n "id": 1}')
+    assert "neither a list of rows" in refused(listed).message, "a list of conversations"
 
 
 def test_marks_where_files_were_joined_are_not_part_of_a_row(tmp_path: Path) -> None:

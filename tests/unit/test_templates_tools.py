@@ -9,7 +9,7 @@ import pytest
 
 from sft_play.data import Message
 from sft_play.data.chat import WRITING_CALLS
-from sft_play.data.tokens import THOUGHTS
+from sft_play.data.tokens import DOUBLED, THOUGHTS
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import template_names
@@ -159,6 +159,13 @@ def test_qwen3_learns_each_thought_in_a_separate_row_and_says_what_is_lost(
     outcome = outcome_of(tokenizer, messages=messages, loss_on=loss_on)
     assert [(row.input_ids, row.labels) for row in outcome.rows] == [by_hand(tokenizer, row) for row in rows]
     assert (THOUGHTS in outcome.doubts) == lost
+
+
+def test_results_with_the_marks_that_the_template_writes_are_said(saved: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    for words, doubled in (("<tool_response>\n4\n</tool_response>", True), ("4", False)):
+        messages = [APART[0], call, {"role": "tool", "content": words}, {"role": "assistant", "content": "Four."}]
+        assert (DOUBLED in outcome_of(load_with(saved, "qwen3"), messages=messages).doubts) == doubled
 
 
 def test_a_template_without_thoughts_drops_separate_ones_and_keeps_those_in_the_answer(
