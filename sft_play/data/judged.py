@@ -266,7 +266,7 @@ IN_TEXTS: Marks = {
     r"\\x[0-9a-f]{2}": ESCAPES,
     r"-\n(?<=[a-z]{2}-\n)[a-z]{2}": "texts with words broken at line ends (`docu-`)",
     r"2\.(?<=[a-z]{2}2\.) [A-Z]": "texts whose line ends were lost (`First2. Second`)",
-    r"(?:\b[^\W\d_] {1,2}){6}": "texts with blanks between letters (`T h e`)",
+    r" (?<=\b[^\W\d_] ) ?(?:[^\W\d_] {1,2}){5}": "texts with blanks between letters (`T h e`)",
 }
 IN_WIDE_TEXTS: Marks = {
     (
@@ -461,4 +461,9 @@ def shapes_in(content: str | Sequence[Mapping[str, Any]]) -> frozenset[str]:
 
 def _marks_in(text: str, marks: Marks = IN_TEXTS) -> list[str]:
     also = IN_WIDE_TEXTS.items() if marks is IN_TEXTS and not text.isascii() else ()
-    return [meaning for mark, meaning in (*marks.items(), *also) if re.search(mark, text)]
+    return [meaning for mark, meaning in (*marks.items(), *also) if _searcher(mark)(text)]
+
+
+@functools.cache
+def _searcher(mark: str) -> Callable[[str], Any]:
+    return re.compile(mark).search
