@@ -265,7 +265,7 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
     lines = [f"sweep of {plural(len(trials), 'run')}"]
     lines += table([("run", *trials[0].values), *((trial.name, *trial.values.values()) for trial in trials)])
     forecasts = [forecast for forecast in seconds if forecast is not None]
-    of = "in all" if len(seconds) == len(trials) else f"for {len(seconds)} that are not finished"
+    of = "in all" if len(seconds) == len(trials) else f"for {len(seconds)} with steps left"
     if not seconds:
         lines.append("all are finished")
     elif len(forecasts) == len(seconds):

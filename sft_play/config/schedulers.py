@@ -263,6 +263,9 @@ def quantity(text: str) -> int | None:
     return int(float(match.group(1)) * UNITS[match.group(2) or ""]) if match else None
 
 
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+
 def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     """Check the labels and tolerations that choose nodes."""
     for name, value in kubernetes.node_selector.items():
@@ -274,6 +277,7 @@ def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     for toleration in kubernetes.tolerations:
         wrong = (
             toleration.get("operator", "Equal") not in ("Equal", "Exists")
+            or toleration.get("effect", EFFECTS[0]) not in EFFECTS
             or not toleration.get("tolerationSeconds", "0").isdecimal()
         )
         if wrong or not toleration.keys() <= TOLERATION_KEYS:

@@ -76,8 +76,10 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
 
 
 def have_nvlink(devices: tuple[Device, ...]) -> bool:
-    """Return whether all of a machine's cards have chips that are sold with NVLink."""
-    return all(device.compute_capability in NVLINK_CHIPS for device in devices)
+    """Return whether all of a machine's cards have chips that are sold with NVLink, and are not the PCIe ones, which
+    bridges join in pairs at most.
+    """
+    return all(d.compute_capability in NVLINK_CHIPS and "pcie" not in d.name.lower() for d in devices)
 
 
 def sent_bytes(config: Config, shape: ModelShape, setup: Setup, launch: LaunchConfig | None = None) -> float:

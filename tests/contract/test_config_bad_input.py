@@ -120,6 +120,11 @@ CASES = {
     "another tool's checkpoint": (GOOD + "resume_from_checkpoint: x\n", [], "`model.adapter: RUN` starts another"),
     "another tool's adapter": (GOOD + "train:\n  adapter: x\n", [], "did you mean `model.adapter`?"),
     "another tool's DFT": (GOOD + "train:\n  use_dft: true\n", [], "did you mean `train.loss`?"),
+    "another tool's limit of rows": (GOOD + "max_samples: 9\n", [], "`rows` of an entry of `data.sources` limits"),
+    "a tracker's project": (GOOD + "train: {project: x}\n", [], "such as `export WANDB_PROJECT=...`"),
+    "an effect of no toleration": (
+        GOOD + "kubernetes: {tolerations: [{key: gpu, effect: NoScedule}]}\n", [], "NoScedule}`, which is not valid"
+    ),
     "another tool's new tokens": (GOOD + "resize_vocab: true\n", [], "did you mean `data.new_tokens`?"),
     "Muon for adapters": (
         GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"

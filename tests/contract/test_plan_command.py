@@ -247,6 +247,12 @@ def test_stages_are_divided_by_the_memory_of_the_head_that_trains(in_process: Pr
         assert sum(plan["stages"]) == 28 and max(plan["stages"]) <= 15, plan["stages"]
 
 
+def test_cards_on_pcie_are_not_planned_as_if_they_had_nvlink(in_process: Program) -> None:
+    words = ("CONFIG=run_bnb", "TUNING_MODE=full", "LAUNCH_STRATEGY=fsdp2", "JSON=1")
+    linked, on_pcie = (in_process("plan", *words, f"HARDWARE=8x{card}").json for card in ("H100", "H100PCIe"))
+    assert on_pcie["communication_seconds"] > 10 * linked["communication_seconds"]
+
+
 def test_a_job_gets_the_memory_that_its_plan_offloads(in_process: Program) -> None:
     words = ("CONFIG=run_bnb", "TUNING_MODE=full", "HARDWARE=8xH100", "DEEPSPEED_CONFIG=deepspeed/zero3_offload.json")
     done = in_process("slurm", *words, "SLURM_MEMORY=100G")
