@@ -35,6 +35,7 @@ from sft_play.data.values import (
     not_read,
     refuse_media,
     refuse_none,
+    text_key,
     text_of,
 )
 from sft_play.errors import DataError
@@ -566,8 +567,8 @@ def refuse_unwritten(row: Mapping[str, Any], read: Sequence[str], messages: Sequ
             continue
         columns: dict[str, str] = {}
         texts_alone = all(isinstance(row[column], str) for column in (name, *read))
-        if what == "a system turn" and isinstance(value, str):
-            columns = {"system": name}
+        if what == "a system turn" and (isinstance(value, str) or text_key(value)):
+            columns = {"system": f"{name}{text_key(value)}"}
         elif what == "a thought" and len(read) > 1 and isinstance(value, str):
             columns = {"reasoning_content": name}
         elif what == "a part of the prompt" and len(read) > 1 and texts_alone:

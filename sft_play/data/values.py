@@ -44,7 +44,10 @@ def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
         within = "a dot and a number lead into it: `columns: {answer: answers.text.0}`"
-        way = f"write it as JSON in a string; {within}" if isinstance(value, Mapping) else "write it as text, in quotes"
+        way = "write it as text, in quotes"
+        if isinstance(value, Mapping):
+            key = next((key for key, inner in value.items() if isinstance(inner, str) or is_list(inner)), "KEY")
+            way = f"a dot leads into it: `columns: {{...: {name}.{key}}}`; or write it as JSON in a string"
         hint = LEAVE_OUT if value is None else within if is_list(value) else way
         raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=hint)
     if "\0" in value:
@@ -129,6 +132,12 @@ def not_read(place: str, problem: str, way: str = "") -> DataError:
 def is_list(value: Any) -> bool:
     """Return whether a value is a list, of whatever type a reader makes them."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def text_key(value: Any) -> str:
+    """Return the key, after a dot, under which a mapping such as `{"parts": [...]}` has its text, or nothing."""
+    keys = ("parts", "content", "text") if isinstance(value, Mapping) else ()
+    return next((f".{key}" for key in keys if value.get(key)), "")
 
 
 def list_of(value: Any, name: str, of: str = "messages") -> Sequence[Any]:

@@ -245,7 +245,9 @@ def read_settings(call: Call) -> LoadedConfig:
     if "MODEL" in call.options and "CONFIG" in call.options:
         overrides.append(Override(key="model.name", text=call.options["MODEL"], origin="MODEL"))
     if any(o.key in ("data.val_path", "data.validation") for o in overrides):
-        bare = replace(loaded.config.data, val_path=None, validation=None)
+        # Groups matter where a fraction is held out.
+        group_by = loaded.config.data.group_by if all(o.key != "data.val_path" for o in overrides) else None
+        bare = replace(loaded.config.data, val_path=None, validation=None, group_by=group_by)
         loaded = replace(loaded, config=replace(loaded.config, data=bare))
     loaded = override_config(loaded, overrides)
     rows = loaded.config.data

@@ -21,7 +21,7 @@ from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, quantization_of
 from sft_play.runs.adapters import check_adapter, made_folder
 from sft_play.runs.checkpoints import weight_files as safetensors_of
-from sft_play.runs.folder import cache_folder, may_run, model_folder, require_plain
+from sft_play.runs.folder import cache_folder, hint_gone, may_run, model_folder, require_plain
 from sft_play.runs.manifest import blob_of, digests_of
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
 from sft_play.runs.stamp import MADE, own_stamp
@@ -93,8 +93,7 @@ def _folder(name: str) -> Path | None:
     if path.is_file():
         raise DataError("is a file; a model is a folder with safetensors, or a hub id", place=name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        hint = "paths count from the folder in which you typed the command"
-        raise DataError("there is no such model folder", place=name, hint=hint)
+        raise DataError("there is no such model folder", place=name, hint=hint_gone(name))
     return None
 
 

@@ -24,7 +24,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, UserError, first_line
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.shape import DEFAULT_ATTENTION, FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, ModelShape
-from sft_play.runs.folder import OFFLINE, cache_folder, hub_cache, is_offline, meant_run, model_folder
+from sft_play.runs.folder import OFFLINE, cache_folder, hint_gone, hub_cache, is_offline, meant_run, model_folder
 from sft_play.runs.prepared import Prepared
 
 LONG_POSITIONS = 4096
@@ -288,7 +288,7 @@ def _fetch_config(model: ModelConfig) -> Path:
     if Path(model.name).is_file():
         raise DataError("a model is a folder, and this is a file", place=model.name)
     if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
-        raise DataError("there is no such model folder", place=model.name)
+        raise DataError("there is no such model folder", place=model.name, hint=hint_gone(model.name))
     if not hub_reachable():
         raise hub_refusal(model)
     from huggingface_hub import hf_hub_download

@@ -48,6 +48,17 @@ def model_folder(name: str) -> Path:
     return path
 
 
+def hint_gone(name: str) -> str:
+    """Return a hint for a model's folder that is not here."""
+    folder = Path(name)
+    if folder.is_absolute() and folder.name in ("model", "merged"):
+        run = folder.parent.name
+        return (
+            f"it was the model of the run `{run}`: give that run its name and place again; for a new run, MODEL_NAME="
+        )
+    return "paths count from the folder in which you typed the command"
+
+
 def meant_run(name: str) -> str:
     """Return a hint with the run whose name is like `name`, to put before another hint; empty if there is none."""
     runs = [path.parent.name for path in runs_folder().glob("*/config.json")]

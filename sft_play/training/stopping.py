@@ -284,9 +284,12 @@ class Patience(EarlyStoppingCallback):
         control.should_training_stop = True
         times = "evaluation" if self.patience == 1 else "evaluations in a row"
         better = f" by more than {self.early_stopping_threshold:g}" if self.early_stopping_threshold else ""
+        best, best_step = state.best_metric, state.best_global_step
+        if is_better(value, best, greater=bool(args.greater_is_better)):  # by less than the threshold
+            best, best_step = value, state.global_step
         self.reason = (
             f"stopped early at step {state.global_step} of {state.max_steps}: {self.patience} {times} without a better"
-            f" `{name}`{better}; best {state.best_metric:.4f} at step {state.best_global_step}, now {value:.4f}"
+            f" `{name}`{better}; best {best:.4f} at step {best_step}, now {value:.4f}"
         )
         if self.ranks.first:
             print(self.reason, flush=True)

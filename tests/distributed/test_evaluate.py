@@ -201,6 +201,20 @@ def test_runs_are_compared_side_by_side(place: Place) -> None:
     assert f"{comparison['losses']['loss'][0]:.4g}" in shown.out
 
 
+def test_groups_of_the_training_rows_do_not_forbid_other_rows(place: Place) -> None:
+    config = place.folder / "grouped.yaml"
+    rows = [
+        {**json.loads(line), "by": f"a{i % 8}"}
+        for i, line in enumerate(question_rows(0, 24, longest=6).split("\n")[:-1])
+    ]
+    (place.folder / "grouped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = place.config.read_text().replace(f"val_path: {place.folder}/val.jsonl", "validation: 0.2, group_by: by")
+    config.write_text(text.replace("train.jsonl", "grouped.jsonl"))
+    done = place.run("train", f"CONFIG={config}", "RUN_NAME=grouped")
+    assert done.returncode == 0, done.stderr
+    assert place.scores("RUN=grouped", f"DATA={place.folder / 'other.jsonl'}")["rougeL"]["n"] == 6
+
+
 def test_answers_to_other_rows_are_not_compared(place: Place) -> None:
     runs = place.folder / "runs"
     shutil.copytree(runs / "one", runs / "elsewhere", symlinks=True)

@@ -146,6 +146,7 @@ def test_a_metric_that_cannot_score_does_not_end_the_run(place: Place) -> None:
     assert [row["kind"] for row in rows if row["kind"] != "train"] == ["save", "eval"] * 2
     assert all("eval_rougeL" in row and "eval_flaky" not in row for row in rows if row["kind"] == "eval")
     assert (run / "model" / "stamp.json").is_file() and not (run / "checkpoints" / "best").exists()
+    assert f"'EVAL_METRICS=[rougeL,{flaky}]'" in place.call("stamp", "RUN=flaky").out
     longer = ("resume", "RUN=flaky", "TRAIN_MAX_STEPS=6")
     refused = place.run(*longer)
     assert refused.returncode == 4 and "type EVAL_METRICS=[...]" in refused.stderr, refused.stderr

@@ -28,6 +28,17 @@ def evaluate(patience: Patience, args: TrainingArguments, state: TrainerState, l
     return None
 
 
+def test_the_best_evaluation_is_named_although_it_is_better_by_less_than_the_threshold(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], metric_for_best_model="loss", greater_is_better=False, use_cpu=True
+    )
+    watch = Patience(context_of(tmp_path, train={"early_stopping_patience": 1, "early_stopping_threshold": 0.5}))
+    state = TrainerState(max_steps=9)
+    watch.on_train_begin(args, state, TrainerControl())
+    assert evaluate(watch, args, state, [3.0, 2.9]) == 2
+    assert "best 2.9000 at step 2, now 2.9000" in str(watch.reason)
+
+
 @pytest.mark.parametrize(
     ("patience", "threshold", "stops"), [(1, 0.0, 4), (2, 0.0, 5), (3, 0.0, None), (2, 0.1, 4), (None, 0.0, None)]
 )

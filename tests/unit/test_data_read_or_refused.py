@@ -124,6 +124,8 @@ def test_other_weights_are_refused_with_their_place(value: Any) -> None:
 def test_weights_under_other_names_lead_to_weight() -> None:
     hint = refused({"messages": [USER, {**ANSWER, "loss_scale": 0.5}]}).hint or ""
     assert "`columns: {messages.weight: loss_scale}`" in hint
+    hint = refused({"messages": [USER, ANSWER], "systemInstruction": {"parts": [{"text": "s"}]}}).hint or ""
+    assert "`columns: {system: systemInstruction.parts}`" in hint
     assert "`columns: {weight: loss_weights}`" in (refused({"input_ids": [5, 6], "loss_weights": [0.5, 1]}).hint or "")
 
 
