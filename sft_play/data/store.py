@@ -118,9 +118,8 @@ class SourceTally:
         counts = asdict(self)
         there = counts.pop("there")
         heeded = Condition(source.filter).names if source.filter is not None else set()
-        marks = sorted(
-            self.marks.items(), key=lambda mark: (mark[0].endswith(":"), -mark[1], mark[0])
-        )  # names of lines last
+        # Names of lines are last.
+        marks = sorted(self.marks.items(), key=lambda mark: (mark[0].endswith(":"), -mark[1], mark[0]))
         counts["columns_unread"] = {
             name: dict(values.most_common())
             for name, values in sorted(self.columns_unread.items())

@@ -173,7 +173,8 @@ def check_overrides(call: Call) -> None:
         for override in call.overrides
         if override.key in OF_THE_BASE
         or not (
-            override.key in (*CHANGEABLE, CONSENT)
+            override.key in CHANGEABLE
+            or override.key == CONSENT
             or override.key.startswith((*STAMPED, *OF_SCHEDULERS, "train.profile."))
             or needs_own_word(override.key)
         )
