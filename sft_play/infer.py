@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, hint_absent, look_up
 from sft_play.config.reader import names_of
 from sft_play.data import Message
 from sft_play.data.answers import call_text
@@ -465,7 +465,8 @@ def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> lis
                 error.place = error.place or placed[0]
                 faults.add(error)
     except OSError as error:
-        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
+        hint = hint_absent(str(path)) if isinstance(error, FileNotFoundError) else None
+        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path), hint=hint) from error
     except UnicodeDecodeError as error:
         raise DataError("`INPUT` is not UTF-8 text", place=str(path), hint=to_utf8(str(path))) from error
     raise_all(faults.errors())

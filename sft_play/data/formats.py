@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
@@ -18,30 +17,25 @@ from sft_play.data import CLOSE, Message
 from sft_play.data.judged import doubts_in, shapes_in
 from sft_play.data.readers import LEAVE_OUT, Placed, parse_json, show_row
 from sft_play.data.token_rows import OF_TOKENS, tokens_of
+from sft_play.data.tools import TOOL_NAMES, take_tools
+from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.turns import (
-    ARGUMENTS,
     READ,
     REASONING,
-    TOOL_NAMES,
     WEIGHT,
     branches,
-    calls_undescribed,
     chat_turns,
     content_of,
-    describes_tools,
-    doubtful_calls,
     end_at_answer,
-    is_filled,
     looks_like_a_mask,
     other_names,
     out_of_order,
     refuse_unwritten,
     role_of,
-    tool_calls,
-    tools_of,
+    turns_by_key,
+    way_to_turns,
     weight_of,
 )
-from sft_play.data.turns import MASKS as TURN_MASKS
 from sft_play.data.values import (
     SPEAKERS,
     STANDS_FOR_NONE,
@@ -110,8 +104,6 @@ class Example:
 
 AFTER = "turns after the last answer of their conversation, left out"
 UNORDERED = "conversations whose turns are not in the order of their times, numbers or parents"
-UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
-FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 NO_PART = re.compile(rf"{STANDS_FOR_NONE.pattern}|<?no ?input>?|null|(?-i:None)|n/a", re.IGNORECASE)
 """What stands for none where a part of the prompt may be missing."""
 
@@ -239,16 +231,6 @@ def _turns(row: Row, question: str, answer: str) -> Parts:
     }
 
 
-def _calls_in(text: str) -> list[dict[str, Any]]:
-    """Return the calls that an answer consists of as JSON, as xLAM's rows have them; none for other answers."""
-    with contextlib.suppress(ValueError, RecursionError, DataError):
-        calls = json.loads(text)
-        calls = calls if is_list(calls) else [calls]
-        if all(isinstance(call, dict) and {"name", *ARGUMENTS} & {*call} > {"name"} for call in calls):
-            return tool_calls({"tool_calls": calls}, "")
-    return []
-
-
 def _history(pairs: Any) -> list[Message]:
     """Return the earlier turns of an Alpaca row: a list of question and answer pairs."""
     turns: list[Message] = []
@@ -361,7 +343,10 @@ def recognise(row: Row) -> str:
     if len(begun) == 1:
         _require(row, begun[0])
     turns = next((name for name, value in row.items() if _is_turns(value)), None)
-    if turns:
+    largest = max(row, key=lambda name: len(str(row[name])), default="")
+    if is_list(row.get(largest)) and (way := way_to_turns(row[largest], largest)):
+        hint = way
+    elif turns:
         hint = f"a conversation may have other names: {other_names(turns, row[turns], 'messages')}"
         hint += f"; a turn in `{turns}` has {names_of(row[turns][0])}"
     else:
@@ -408,6 +393,7 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
         if isinstance(row, DataError):
             raise row
         group = group_of(row, group_by) if group_by is not None else None
+        row = {name: turns_by_key(value) for name, value in row.items()}
         form = form or recognise(row)
         _require(row, form)
         refuse_media(row)
@@ -423,7 +409,7 @@ def understand(placed: Placed, form: str | None, *, group_by: str | None = None)
                 raise DataError("an answer has its thoughts twice: in its text, too", hint="keep one of them")
             refuse_unwritten(row, FORMATS[form][0], parts["messages"])
             _refuse_rendered(parts["messages"])
-            parts["tools"], of_tools = _tools(row, parts["messages"])
+            parts["tools"], of_tools = take_tools(row, parts["messages"])
             right = (name for name in row if name not in FORMATS[form][0] and EXPECTED.fullmatch(in_snake_case(name)))
             other = [name for name in right if lacks(row[name], [parts["messages"][-1]["content"]])]
             parts["doubts"] = (*parts.get("doubts", ()), *of_tools, *map(OTHER_ANSWER.format, other))
@@ -515,33 +501,6 @@ def _refuse_mask(row: Row) -> None:
         if is_list(value) and len(value) > 0 and looks_like_a_mask(name) and all(flag in (0, 1) for flag in value):
             way = "write `train: false` into the turns that are not"
             raise not_read(name, "seems to mark which turns are learnt, and is not read", way)
-
-
-def _tools(row: Row, messages: list[Message]) -> tuple[list[Any] | None, tuple[str, ...]]:
-    """Return the tools that a row or its system turn describes, and doubts about them.
-
-    Raise `DataError` if a column describes them that is not read.
-    """
-    tools = tools_of(row)
-    for turn in messages:
-        described = turn.pop("tools", None)
-        if described and tools not in (None, described):
-            raise DataError("the tools of the row and of its system turn differ")
-        tools = tools or described
-    for turn in messages if tools else ():
-        if turn["role"] == "assistant" and "tool_calls" not in turn and (calls := _calls_in(turn["content"])):
-            turn |= {"content": "", "tool_calls": calls}
-    called = any(turn.get("tool_calls") for turn in messages)
-    filled = (called or tools) and any(is_filled(value, name in TOOL_NAMES) for name, value in row.items())
-    doubts = (*((FILLED,) if filled else ()), *doubtful_calls(messages, tools or ()))
-    if tools or not called:
-        return tools, doubts
-    if column := next((name for name, value in row.items() if describes_tools(value)), None):
-        raise DataError(
-            f"`{column}` describes tools, and is not read: calls would be learnt without them",
-            hint=f"`columns: {scalar_text({'tools': column})}` reads it",
-        )
-    return None, (*doubts, UNDESCRIBED) if calls_undescribed(messages) else doubts
 
 
 def _require(row: Row, form: str) -> None:

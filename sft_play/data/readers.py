@@ -137,11 +137,11 @@ def _read_json(path: Path) -> Iterator[Placed]:
     first, second = _first_lines(path)
     if not first:
         return
-    if first[:1] + first[-1:] == b"{}" and (
-        second or not _rows_in(_parse(utf8(first, str(path)), path, 1))
-    ):  # JSON lines
-        yield from _read_jsonl(path)
-        return
+    if first[:1] + first[-1:] == b"{}":
+        document = None if second else _parse(utf8(first, str(path)), path, 1)
+        if document is None or not (_rows_in(document) or _from_columns(document) is not document):  # JSON lines
+            yield from _read_jsonl(path)
+            return
     with open_bytes(path) as stream:
         rows = _parse(stream.read().decode("utf-8-sig"), path, 1)
     name = "row"
@@ -167,16 +167,35 @@ def _read_json(path: Path) -> Iterator[Placed]:
         name, rows = f"row of `{lists[0]}`", rows[lists[0]]
     if isinstance(rows, dict) and any(_are_turns(rows.get(key)) for key in OF_A_ROW):
         rows = [rows]
+    rows = _from_columns(rows)
     if not isinstance(rows, list):
         columns = f"; it has {names_of(rows)}" if isinstance(rows, dict) else ""
         lists = [name for name, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
         raise DataError(
             f"is neither a list of rows, nor an object with one, nor one JSON object a line{columns}",
             place=str(path),
-            hint=f"`jq -c '.{lists[0]}[]' OLD > NEW.jsonl` writes the rows of `{lists[0]}`" if lists else None,
+            hint="; ".join(f"`jq -c '.{name}[]' OLD > NEW.jsonl` writes the rows of `{name}`" for name in lists[:3])
+            or None,
         )
     for index, row in enumerate(rows):
         yield _object(row, f"{path}, {name} {index + 1}")
+
+
+def _from_columns(table: Any) -> Any:
+    """Return the rows of an object that holds a table by its columns, as pandas (`to_json`) and `datasets` (`to_dict`)
+    write it: `{"a": {"0": 1, "1": 2}}` or `{"a": [1, 2], "b": [3, 4]}`; anything else as it is.
+    """
+    columns = [*table.values()] if isinstance(table, dict) else []
+    numbered = all(isinstance(column, dict) and column and all(map(str.isdecimal, column)) for column in columns)
+    if columns and numbered and len({*map(tuple, columns)}) == 1:
+        columns = [[*column.values()] for column in columns]
+    elif len(columns) < 2 or not all(isinstance(column, list) and column for column in columns):
+        return table
+    elif any(isinstance(column[0], (dict, list)) for column in columns) or len({*map(len, columns)}) > 1:
+        return table  # one row with lists
+    elif not any(isinstance(column[0], str) for column in columns):
+        return table  # one row of tokens
+    return [dict(zip(table, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _rows_in(document: Any) -> list[str]:

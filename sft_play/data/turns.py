@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +20,14 @@ from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data import Message
 from sft_play.data.judged import speaks_against
-from sft_play.data.readers import LEAVE_OUT, Filled, parse_json
+from sft_play.data.readers import LEAVE_OUT, parse_json
+from sft_play.data.tools import TOOL_NAMES, tool_calls, tools_of
 from sft_play.data.values import (
     SHOWN,
     SPEAKERS,
     in_snake_case,
     is_blank,
     is_list,
-    json_of,
     lacks,
     leaves,
     list_of,
@@ -111,12 +111,6 @@ OF_ANSWERS = ("tool_calls", "function_call", *REASONING)
 """Keys of a turn that only an answer has."""
 CALL_NAMES = ("function_calls", "tool_call", "toolCalls", "calls")
 """Keys that are not read, though they look like `tool_calls`."""
-ARGUMENTS = ("arguments", "parameters", "args", "input")
-TOOL_NAMES = (
-    *("tools", "functions", "tool_defs", "tool_definitions", "available_tools", "available_functions"),
-    *("function_definitions", "tool_list", "function_list"),
-)
-"""Columns, or keys of the system turn, that describe what may be called."""
 TIME = re.compile(
     "(?:created?|sent|updated|posted)_?(?:at|on|time|date|utc)|(?:date_?)?time(?:stamp)?(?:_ms)?|ts|date"
     "|(?:(?:turn|message|utterance)_)?(?:index|idx|order|position|sequence|number|no)|turn(?:_id)?|seq|step"
@@ -146,6 +140,34 @@ def chat_turns(value: Any, name: str) -> list[Message]:
         else:
             turns.append(turn)
     return turns
+
+
+def turns_by_key(value: Any) -> Any:
+    """Return turns that are one list for each key, as Arrow's `Sequence` stores them, as a list of turns; another value
+    as it is.
+    """
+    if not (isinstance(value, Mapping) and any(key in value for key in SPEAKERS[:2])):
+        return value
+    if not all(map(is_list, value.values())) or len({*map(len, value.values())}) != 1:
+        return value
+    return [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
+
+
+def way_to_turns(listed: Sequence[Any], column: str = "COLUMN") -> str:
+    """Return a command that makes turns of texts, or of pairs of question and answer; empty for other lists."""
+    turn = "{role: %s, content: .%s}"
+    if len(listed) > 1 and all(isinstance(text, str) for text in listed):
+        each = "to_entries[] | " + turn % ('["user", "assistant"][.key % 2]', "value")
+        what = "texts whose speakers alternate"
+    elif listed and isinstance(listed[0], Mapping):
+        keys = {role_of(key): key for key in listed[0]}
+        if not {"user", "assistant"} <= keys.keys():
+            return ""
+        each = ".[] | " + ", ".join(turn % (f'"{role}"', keys[role]) for role in ("user", "assistant"))
+        what = "pairs"
+    else:
+        return ""
+    return f"of {what}, `jq -c '{{messages: [.{column} | {each}]}}' OLD > NEW.jsonl` makes turns"
 
 
 def out_of_order(turns: Sequence[Any]) -> tuple[str, bool] | None:
@@ -180,7 +202,10 @@ def _chat_turn(message: Any, name: str, all_turns: Sequence[Any]) -> tuple[Messa
     """Return a turn in the common form, and whether its role marks it as calls. Raise `DataError`."""
     column = name.partition("[")[0]
     if not isinstance(message, Mapping):
-        raise DataError(f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`")
+        raise DataError(
+            f"`{name}` is {kind_of(message)}; expected a mapping with `role` and `content`",
+            hint=way_to_turns(all_turns) or None,
+        )
     speaker = next((key for key in SPEAKERS[:2] if message.get(key) is not None), None)
     words = next((key for key in WORDS[:2] if key in message), "content")
     content = message.get(words)
@@ -200,7 +225,7 @@ def _no_turn(message: Mapping[str, Any], name: str, all_turns: Sequence[Any]) ->
     names = other_names(name.partition("[")[0], all_turns)
     return DataError(
         f"`{name}` lacks `role` or `content`; it has {names_of(message)}",
-        hint=f"other names: {names}" if names else None,
+        hint=way_to_turns(all_turns) or (f"other names: {names}" if names else None),
     )
 
 
@@ -399,80 +424,6 @@ PARTS_IN_TEXT = re.compile(
 """How a text begins that is a list of parts as JSON."""
 
 
-def tool_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the calls of an assistant turn, from `tool_calls` or the older `function_call`. Raise `DataError`."""
-    single, several = message.get("function_call"), message.get("tool_calls")
-    if not is_blank(single) and single != {}:
-        if not is_blank(several):
-            raise DataError(f"`{name}` has `function_call` and `tool_calls`", hint="keep one of them")
-        return [_call(single, f"{name}.function_call")]
-    calls = () if is_blank(several) else list_of(several, f"{name}.tool_calls", "calls")
-    return [_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
-
-
-def _call(call: Any, name: str) -> dict[str, Any]:
-    if isinstance(call, str):
-        call = parse_json(call, name)
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"`{name}` is not a call: a mapping with `function`, which has `name` and `arguments`")
-    if function is not call and (outside := [key for key in ARGUMENTS if call.get(key) is not None]):
-        raise DataError(f"`{name}.{outside[0]}` is not read", hint="arguments are in the `function` that is called")
-    present = [key for key in ARGUMENTS if function.get(key) is not None]
-    if len(present) > 1:
-        raise DataError(f"`{name}` has its arguments more than once: {names_of(present)}")
-    key = present[0] if present else "arguments"
-    arguments = function.get(key)
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments, f"{name}.{key}") if arguments.strip() else {}
-    if not isinstance(arguments, Mapping) and arguments is not None:
-        raise DataError(f"`{name}.{key}` is {kind_of(arguments)}; expected a mapping")
-    function = {
-        "name": text_of(function["name"], f"{name}.name"),
-        "arguments": json_of(arguments or {}, f"{name}.{key}"),
-    }
-    call_turn: dict[str, Any] = {"type": "function", "function": function}
-    if call.get("id") is not None:
-        call_turn["id"] = text_of(call["id"], f"{name}.id")
-    return call_turn
-
-
-def tools_of(row: Mapping[str, Any], name: str = "") -> list[Any] | None:
-    """Return the functions that a row, or a system turn, describes: a list, or JSON of one in a string. Raise
-    `DataError`.
-    """
-    lists = [(key, _tools(row[key], name + key)) for key in TOOL_NAMES if not is_blank(row.get(key))]
-    described = [(key, tools) for key, tools in lists if tools]
-    if any(tools != described[0][1] for _, tools in described):
-        raise DataError(f"the tools are described twice, differently: {names_of(name + key for key, _ in described)}")
-    return described[0][1] if described else None
-
-
-def _tools(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str):
-        value = parse_json(value, name)
-    tools = []
-    for index, tool in enumerate(list_of(value, name, "functions")):
-        described = parse_json(tool, f"{name}[{index}]") if isinstance(tool, str) else tool
-        if not isinstance(described, Mapping):
-            raise DataError(f"`{name}[{index}]` is {kind_of(tool)}; expected the description of a function")
-        tools.append(json_of(described, f"{name}[{index}]"))
-    return tools
-
-
-def describes_tools(value: Any) -> bool:
-    """Return whether a column looks like descriptions of functions."""
-    try:
-        tools = _tools(value, "")
-    except DataError:
-        return False
-    described = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
-    return bool(tools) and all(isinstance(tool.get("name"), str) and {*tool} & DESCRIPTIONS for tool in described)
-
-
-DESCRIPTIONS = {"parameters", "description", "input_schema", "arguments", "inputs"}
-
-
 def end_at_answer(turns: list[Message]) -> list[Message]:
     """Return the turns up to the last answer, in an order that a conversation can have. Raise `DataError`."""
     before: str | None = None
@@ -499,47 +450,6 @@ def end_at_answer(turns: list[Message]) -> list[Message]:
     while turns[-1]["role"] != "assistant":  # what follows the last answer is never seen
         turns.pop()
     return turns
-
-
-OTHER_CALLS = "calls of functions that the row's tools do not describe"
-TWICE = "rows whose system turn describes the tools, which the chat template writes too"
-OTHER_RESULTS = "results whose `tool_call_id` is not that of the call in their place"
-
-
-def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield doubts about the calls of a row and their results."""
-    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    calls = [call for turn in messages for call in turn.get("tool_calls", ())]
-    functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
-    names = [function.get("name") for function in functions]
-    if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
-        yield OTHER_CALLS
-    if names and all(f'"{name}"' in system for name in names):
-        yield TWICE
-    waiting: list[Any] = []
-    for turn in messages:
-        if turn["role"] == "tool" and turn.get("tool_call_id") not in (None, *waiting[:1]):
-            yield OTHER_RESULTS
-            return
-        waiting = waiting[1:] if turn["role"] == "tool" else [call.get("id") for call in turn.get("tool_calls", ())]
-
-
-def calls_undescribed(messages: Sequence[Message]) -> bool:
-    """Return whether a function is called that no text before the call names; for rows without tools."""
-    described = ""
-    for turn in messages:
-        if any(call["function"]["name"] not in described for call in turn.get("tool_calls", ())):
-            return True
-        described += turn["content"] if turn["role"] in ("system", "user") else ""
-    return False
-
-
-def is_filled(value: Any, within: bool) -> bool:
-    """Return whether call arguments in a value, or all of it (`within`), have an Arrow struct that lost its nulls."""
-    if isinstance(value, Mapping):
-        lost = within and isinstance(value, Filled)
-        return lost or any(is_filled(part, within or key in ARGUMENTS) for key, part in value.items())
-    return is_list(value) and any(is_filled(part, within) for part in value)
 
 
 @functools.lru_cache(4096)

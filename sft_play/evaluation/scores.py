@@ -24,6 +24,7 @@ from sft_play.config.metrics import LIBRARY, MOST_LABELS, OF_ANSWERS, OF_LABELS,
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
 from sft_play.runs.folder import LEAST_ROWS, may_run
+from sft_play.text import as_typed
 
 if TYPE_CHECKING:
     from sft_play.data.answers import AnswerParts
@@ -344,11 +345,11 @@ SAMPLES = ["the first text", "another one"]
 class LibraryMetric:
     """`evaluate:NAME_OR_PATH[:SCORE]`."""
 
-    def __init__(self, metric: str) -> None:
-        """Load the metric. Raise `DataError` if it cannot be loaded."""
+    def __init__(self, metric: str, among: Sequence[str] = ()) -> None:
+        """Load the metric, which is one `among` those of a configuration. Raise `DataError` if it cannot be loaded."""
         self.metric = metric
         self.where, self.score_name = library_parts(metric)
-        self._module = _load(self.metric, self.where)
+        self._module = _load(self.metric, self.where, among)
 
     def check(self, references: Sequence[str] = ()) -> None:
         """Score one of two references, or of two sample texts, as the answer to both. Raise `DataError` if the metric
@@ -418,7 +419,7 @@ class LibraryMetric:
         return numbers[chosen]
 
 
-def _load(metric: str, where: str) -> Any:
+def _load(metric: str, where: str, among: Sequence[str]) -> Any:
     """Return the library's module for `where`, with its data in memory, since ranks share no files here."""
     path = typed_path(where)
     local, reached = path.exists(), True
@@ -428,9 +429,10 @@ def _load(metric: str, where: str) -> Any:
             hint="a folder contains NAME/NAME.py",
         )
     if not may_run("metrics"):
+        typed = as_typed(f"EVAL_METRICS=[{','.join(among) or metric}]")
         raise DataError(
             f"the metric `{metric}` is Python code named by a run's configuration, and does not run without consent",
-            hint="read that code; to let it run, type EVAL_METRICS=[...] with all metrics, this one included",
+            hint=f"read that code; to let it run, type {typed}",
         )
     if not local:
         from sft_play.plan.architecture import offline_unless_reachable
@@ -474,7 +476,7 @@ def _comma_imports_split() -> Iterator[None]:
 
 def library_metrics(names: Sequence[str]) -> list[LibraryMetric]:
     """Load every library metric among `names`. Raise `DataError`."""
-    return [LibraryMetric(name) for name in names if name.startswith(LIBRARY)]
+    return [LibraryMetric(name, names) for name in names if name.startswith(LIBRARY)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

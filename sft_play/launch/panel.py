@@ -189,14 +189,13 @@ def _print_lines(call: Call, run: RunFolder) -> None:
         state = _state_seen(run)  # read before the rows, so that the last ones are not missed
         rows_so_far = rows.look()
         shown = min(shown, len(rows_so_far))
+        latest = max((n for n, row in enumerate(rows_so_far) if row.get("kind") == "train"), default=-1)
         for place in range(shown, len(rows_so_far)):
-            row, last = rows_so_far[place], place == len(rows_so_far) - 1 and state not in UNDER_WAY
-            due = row.get("kind") == "eval" or (
-                row.get("kind") == "train" and (last or time.monotonic() - printed_at > LINE_SECONDS)
-            )
+            row = rows_so_far[place]
+            due = time.monotonic() - printed_at > LINE_SECONDS if state in UNDER_WAY else place == latest
             if call.json:
                 print(json.dumps(row), flush=True)
-            elif due:
+            elif row.get("kind") == "eval" or (row.get("kind") == "train" and due):
                 printed_at = time.monotonic()
                 print(line_of(rows_so_far[: place + 1], read_facts(run.plan).get("steps")), flush=True)
         shown = len(rows_so_far)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent, is_glob, names_file
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config
-from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError, typed_here
 from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
@@ -22,7 +20,6 @@ from sft_play.launch.run_folder import find_run, last_plan
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.detect import compare_versions
 from sft_play.plan.hardware import Hardware
-from sft_play.plan.memory import host_bytes, loading_host_bytes
 from sft_play.plan.plan import CommandStrategy, LaunchRequest, Plan, command_of
 from sft_play.plan.request import DoesNotFitError
 from sft_play.plan.show import (
@@ -37,6 +34,8 @@ from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import Prepared, sources_of
 from sft_play.text import as_typed, tell
 
+FSDP2 = "LAUNCH_STRATEGY=fsdp2"
+"""What `make train-fsdp` means by its name."""
 SCHEDULERS = ("slurm", "kubernetes")
 """Commands that describe a job: without `NUM_NODES` it has one machine."""
 
@@ -113,7 +112,8 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         plan = plan_for(loaded, hardware, request, _prepared(call), source)
     except DoesNotFitError as error:
         if call.command in SCHEDULERS:  # which choose the job's command themselves
-            error.remedies = tuple(replace(way, override=without_command(way.override)) for way in error.remedies)
+            ways = error.remedies
+            error.remedies = tuple(replace(w, command="", variables=w.variables or FSDP2) for w in ways)
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)
         raise error.without_remedies() from None
     refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
@@ -163,17 +163,6 @@ def rehearse_for_nodes(call: Call) -> Rehearsal:
     return replace(rehearsal, loaded=override_config(rehearsal.loaded, [network]))
 
 
-def machine_bytes(config: Config, plan: Plan, processes: int) -> int:
-    """Return the bytes of a machine's memory that its processes need: the complete peak on CPUs, else what is
-    offloaded, or what loading takes.
-    """
-    if plan.device == "cpu":
-        return sum(rank.peak_bytes for rank in plan.ranks[:processes])
-    shape = shape_of(config.model)
-    offloaded = processes * host_bytes(config, shape, plan, max(rank.micro_batch for rank in plan.ranks))
-    return max(offloaded, loading_host_bytes(config, shape, plan, processes))
-
-
 def _probe(call: Call, loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> None:
     """Prepare model and data, and probe the plan on this machine, which caches the measurements. Raise `UserError`."""
     if hardware.described or options.request.num_nodes > 1:
@@ -198,11 +187,6 @@ def _prepared(call: Call) -> Prepared | None:
         return None
     run = find_run(call.options["RUN"])
     return Prepared.load(run.prepared) if run.prepared.is_file() else None
-
-
-def without_command(override: str) -> str:
-    """Return what to add to another command for the remedy `make train-fsdp CONFIG=... NAME=value`."""
-    return re.sub(r"^make train-\S+ CONFIG=\.\.\. ?", "", override) or "LAUNCH_STRATEGY=fsdp2"
 
 
 def _command(call: Call, rehearsal: Rehearsal) -> str:

@@ -227,6 +227,10 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
     for folder in ([] if "/" in name else [runs_folder() / name]) + [Path(name)]:
         if folder.is_dir() and has_started(check_run(RunFolder(folder))):
             raise cannot_continue(RunFolder(folder), RunFolder(folder).config)
+    stem, _, step = name.partition("@")
+    if step and run_path(stem):  # as `MODEL_NAME` and `MODEL_ADAPTER` take it
+        hint = f"RUN={as_typed(stem)}; {OF_CHECKPOINT}{as_typed(step)}"
+        raise CheckpointError(f"`{name}` is a checkpoint, not a run", hint=hint)
     listing = list_some([run.name for run in all_runs()], 10) or "none"
     hint = f"{meant_run(name)}runs in `{runs_folder()}`, newest first: {listing}"
     raise CheckpointError(f"there is no run `{name}`", hint=hint)

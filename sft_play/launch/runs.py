@@ -187,7 +187,9 @@ class Summary:
 
     name: str
     state: str
-    """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher is gone), `never started`."""
+    """`preparing`, `running`, `finished`, `stopped`, `failed`, `killed` (its launcher is gone), `never started`,
+    `scored` (a model that was not trained here).
+    """
     code: int | None = None
     """Exit code of its last launch, if that has ended."""
     node_rank: int = 0
@@ -267,8 +269,8 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     trained, tokens = _trained_so_far(train)
     seconds = final.get("training_seconds") or trained or None
     hours = seconds / 3600 if seconds is not None else None
-    # The peak so far, for a run that has not ended.
-    peak = max((peak for peak in train[-1].get("rank_memory_gib") or () if peak), default=0.0)
+    # What was trained last, after a resume, may have needed less.
+    peak = max((peak for row in train for peak in row.get("rank_memory_gib") or () if peak), default=0.0)
     return Summary(
         name=run.name,
         state=state,
@@ -289,7 +291,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         ),
         processes=plan.get("world_size"),
         tokens_per_second=final.get("tokens_per_second") or (tokens / trained if trained else None),
-        peak_memory_bytes=final.get("peak_memory_bytes") or int(peak * 2**30) or None,
+        peak_memory_bytes=max(final.get("peak_memory_bytes") or 0, int(peak * 2**30)) or None,
         seconds=seconds,
         energy_kwh=energy_kwh(train, seconds),
         cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
@@ -317,7 +319,9 @@ def state_of(run: RunFolder) -> str:
         return last  # the run's own launcher asks, for the final report
     if launchers:
         return "running" if last and last not in FINAL_EVENTS else "preparing"
-    return last if last in FINAL_EVENTS else "killed" if last else "never started"
+    if not last:
+        return "scored" if any(run.path.glob("eval/*/")) else "never started"
+    return last if last in FINAL_EVENTS else "killed"
 
 
 def age_of(run: RunFolder) -> float:

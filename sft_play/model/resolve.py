@@ -18,10 +18,10 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
-from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, quantization_of
+from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, local_folder, quantization_of
 from sft_play.runs.adapters import check_adapter, made_folder
 from sft_play.runs.checkpoints import weight_files as safetensors_of
-from sft_play.runs.folder import cache_folder, hint_gone, may_run, model_folder, require_plain
+from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of
 from sft_play.runs.prepared import ParentAdapter, ResolvedModel
 from sft_play.runs.stamp import MADE, own_stamp
@@ -44,7 +44,7 @@ TOKENIZER_FILES = (
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Return the model, downloaded if necessary. Raise `DataError` with a hint."""
-    if (folder := _folder(model.name)) is not None:
+    if (folder := local_folder(model.name)) is not None:
         check_folder(folder, model.name)
         if folder.name.startswith(f"{MADE}-") and folder == made_folder(folder.name):
             return describe_made(folder)
@@ -65,7 +65,7 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
 def small_files(name: str, revision: str | None) -> Path:
     """Return a folder with the config and tokenizer of a folder or hub id, without weights. Raise `DataError`."""
     model = ModelConfig(name=name, revision=revision)
-    folder = _folder(name) or _cached(model)
+    folder = local_folder(name) or _cached(model)
     if folder is None and is_embedded(name) and not hub_reachable():
         return embedded_folder()
     return folder or _download(model, ["config.json", *TOKENIZER_FILES])
@@ -83,18 +83,6 @@ def _trainable(folder: Path) -> Path:
         "config.json",
         lambda target: expand(folder, files, target),
     )
-
-
-def _folder(name: str) -> Path | None:
-    """Return the folder that a name means, or `None` for a hub id. Raise `DataError`."""
-    path = model_folder(name)
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise DataError("is a file; a model is a folder with safetensors, or a hub id", place=name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError("there is no such model folder", place=name, hint=hint_gone(name))
-    return None
 
 
 def _cached(model: ModelConfig) -> Path | None:

@@ -159,6 +159,18 @@ def config_file(model: ModelConfig) -> Path | None:
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 
+def local_folder(name: str) -> Path | None:
+    """Return the folder that a model's name means, or `None` for a hub id. Raise `DataError`."""
+    path = model_folder(name)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise DataError("is a file; a model is a folder with safetensors, or a hub id", place=name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError("there is no such model folder", place=name, hint=hint_gone(name))
+    return None
+
+
 def shape_of_config(config: dict[str, Any], place: str, *, trusts_code: bool = False) -> ModelShape:
     """Return the shape of an architecture, by formula or counted on the model itself. Raise `DataError`.
 
@@ -285,10 +297,7 @@ def _cached_config(model: ModelConfig) -> Path | None:
 
 def _fetch_config(model: ModelConfig) -> Path:
     """Fetch only `config.json` from the hub. Raise `DataError`."""
-    if Path(model.name).is_file():
-        raise DataError("a model is a folder, and this is a file", place=model.name)
-    if model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
-        raise DataError("there is no such model folder", place=model.name, hint=hint_gone(model.name))
+    local_folder(model.name)
     if not hub_reachable():
         raise hub_refusal(model)
     from huggingface_hub import hf_hub_download

@@ -20,6 +20,7 @@ from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request
 from sft_play.text import figure
 
 MOST_REMEDIES = 6
+LENGTH = "MODEL_MAX_SEQ_LEN="
 RECOMPUTED = {"train.gradient_checkpointing": True}
 GATHERED = {"launch.slow_network": "allow"}
 
@@ -39,8 +40,8 @@ def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
     need, slow = error.need_bytes, slow_network(request)
 
     def order(remedy: Remedy) -> tuple[bool, bool, bool]:
-        shares_out = remedy.override.startswith(("make train-fsdp", "make train-deepspeed"))
-        return not remedy.fits, bool(slow) and shares_out, not remedy.override.startswith("TUNING_MODE")
+        shares_out = remedy.command in ("make train-fsdp", "make train-deepspeed")
+        return not remedy.fits, bool(slow) and shares_out, "TUNING_MODE" not in remedy.variables
 
     in_use = tuple(
         f"other programs hold {(device.memory_bytes - device.free_bytes) / GIB:.1f} of GPU {device.number}'s "
@@ -58,8 +59,8 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
     of `_overrides`.
     """
 
-    def remedy_of(text: str, changed: Request) -> Remedy | None:
-        """Return the effect of an override; `None` if it is refused for another reason, is not obeyed, saves nothing,
+    def remedy_of(command: str, variables: str, changed: Request) -> Remedy | None:
+        """Return the effect of a change; `None` if it is refused for another reason, is not obeyed, saves nothing,
         or needs more host memory than offloading may take.
         """
         plan = try_plan(request, changed)
@@ -76,7 +77,8 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
         if changed.config.train.optim not in (request.config.train.optim, other.optim):
             return None
         return Remedy(
-            override=text,
+            command=command,
+            variables=variables,
             need_bytes=need,
             saving_bytes=before - need,
             fits=need <= capacity,
@@ -84,17 +86,21 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
         )
 
     may_add, option = request.config.train.gradient_checkpointing is False, _typed(RECOMPUTED)
-    ways = []
-    for text, changed in _overrides(request, setup, rows):
-        remedy = remedy_of(text, changed)
+    ways: dict[str, Remedy] = {}
+    for command, variables, changed in _overrides(request, setup, rows):
+        kind = LENGTH if variables.startswith(LENGTH) else f"{command} {variables}"
+        if kind in ways and ways[kind].fits:
+            continue  # with longer rows
+        remedy = remedy_of(command, variables, changed)
         if not remedy and setup.gathers and request.hardware.network_bytes_per_second:
-            remedy = remedy_of(f"{text} {_typed(GATHERED)}", changed.with_keys(GATHERED))
+            remedy = remedy_of(command, f"{variables} {_typed(GATHERED)}".strip(), changed.with_keys(GATHERED))
         # Turn recomputation on in addition only where it is necessary.
-        if may_add and option not in text and not (remedy and remedy.fits):
-            remedy = remedy_of(f"{text} {option}", changed.with_keys(RECOMPUTED)) or remedy
-        ways += [remedy] if remedy else []
-    ways.sort(key=lambda way: (not way.fits, 0 if way.fits else way.need_bytes))
-    return tuple(ways[:MOST_REMEDIES])
+        if may_add and option not in variables and not (remedy and remedy.fits):
+            remedy = remedy_of(command, f"{variables} {option}".strip(), changed.with_keys(RECOMPUTED)) or remedy
+        if remedy and (kind not in ways or remedy.fits):
+            ways[kind] = remedy
+    ordered = sorted(ways.values(), key=lambda way: (not way.fits, 0 if way.fits else way.need_bytes))
+    return tuple(ordered[:MOST_REMEDIES])
 
 
 def _typed(keys: Mapping[str, Any]) -> str:
@@ -103,8 +109,8 @@ def _typed(keys: Mapping[str, Any]) -> str:
     return " ".join(f"{key.replace('.', '_').upper()}={value}" for key, value in values.items())
 
 
-def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Request]]:
-    """Return every change to try, what changes least first: what to type, and the request with it."""
+def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str, Request]]:
+    """Return every change to try, what changes least first: command and variables to type, and the request with it."""
     config, launch, train = request.config, request.launch, request.config.train
     mode, strategy = config.tuning.mode, config.launch.strategy
     whole = replace(launch, halvings=0)
@@ -114,22 +120,22 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         halved, pinned = whole, {"train.batch_size": rows}
         if train.global_batch_size != "auto" and rows > rows_each(train.global_batch_size, setup.data_world):
             pinned["train.global_batch_size"] = rows * setup.data_world
-    overrides: list[tuple[str, Request]] = []
+    overrides: list[tuple[str, str, Request]] = []
 
-    def add(keys: dict[str, Any], command: str = "", launch: LaunchRequest = halved) -> None:
+    def add(keys: dict[str, Any], command: str = "", launch: LaunchRequest = halved, file: str = "") -> None:
         changed = replace(request, launch=launch).with_keys(pinned | keys)
-        overrides.append((f"{command} {_typed(keys)}".strip(), changed))
+        overrides.append((command, f"{file} {_typed(keys)}".strip(), changed))
 
     if rows > 1:
         typed = train.batch_size != "auto", train.grad_accum != "auto"
         auto = {(True, False): "TRAIN_BATCH_SIZE=auto", (False, True): "TRAIN_GRAD_ACCUM=auto"}.get(typed)
         fewer = {"train.batch_size": 1, "train.grad_accum": "auto"} if auto else {"train.batch_size": rows // 2}
-        overrides.append((auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
+        overrides.append(("", auto or _typed(fewer), replace(request, launch=whole).with_keys(fewer)))
     recomputes, moves = setup.gradient_checkpointing, setup.activation_offload or setup.device == "cpu"
     if not (recomputes and moves):
         add({"train.activation_offload": "on"} if recomputes else RECOMPUTED)
-    if setup.row_tokens > SHORTEST_ROW:
-        add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // 2)})
+    for part in (2, 4, 8):
+        add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // part)})
     for other in ("lora", "qlora"):
         if mode not in (other, "qlora"):
             add({"tuning.mode": other})
@@ -137,7 +143,7 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
         add({"model.dtype": "bfloat16", "train.optim": "adamw_bnb_8bit"})
     if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
         keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
-        add(keys, "make train-fsdp CONFIG=...", halved.without_json("fsdp2"))
+        add(keys, "make train-fsdp", halved.without_json("fsdp2"))
     alone = setup.strategy == "ddp" and setup.group_size == 1 and strategy in ("auto", "ddp")
     if alone and setup.world_size > 1:
         size = setup.world_size // launch.num_nodes
@@ -147,11 +153,11 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, Req
             {"launch.sequence_parallel": size},
         ]
         for keys in ways:
-            add(keys, "make train-distributed CONFIG=...", replace(halved, command_strategy="auto"))
+            add(keys, "make train-distributed", replace(halved, command_strategy="auto"))
     if mode != "qlora" and setup.device == "cuda" and not setup.offload_parameters:
         keys = {} if strategy in ("auto", "zero3") else {"launch.strategy": "zero3"}
-        command = f"make train-deepspeed CONFIG=... DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
-        add(keys, command, halved.with_offloading())
+        file = f"DEEPSPEED_CONFIG={shipped('deepspeed/zero3_offload.json')}"
+        add(keys, "make train-deepspeed", halved.with_offloading(), file)
     return overrides
 
 

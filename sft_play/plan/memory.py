@@ -15,7 +15,7 @@ from typing import Literal
 
 from sft_play.config.optimizers import OPTIMIZERS
 from sft_play.config.schema import Config
-from sft_play.plan.plan import Setup
+from sft_play.plan.plan import Plan, Setup
 from sft_play.plan.shape import BY_LENGTHS, CHANGED_LOGITS, ModelShape, fuses_adapters, quantises_experts
 from sft_play.runs.adapters import embeddings_of
 
@@ -612,3 +612,13 @@ def loading_host_bytes(config: Config, shape: ModelShape, setup: Setup, processe
     full = config.tuning.mode == "full"
     weights = 4.0 * shape.parameters if full else sum(frozen_bytes(config, shape, setup))
     return int(processes * (weights + CONTEXT_BYTES["cpu"]))
+
+
+def machine_bytes(config: Config, shape: ModelShape, plan: Plan, processes: int) -> int:
+    """Return the bytes of a machine's memory that its processes need: the complete peak on CPUs, else what is
+    offloaded, or what loading takes.
+    """
+    if plan.device == "cpu":
+        return sum(rank.peak_bytes for rank in plan.ranks[:processes])
+    offloaded = processes * host_bytes(config, shape, plan, max(rank.micro_batch for rank in plan.ranks))
+    return max(offloaded, loading_host_bytes(config, shape, plan, processes))

@@ -44,9 +44,12 @@ EXAMPLE_LOCAL_STEPS = 16
 """Local steps that the table shows where `launch.local_steps` is 1."""
 MOST_WAITING = 1.0
 """Longest wait for weights per micro-step, in seconds, that is accepted over a slow network."""
-NVLINK_CHIPS = frozenset({(8, 0), (9, 0), (10, 0)})
-"""Compute capabilities of the chips that are sold with NVLink (A100, H100 and H200, B200)."""
-NVLINK_BYTES_PER_SECOND = 150e9
+NVLINK: Mapping[tuple[int, int] | None, float] = {(8, 0): 300e9, (9, 0): 450e9, (10, 0): 900e9}
+"""Compute capability of chips that are sold with NVLink (A100, H100 and H200, B200) -> bytes per second that a card
+sends, by NVIDIA's data sheets.
+"""
+NVLINK_SHARE = 0.5
+"""Part of it that collectives are assumed to reach."""
 PCIE_BYTES_PER_SECOND = 12e9
 LOOPBACK_BYTES_PER_SECOND = 1.5e9
 """Speed between processes of one CPU over gloo (1.2 to 1.5 GB/s on a server)."""
@@ -72,14 +75,16 @@ def link_bytes_per_second(hardware: Hardware, devices: tuple[Device, ...], nodes
         return None
     if hardware.kind == "cpu":
         return LOOPBACK_BYTES_PER_SECOND
-    return NVLINK_BYTES_PER_SECOND if have_nvlink(devices) else PCIE_BYTES_PER_SECOND
+    if not have_nvlink(devices):
+        return PCIE_BYTES_PER_SECOND
+    return NVLINK_SHARE * min(NVLINK[device.compute_capability] for device in devices)
 
 
 def have_nvlink(devices: tuple[Device, ...]) -> bool:
     """Return whether all of a machine's cards have chips that are sold with NVLink, and are not the PCIe ones, which
     bridges join in pairs at most.
     """
-    return all(d.compute_capability in NVLINK_CHIPS and "pcie" not in d.name.lower() for d in devices)
+    return all(d.compute_capability in NVLINK and "pcie" not in d.name.lower() for d in devices)
 
 
 def sent_bytes(config: Config, shape: ModelShape, setup: Setup, launch: LaunchConfig | None = None) -> float:

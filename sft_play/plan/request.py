@@ -249,8 +249,10 @@ def describe_machines(request: Request) -> dict[str, str]:
 class Remedy:
     """One way to need less memory."""
 
-    override: str
-    """What to type."""
+    command: str
+    """Command to type instead; empty if the same one will do."""
+    variables: str
+    """What to add to the command."""
     need_bytes: int
     saving_bytes: int
     fits: bool
@@ -259,7 +261,8 @@ class Remedy:
 
     def __str__(self) -> str:
         host = f" and {self.host_bytes / GIB:.1f} GiB of the machine's memory" if self.host_bytes else ""
-        return f"{self.override}: {self.need_bytes / GIB:.1f} GiB{host} ({self.saving_bytes / GIB:.1f} less)" + (
+        typed = f"{self.command} CONFIG=... {self.variables}".strip() if self.command else self.variables
+        return f"{typed}: {self.need_bytes / GIB:.1f} GiB{host} ({self.saving_bytes / GIB:.1f} less)" + (
             "" if self.fits else ", still too much"
         )
 

@@ -21,9 +21,11 @@ from sft_play.config.yaml_files import dump_documents, fill, read_plain_yaml
 from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import is_file_name, typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Rehearsal, machine_bytes, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
 from sft_play.launch.settings import require_ours
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
+from sft_play.plan.memory import machine_bytes
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -284,7 +286,7 @@ def _notes(spec: Spec, *, named: bool) -> Iterator[str]:
             " continues the run, once the old job is deleted; another run needs its own RUN_NAME"
         )
     memory = spec.size["memory"]
-    if (need := machine_bytes(config, spec.plan, spec.processes)) > (quantity(memory) or 0):
+    if (need := machine_bytes(config, shape_of(config.model), spec.plan, spec.processes)) > (quantity(memory) or 0):
         yield (
             f"the plan needs {need / GIB:.1f} GiB of a pod's memory, and kubernetes.memory is {memory},"
             " /dev/shm included: raise it, or the kernel ends the pod"

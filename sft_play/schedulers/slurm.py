@@ -35,10 +35,12 @@ from sft_play.config.load import own_words, save_config
 from sft_play.config.schedulers import SlurmConfig, quantity
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Rehearsal, machine_bytes, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
+from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
+from sft_play.plan.memory import machine_bytes
 from sft_play.plan.plan import COMMANDS
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
@@ -409,7 +411,8 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
         )
         notes.append(f"planned for nodes like this machine; {what}")
     config = rehearsal.loaded.config
-    memory, need = config.slurm.memory, machine_bytes(config, rehearsal.plan, rehearsal.processes)
+    memory = config.slurm.memory
+    need = machine_bytes(config, shape_of(config.model), rehearsal.plan, rehearsal.processes)
     if memory and need > (quantity(f"{memory}i") or 0):
         notes.append(
             f"the plan needs {need / GIB:.1f} GiB of a node's memory, and slurm.memory is {memory}: raise it, or Slurm"

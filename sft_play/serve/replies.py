@@ -11,7 +11,8 @@ from typing import Any
 
 from sft_play.data import OPEN
 from sft_play.data.answers import AnswerParts, marks_of, parts_of
-from sft_play.data.turns import chat_turns, tools_of
+from sft_play.data.tools import tools_of
+from sft_play.data.turns import chat_turns
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import write_chat

@@ -68,6 +68,7 @@ def test_runs_in_every_state_are_listed(in_process: Program, tmp_path: Path) -> 
     states = {"done": ("started", "finished"), "broken": ("started", "failed"), "gone": ("started",), "none": ()}
     for name, events in states.items():
         make_run(runs, name, *events, best="rougeL" if name == "done" else "loss")
+    (make_run(runs, "model").path / "eval" / "step-000000").mkdir(parents=True)
     running = make_run(runs, "now", "started")
     append_json_line(running.metrics, {"kind": "train", "step": 3, "loss": 1.0, "rank_memory_gib": [1.5, 2.25, None]})
     append_json_line(
@@ -85,6 +86,7 @@ def test_runs_in_every_state_are_listed(in_process: Program, tmp_path: Path) -> 
         "broken": "failed",
         "gone": "killed",
         "none": "never started",
+        "model": "scored",
         "now": "running",
         "second": "finished",
     }

@@ -14,9 +14,9 @@ import pytest
 
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
-from sft_play.data.formats import UNDESCRIBED, Example, understand
+from sft_play.data.formats import Example, understand
 from sft_play.data.sources import as_in_file, read_source
-from sft_play.data.turns import OTHER_RESULTS, TWICE
+from sft_play.data.tools import OTHER_RESULTS, TWICE, UNDESCRIBED
 from sft_play.errors import DataError
 
 Row = dict[str, Any]

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from pyarrow import feather, ipc, parquet
 
 from sft_play.config.schema import Config, DataSource, ModelConfig
-from sft_play.data.formats import FILLED, understand
+from sft_play.data.formats import understand
 from sft_play.data.sources import read_source
 from sft_play.data.tokens import Encoder
+from sft_play.data.tools import FILLED
 from sft_play.errors import DataError
 from tests.chat_tokenizers import load_with, save_tokenizer
 

@@ -6,6 +6,9 @@ import bz2
 import gzip
 import json
 import lzma
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,55 @@ def test_rows_of_an_export_are_read_next_to_other_keys(indent: int | None, tmp_p
         b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
     )
     assert [list(row) for row in rows_of(single)] == [["messages"]], "one row of JSON lines"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_table_by_columns_is_read_as_rows(indent: int | None, tmp_path: Path) -> None:
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    of_pandas = {name: {str(place): value for place, value in enumerate(values)} for name, values in columns.items()}
+    for name, table in (("pandas", of_pandas), ("datasets", columns)):
+        path = write(tmp_path / f"{name}.json", json.dumps(table, indent=indent).encode())
+        assert rows_of(path) == ROWS
+    tokens = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
+    for name, row in (("tokens", tokens), ("turns", turns)):
+        path = write(tmp_path / f"{name}.json", json.dumps(row).encode())
+        assert rows_of(path) == [row], "one row whose values are lists"
+
+
+def test_turns_stored_by_their_keys_are_a_conversation(tmp_path: Path) -> None:
+    turns = {"from": ["human", "gpt"], "value": ["q", "a"], "weight": [None, 0.5]}
+    path = write(tmp_path / "a.parquet", parquet_of(pyarrow.Table.from_pylist([{"conversations": turns}])))
+    [row] = rows_of(path)
+    example = understand(("", row), None)
+    assert example.messages == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", "train": 0.5},
+    ]
+
+
+@pytest.mark.parametrize(
+    "listed", [["q", "a", "q2", "a2"], [{"human": "q", "assistant": "a"}, {"human": "q2", "assistant": "a2"}]]
+)
+def test_texts_and_pairs_are_refused_with_a_command_that_makes_turns_of_them(listed: list[Any], tmp_path: Path) -> None:
+    path = write(tmp_path / "old.jsonl", json.dumps({"id": 1, "data": listed}).encode())
+    with pytest.raises(DataError) as caught:
+        understand(("", rows_of(path)[0]), None)
+    command = re.search(r"`(jq .+?)` makes turns", caught.value.hint or "")
+    assert command
+    with pytest.raises(DataError, match=r"messages\[0\]"):
+        understand(("", rows_of(path, columns={"messages": "data"})[0]), None)
+    if not shutil.which("jq"):
+        pytest.skip("jq is not installed")
+    words = command[1].replace("OLD", str(path)).replace("NEW", str(tmp_path / "new"))
+    subprocess.run(["bash", "-c", words], check=True)
+    example = understand(("", rows_of(str(tmp_path / "new.jsonl"))[0]), None)
+    assert [(turn["role"], turn["content"]) for turn in example.messages or []] == [
+        ("user", "q"),
+        ("assistant", "a"),
+        ("user", "q2"),
+        ("assistant", "a2"),
+    ]
 
 
 THREAD = {

@@ -32,11 +32,11 @@ def outcome(*case: Any) -> tuple[bool, int]:
 
 
 def as_typed(remedy: Remedy, typed: list[str], launch: LaunchRequest) -> tuple[list[str], LaunchRequest]:
-    words = [word for word in remedy.override.split() if "=" in word and not word.startswith(("CONFIG", "DEEPSPEED"))]
+    words = [word for word in remedy.variables.split() if not word.startswith("DEEPSPEED")]
     names = {word.partition("=")[0] for word in words}
-    if "train-deepspeed" in remedy.override:
+    if remedy.command == "make train-deepspeed":
         launch = OFFLOADED
-    elif "train-fsdp" in remedy.override:
+    elif remedy.command == "make train-fsdp":
         launch = LaunchRequest(command_strategy="fsdp2")
     return [word for word in typed if word.partition("=")[0] not in names] + words, launch
 
@@ -59,12 +59,12 @@ def test_a_remedy_gives_what_it_promises(name: str) -> None:
     assert error.value.remedies
     for remedy in error.value.remedies:
         words, request = as_typed(remedy, typed, launch)
-        assert outcome(preset, hardware, words, request)[0] == remedy.fits, remedy.override
-        if "=auto" in remedy.override:
+        assert outcome(preset, hardware, words, request)[0] == remedy.fits, str(remedy)
+        if "=auto" in remedy.variables:
             continue  # it takes as many rows as fit
         if not any(word.startswith(("TRAIN_BATCH_SIZE", "TRAIN_GRAD_ACCUM")) for word in words):
             words.append("TRAIN_BATCH_SIZE=1")  # the memory that is said is of the rows that did not fit
-        assert outcome(preset, hardware, words, request) == (remedy.fits, remedy.need_bytes), remedy.override
+        assert outcome(preset, hardware, words, request) == (remedy.fits, remedy.need_bytes), str(remedy)
 
 
 def test_the_example_in_the_docs_matches_the_plan() -> None:
@@ -83,8 +83,15 @@ def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> 
     def offloading(hardware: Any) -> list[str]:
         with pytest.raises(DoesNotFitError) as error:
             plans.planned(loaded, hardware, ONE)
-        return [str(remedy) for remedy in error.value.remedies if "offload" in remedy.override]
+        return [str(remedy) for remedy in error.value.remedies if "offload" in remedy.variables]
 
     (unknown,) = offloading("24GB")
     assert re.search(r"[\d.]+ GiB and 1\d\d\.\d GiB of the machine's memory \(", unknown)
     assert offloading(plans.with_ram("24GB", 512)) == [unknown] and offloading(plans.with_ram("24GB", 64)) == []
+
+
+def test_rows_are_shortened_as_far_as_they_must_be() -> None:
+    with pytest.raises(DoesNotFitError) as error:
+        planned("run_bnb", "8GB", ["MODEL_MAX_SEQ_LEN=16384", "TRAIN_BATCH_SIZE=1"], ONE)
+    [shorter] = [remedy for remedy in error.value.remedies if remedy.variables.startswith("MODEL_MAX_SEQ_LEN=")]
+    assert shorter.fits and shorter.variables < "MODEL_MAX_SEQ_LEN=8192"
