@@ -9,8 +9,7 @@ from dataclasses import replace
 from sft_play.config.call import Call
 from sft_play.config.layers import preset_path
 from sft_play.launch.commands import finish, start_run
-from sft_play.launch.rehearse import MEASURED_ALONE
-from sft_play.plan.detect import detect
+from sft_play.launch.rehearse import MEASURED_ALONE, usual_strategy
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.gate import read_facts
 
@@ -22,9 +21,8 @@ def main(call: Call) -> int:
     exit code.
     """
     call = replace(call, options={"CONFIG": str(preset_path("quickstart")), **call.options})
-    hardware = detect()
-    several = (call.integer("NUM_GPUS", minimum=1) or (len(hardware.devices) if hardware.kind == "cuda" else 1)) > 1
-    run, outcome = start_run(call.with_defaults(SHORT), "auto" if several else "single")
+    short = call.with_defaults(SHORT)
+    run, outcome = start_run(short, usual_strategy(short))
     if outcome.code:
         return finish(call, run, outcome)
     facts = read_facts(run.training_metrics)

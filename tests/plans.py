@@ -128,7 +128,7 @@ def simple_plan(**changes: Any) -> Plan:
         "gradient_checkpointing": False, "optim": "adamw_torch", "learning_rate": 2e-4, "ranks": (),
         "global_batch_size": 8, "steps": 4, "steps_per_epoch": 4, "warmup_steps": 0, "eval_batch_size": 4,
         "tokens_per_second": None,
-        "communication_share": None, "seconds_per_step": None, "total_seconds": None, "reasons": {}, "remedies": (),
+        "communication_share": None, "seconds_per_step": None, "total_seconds": None, "reasons": {},
     }  # fmt: skip
     return Plan(**(values | changes))
 

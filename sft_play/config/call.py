@@ -104,9 +104,9 @@ class Call:
     """Whether MODEL_TRUST_REMOTE_CODE=true was typed with `RUN`: this user lets the code of the run's base model run.
     """
 
-    def load_config(self, default: str | None = None) -> LoadedConfig:
-        """Return the configuration of `CONFIG` (else of `RUN`, else of `default`) with the overrides, and print its
-        notices to stderr.
+    def load_config(self) -> LoadedConfig:
+        """Return the configuration of `CONFIG` (else of `RUN`) with the overrides, and print its notices to
+        stderr.
 
         Raise `UserError` with every problem at once.
         """
@@ -117,7 +117,7 @@ class Call:
                 hint="a run keeps the configuration that it was started with; give one of them",
             )
         if not run:
-            name = self.options.get("CONFIG") or default
+            name = self.options.get("CONFIG")
             if not name:
                 raise UserError(
                     f"`{self.command}` needs a configuration", hint="CONFIG=my.yaml, or a preset: CONFIG=quickstart"

@@ -157,13 +157,14 @@ SCORES = "evaluation is token-weighted over all ranks, with the scores of `make 
 
 TRACKERS = "trackers read their own variables, such as `export WANDB_PROJECT=...` (docs/watching.md)"
 
+RENAMED = "it is named differently here"
 REFUSED: Mapping[str, tuple[str | None, str]] = {
     "output_dir": ("RUN_NAME", "a run's files are in `runs/RUN_NAME/`, and `RUNS_DIR` moves `runs/`"),
-    "per_device_train_batch_size": ("train.batch_size", "it is named differently here"),
-    "per_device_eval_batch_size": ("eval.batch_size", "it is named differently here"),
-    "num_train_epochs": ("train.epochs", "it is named differently here"),
-    "gradient_accumulation_steps": ("train.grad_accum", "it is named differently here"),
-    "activation_checkpointing": ("train.gradient_checkpointing", "it is named differently here"),
+    "per_device_train_batch_size": ("train.batch_size", RENAMED),
+    "per_device_eval_batch_size": ("eval.batch_size", RENAMED),
+    "num_train_epochs": ("train.epochs", RENAMED),
+    "gradient_accumulation_steps": ("train.grad_accum", RENAMED),
+    "activation_checkpointing": ("train.gradient_checkpointing", RENAMED),
     **dict.fromkeys(
         ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
         ("train.gradient_checkpointing", "the plan decides how activations are recomputed"),
@@ -211,8 +212,8 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
     "dataloader_drop_last": (None, "no row is skipped; " + ROW_ORDER),
     "remove_unused_columns": (None, "rows are prepared before the run and hold only what the model takes"),
     "label_names": (None, "labels are the tokens of the answers"),
-    "ddp_backend": ("launch.backend", "it is named differently here"),
-    "ddp_timeout": ("launch.timeout_seconds", "it is named differently here"),
+    "ddp_backend": ("launch.backend", RENAMED),
+    "ddp_timeout": ("launch.timeout_seconds", RENAMED),
     **dict.fromkeys(
         ("fsdp", "fsdp_config"), ("launch.strategy", "`launch.strategy: fsdp2` or `make train-fsdp` shards the model")
     ),

@@ -210,10 +210,6 @@ class Collator:
         device: str = "cpu",
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        if layout not in ("flattened", "padded", "unmasked"):
-            raise ValueError(f"unknown layout `{layout}`")
-        if part[1] > 1 and (layout != "flattened" or attention not in BY_LENGTHS):
-            raise ValueError(f"lines of the layout `{layout}` under `{attention}` cannot be cut into slices")
         self.layout = layout
         self.pad_token_id = pad_token_id
         self._nothing: Line = ([pad_token_id] * 2, [IGNORED] * 2, [0.0] * 2)

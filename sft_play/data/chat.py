@@ -556,8 +556,8 @@ def check_answer(
     render: Render,
     end: Callable[[str], int],
 ) -> None:
-    """Raise `DataError` unless `said`, what is learnt of message `index`, contains its calls and its words. `end`: of a
-    turn in a text.
+    """Raise `DataError` unless `learnt`, what is learnt of message `index`, contains its calls and its words. `end`: of
+    a turn in a text.
     """
     message, number = messages[index], index + 1
     marks = _Marks()

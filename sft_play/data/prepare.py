@@ -370,7 +370,7 @@ def ids_of_new_tokens(tokens: Sequence[str], tokenizer: Any) -> dict[str, int]:
 
 
 def refuse_nothing(sources: Sequence[DataSource], skipped: Sequence[LeftOut]) -> None:
-    """Raise `DataError` for sources without any row, with what was `left` out of them and why."""
+    """Raise `DataError` for sources without any row, with what was left out of them (`skipped`) and why."""
     reasons = sum((out.counts for out in skipped), Counter[str]())
     first = next((place for out in skipped for places in out.places.values() for place in places), None)
     raise DataError(
@@ -393,7 +393,7 @@ def works_of(
 ) -> Iterator[SourceRows]:
     """Yield the rows of all sources by the chunk; what ends the reading of a source goes to `problems`.
 
-    `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `left`, by source.
+    `seed` chooses where a source takes only some `rows`; what readers leave out is counted in `skipped`, by source.
     """
     for index, source in enumerate(sources):
         form: str | None = None if source.format == "auto" else source.format

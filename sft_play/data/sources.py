@@ -305,7 +305,7 @@ def read_source(source: DataSource, *, seed: int = 0, skipped: LeftOut | None = 
     """Yield the rows that a source takes: after its `columns`, `filter` and `rows` (chosen by `seed`, which is
     `train.seed`).
 
-    What is left out is counted in `left`. Raise `DataError` with the place of what cannot be read.
+    What is left out is counted in `skipped`. Raise `DataError` with the place of what cannot be read.
     """
     skipped = skipped if skipped is not None else LeftOut()
     try:

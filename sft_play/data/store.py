@@ -30,7 +30,7 @@ from sft_play.config.schema import DataSource
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
-from sft_play.data.tokens import ANSWER_END, EncodedExample
+from sft_play.data.tokens import ANSWER_END, ANSWER_TOO_LONG, TOO_LONG, EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
@@ -225,11 +225,11 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     lines = [first, *(_source_line(source, name) for source in sources)]
     reasons = [(reason, rows) for source in sources for reason, rows in source["dropped"].items()]
     gone, read = (
-        sum(rows for why, rows in reasons if why.endswith("model.max_seq_len")),
+        sum(rows for why, rows in reasons if why in (TOO_LONG, ANSWER_TOO_LONG)),
         sum(s["rows_read"] for s in sources),
     )
     if 2 * gone > read:
-        whole = any(reason.startswith("longer") for reason, _ in reasons)  # else they were cut, and too long even so
+        whole = any(reason == TOO_LONG for reason, _ in reasons)  # else they were cut, and too long even so
         other = ", or cut them: DATA_OVERLONG=split" if whole else ""
         lines.append(
             f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"

@@ -278,7 +278,7 @@ def launches(run: RunFolder) -> list[dict[str, Any]]:
     """Return the events of the user's launches, oldest first. Raise `CheckpointError` if there are none."""
     events = [event for event in read_events(run) if event["event"] in STARTS and event.get("launch")]
     facts = [event["launch"] for event in events]
-    if not facts or any(launch.keys() < LAUNCH.keys() or misfit(launch, LAUNCH) is not None for launch in facts):
+    if not facts or any(not launch.keys() >= LAUNCH.keys() or misfit(launch, LAUNCH) is not None for launch in facts):
         raise cannot_continue(run, run.events)
     return events
 

@@ -88,7 +88,7 @@ class Outcome:
     doing: Mapping[str, Any] = field(default_factory=dict)
     """The rank's activity: `phase`, `step`, `micro_step`, `rows`; empty if it is not known."""
     stop: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of a stop on request: `signal`, `step`, `phase`, `saved`, `note`."""
+    """Facts of a stop on request: `signal`, `step`, `saved`, `note`."""
     late_stop: int = 0
     """The exit code of a stop that was asked for when the training was complete (`code` is 0): nothing else follows."""
 
@@ -306,7 +306,6 @@ def stop_facts(run: RunFolder, signals: Sequence[int], records: Records) -> dict
     return {
         "signal": name,
         "step": max((int(stop["step"]) for stop in stops), default=None),
-        "phase": stops[0]["phase"] if stops else None,
         "saved": newest.name if newest else None,
         "note": "; ".join(notes) or None,
     }

@@ -481,11 +481,11 @@ def _choose_packing(request: Request, plain: Division, reasons: dict[str, str]) 
     tokens, fitting = packed.setup.row_tokens, request.largest(packed.setup)
     micros = _micro_batches(request, packed, fitting)
     if any(micro > most for micro, most in zip(micros, fitting, strict=True)):
-        capacity = f"{'only ' + str(min(fitting)) if min(fitting) else 'not one'} pack of {tokens} tokens"
+        capacity = f"only {plural(min(fitting), 'pack')}" if min(fitting) else "not one pack"
         if wish == "auto":
-            return off(f"{capacity} would fit")
+            return off(f"{capacity} of {tokens} tokens would fit")
         raise UserError(
-            f"`train.packing` is `on`, but only {capacity} of the {max(micros)} packs in a micro-batch fit",
+            f"`train.packing` is `on`, but {capacity} of {tokens} tokens fits, and a micro-batch has {max(micros)}",
             hint="a smaller `model.max_seq_len`, TRAIN_GRADIENT_CHECKPOINTING=true, or TRAIN_PACKING=off",
         )
     bound, slots = packs.bound if packs else plain.global_batch, sum(micros)

@@ -117,7 +117,7 @@ class Mixture:
 def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | None:
     """Return the mixture of the sources, or `None` if they have no weights.
 
-    Raise `DataError` for an empty source with a weight, and where all weights are 0.
+    Raise `DataError` for an empty source with a weight.
     """
     weights = [source.weight for source in sources]
     if not weights or any(weight is None for weight in weights):
@@ -130,8 +130,6 @@ def mixture_of(data: DataConfig, sources: Sequence[SourceFacts]) -> Mixture | No
                 f"source `{source.name}` has the weight {source.weight:g}, but gave no rows",
                 hint="`make inspect` shows why its rows were dropped; omit the source, or give it the weight 0",
             )
-    if total <= 0:
-        raise DataError("all weights of `data.sources` are 0, so nothing would be trained", hint="omit them")
     return Mixture(
         sources=tuple(sources),
         weights=tuple(share / total for share in shares),

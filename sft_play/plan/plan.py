@@ -256,8 +256,6 @@ class Plan(Setup):
     """Changes made because memory ran out, oldest first (`launch.recovery.facts`)."""
     reasons: Mapping[str, str]
     """Kind of a choice, such as `strategy` -> its reason, in the order of the choices."""
-    remedies: tuple[str, ...] = ()
-    """Empty since plans that do not fit are refused with theirs; earlier versions have them."""
     notices: tuple[str, ...] = ()
     """Reasons that may surprise, shown with every plan."""
 

@@ -30,6 +30,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import check_run
+from sft_play.runs.prepared import sources_of
 from sft_play.text import plural, tell
 
 Document = dict[str, Any]
@@ -298,12 +299,11 @@ def _notes(spec: Spec, *, named: bool) -> Iterator[str]:
                 f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is"
                 f" {settings.image}"
             )
-    sources = [*config.data.sources, *(config.data.validation if isinstance(config.data.validation, list) else [])]
     paths = {
         config.model.name,
         config.model.tokenizer,
         config.data.chat_template,
-        *(source.path for source in sources),
+        *(source.path for source in sources_of(config)),
     } - {None}
     seen = (*(f"{place}/" for place in PLACES.values()), "examples/")
     local = [

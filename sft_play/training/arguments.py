@@ -31,11 +31,6 @@ def training_arguments(config: Config, plan: Plan, run: RunFolder, *, has_valida
 
     Raise `HardwareError` for what this machine lacks, and `UserError` for settings that transformers refuses together.
     """
-    if plan.device == "cpu" and plan.precision != "fp32" and not uses_cpu_flag(plan):
-        raise HardwareError(
-            f"{plan.strategy} on a CPU computes only in fp32, and `train.{plan.precision}` is `true`",
-            hint="set it to `auto`, or use `make train` or `make train-distributed`",
-        )
     values = _values(config, plan, run, has_validation=has_validation)
     try:
         args = TrainingArguments(**values)

@@ -40,8 +40,6 @@ class StopRequest:
     activity: Activity
     heard: int | None = None
     """The signal received here, or SIGTERM for one received by another rank."""
-    during: str = "loading"
-    """The phase in which the signal was received."""
     nothing_to_save: bool = True
     """True until the first step has ended; without checkpoints, until the last step has."""
     step: int = 0
@@ -68,7 +66,7 @@ class StopRequest:
     def hear(self, number: int) -> None:
         """Accept a request; only the first counts."""
         if self.heard is None:
-            self.heard, self.during = number, self.activity.phase
+            self.heard = number
             threading.Thread(target=self._wait, name="time to leave", daemon=True).start()
 
     def finish(self, record: Mapping[str, Any]) -> None:
@@ -82,7 +80,7 @@ class StopRequest:
         """Add the facts of a stop to its exit record."""
         if self.heard is None or record["code"] not in (130, 143):
             return dict(record)
-        stop = {"signal": signal.Signals(self.heard).name, "phase": self.during, "step": self.step, "saved": self.saved}
+        stop = {"signal": signal.Signals(self.heard).name, "step": self.step}
         return {**record, "stop": stop}
 
     def _read(self, reader: int) -> None:

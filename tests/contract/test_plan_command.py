@@ -30,7 +30,6 @@ KEYS = {
     "tokens_per_second",
     "communication_share",
     "reasons",
-    "remedies",
 }
 PARTS = {"frozen", "quant_state", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "context"}
 

@@ -39,7 +39,7 @@ def test_nohup_is_respected() -> None:
 STOPPED: dict[str, Any] = {
     "code": 143,
     "time": 1.0,
-    "stop": {"signal": "SIGTERM", "phase": "training", "step": 7, "saved": 7},
+    "stop": {"signal": "SIGTERM", "step": 7},
 }
 
 
