@@ -37,6 +37,8 @@ from sft_play.data.turns import (
     weight_of,
 )
 from sft_play.data.values import (
+    ANSWERS,
+    ASKS,
     SPEAKERS,
     STANDS_FOR_NONE,
     group_of,
@@ -274,44 +276,6 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Row], Parts]]] = {
 """Each format: the columns it needs, of a conversation the one that asks first, and the conversion."""
 
 
-ANSWERS = (
-    *(
-        "response",
-        "output",
-        "answer",
-        "completion",
-        "target",
-        "targets",
-        "targets_pretokenized",
-        "reply",
-        "summary",
-        "highlights",
-        "solution",
-        "translation",
-    ),
-    *("label_text", "label_name", "label", "labels", "category", "class"),
-    *("sentiment", "intent", "topic", "emotion", "tag"),
-)
-ASKS = (
-    *("prompt", "query", "input", "instruction", "question", "text", "review", "comment", "comment_text", "tweet"),
-    *(
-        "inputs",
-        "inputs_pretokenized",
-        "message",
-        "sentence",
-        "utterance",
-        "ticket",
-        "email",
-        "article",
-        "document",
-        "dialogue",
-        "problem",
-        "body",
-        "description",
-        "source",
-    ),
-    *("content", "headline", "title"),
-)
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("output", "answer", "completion"), ANSWERS),
     **dict.fromkeys(("prompt", "question", "instruction"), ASKS),

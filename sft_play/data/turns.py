@@ -23,6 +23,8 @@ from sft_play.data.judged import speaks_against
 from sft_play.data.readers import LEAVE_OUT, parse_json
 from sft_play.data.tools import TOOL_NAMES, tool_calls, tools_of
 from sft_play.data.values import (
+    ANSWERS,
+    ASKS,
     SHOWN,
     SPEAKERS,
     in_snake_case,
@@ -46,7 +48,7 @@ CALLS = "calls"
 ROLE_NAMES: Mapping[str, str] = {
     **{role: role for role in ROLES},
     "developer": "system",
-    "human": "user",
+    **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("function", "ipython", "observation", "function_response", "function_result"), "tool"),
     **dict.fromkeys(("tool_response", "tool_result", "tool_output"), "tool"),
@@ -156,14 +158,15 @@ def turns_by_key(value: Any) -> Any:
 def way_to_turns(listed: Sequence[Any], column: str = "COLUMN") -> str:
     """Return a command that makes turns of texts, or of pairs of question and answer; empty for other lists."""
     turn = "{role: %s, content: .%s}"
-    if len(listed) > 1 and all(isinstance(text, str) for text in listed):
+    if len(listed) > 1 and all(isinstance(text, str) for text in listed) and " " in "".join(listed):
         each = "to_entries[] | " + turn % ('["user", "assistant"][.key % 2]', "value")
         what = "texts whose speakers alternate"
     elif listed and isinstance(listed[0], Mapping):
-        keys = {role_of(key): key for key in listed[0]}
-        if not {"user", "assistant"} <= keys.keys():
+        first = [key for key in listed[0] if role_of(key) == "user" or key.lower() in (*ASKS, "q")]
+        then = [key for key in listed[0] if role_of(key) == "assistant" or key.lower() in (*ANSWERS, "a")]
+        if not (len(first) == len(then) == 1) or first == then:
             return ""
-        each = ".[] | " + ", ".join(turn % (f'"{role}"', keys[role]) for role in ("user", "assistant"))
+        each = ".[] | " + turn % ('"user"', first[0]) + ", " + turn % ('"assistant"', then[0])
         what = "pairs"
     else:
         return ""

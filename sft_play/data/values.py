@@ -20,6 +20,47 @@ MOST_DEPTH, SHOWN = 100, 60
 SPEAKERS = ("role", "from", "speaker", "author", "sender", "who")
 """Keys of a turn that say who speaks."""
 
+ANSWERS = (
+    *(
+        "response",
+        "output",
+        "answer",
+        "completion",
+        "target",
+        "targets",
+        "targets_pretokenized",
+        "reply",
+        "summary",
+        "highlights",
+        "solution",
+        "translation",
+        "code",
+        "canonical_solution",
+    ),
+    *("label_text", "label_name", "label", "labels", "category", "class"),
+    *("sentiment", "intent", "topic", "emotion", "tag"),
+)
+ASKS = (
+    *("prompt", "query", "input", "instruction", "question", "text", "review", "comment", "comment_text", "tweet"),
+    *(
+        "inputs",
+        "inputs_pretokenized",
+        "message",
+        "sentence",
+        "utterance",
+        "ticket",
+        "email",
+        "article",
+        "document",
+        "dialogue",
+        "problem",
+        "body",
+        "description",
+        "source",
+    ),
+    *("content", "headline", "title"),
+)
+"""What data sets call an answer, and what is asked."""
 STANDS_FOR_NONE = re.compile(
     r"nan|<NA>|NaT|\\N|#(?:N/A|NV|N/D)|#[¡¿]?(?:REF|NAME|VALUE|DIV/0|NULL|NUM|SPILL|CALC|ERROR|BEZUG|WERT|ZAHL|NOM"
     r"|VALEUR|NOMBRE|VALOR|NOME|RIF|VALORE)[!?]|Loading\.\.\.|[\u200b-\u200d\u2060\ufeff]+|\[(?:deleted|removed)\]"

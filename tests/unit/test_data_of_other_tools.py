@@ -420,7 +420,9 @@ def test_what_tables_write_for_no_value_is_no_text(word: str) -> None:
 
 
 def test_turns_in_rows_of_their_own_are_not_learnt_alone() -> None:
-    assert "seems to be a turn of a conversation" in refused({"speaker": "user", "text": "t"}).message
+    for who in ({"speaker": "user"}, {"role": "prompter", "parent_id": None}):
+        assert "seems to be a turn of a conversation" in refused({**who, "text": "t"}).message
+    assert read({"text": "Write a sum.", "code": "print(1)"}).answer_column == "code", "refused where all rows are so"
     assert read({"speaker": "A. Merkel", "text": "t"}).text == "t"
 
 

@@ -186,7 +186,12 @@ def test_turns_stored_by_their_keys_are_a_conversation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "listed", [["q", "a", "q2", "a2"], [{"human": "q", "assistant": "a"}, {"human": "q2", "assistant": "a2"}]]
+    "listed",
+    [
+        ["is it?", "yes", "and now?", "no"],
+        [{"human": "is it?", "assistant": "yes"}, {"human": "and now?", "assistant": "no"}],
+        [{"input": "is it?", "output": "yes"}, {"input": "and now?", "output": "no"}],
+    ],
 )
 def test_texts_and_pairs_are_refused_with_a_command_that_makes_turns_of_them(listed: list[Any], tmp_path: Path) -> None:
     path = write(tmp_path / "old.jsonl", json.dumps({"id": 1, "data": listed}).encode())
@@ -202,10 +207,10 @@ def test_texts_and_pairs_are_refused_with_a_command_that_makes_turns_of_them(lis
     subprocess.run(["bash", "-c", words], check=True)
     example = understand(("", rows_of(str(tmp_path / "new.jsonl"))[0]), None)
     assert [(turn["role"], turn["content"]) for turn in example.messages or []] == [
-        ("user", "q"),
-        ("assistant", "a"),
-        ("user", "q2"),
-        ("assistant", "a2"),
+        ("user", "is it?"),
+        ("assistant", "yes"),
+        ("user", "and now?"),
+        ("assistant", "no"),
     ]
 
 
