@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.schedulers.slurm import is_queued
 from sft_play.schedulers.slurm import main as write_job
-from sft_play.text import duration, figure, plural, table, tell
+from sft_play.text import duration, figure, list_some, plural, table, tell
 
 STOPPED = (130, 143)
 OF_SLURM = ("SUBMIT", "HARDWARE", "NUM_NODES")
@@ -113,14 +113,19 @@ def main(call: Call) -> int:
         for index, values in enumerate(itertools.product(*sweep.keys.values()), 1)
     ]
     metric = _metric(sweep, load_config(config, [*call.overrides, *trials[0].overrides()]).config, path)
-    say_plan(call, trials)
-    return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, metric)
+    longer = say_plan(call, trials)
+    return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, longer, metric)
 
 
-def in_turn(call: Call, trials: Sequence[Trial], metric: str) -> int:
-    """Train the runs one after the other and rank them. Return the exit code."""
+def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric: str) -> int:
+    """Train the runs one after the other, except those that have trained `longer`, and rank all. Return the exit
+    code.
+    """
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
+        if trial.name in longer:
+            results.append(result_of(trial))
+            continue
         words = ", ".join(f"{key}={text}" for key, text in trial.values.items())
         tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {words}")
         trial_call = _call(call, trial.name, *trial.overrides())
@@ -237,14 +242,15 @@ def check_unchanged(trial: Trial) -> None:
             )
 
 
-def say_plan(call: Call, trials: Sequence[Trial]) -> None:
+def say_plan(call: Call, trials: Sequence[Trial]) -> dict[str, int]:
     """Plan every run, so that a mistake in any is reported before the first starts, and print number, time and cost of
-    all.
+    all. Return the runs that have made more steps than the sweep asks for, with their steps.
     """
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
     for trial in trials:
         check_unchanged(trial)
     hardware, seconds, targets = detect(), list[float | None](), set[str]()
+    longer, extended = dict[str, int](), dict[str, int]()
     for trial in trials:
         ours = _call(call, trial.name, *trial.overrides())
         if call.flag("SLURM"):
@@ -254,7 +260,10 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
             plan = plan_for(loaded, hardware, options.request)
         targets.add(command_of(plan.strategy))
         past = result_of(trial).summary
-        if past.state != "finished" or plan.steps not in (None, past.steps):  # a typed number of steps trains it on
+        if plan.steps and past.step > plan.steps:  # `make resume` trained it on
+            longer[trial.name] = past.step
+        elif past.state != "finished" or plan.steps not in (None, past.steps):
+            extended |= {trial.name: past.step} if past.state == "finished" else {}
             share = 1 - min(past.step, plan.steps) / plan.steps if plan.steps else 1.0
             seconds.append(None if plan.total_seconds is None else share * plan.total_seconds)
     if call.flag("SLURM") and len(targets) > 1:
@@ -274,7 +283,16 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> None:
         lines.append(f"about {duration(total)} {of}, without preparation and start{cost}")
     else:
         lines.append(typed_here("the time is known once the data are prepared (`make data`)"))
+    lines += [
+        f"{what}: " + list_some([f"{name} ({plural(steps, 'step')})" for name, steps in runs.items()], 8)
+        for what, runs in (
+            ("trained on from where they finished", extended),
+            ("left as they are, since they were trained on", longer),
+        )
+        if runs
+    ]
     print(*lines, sep="\n", file=sys.stderr if call.json else sys.stdout, flush=True)
+    return longer
 
 
 def rank_results(results: Sequence[Result], metric: str) -> list[Result]:
@@ -311,6 +329,8 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
     ]
     print("", *table([("run", *results[0].trial.values, *scores, "state", "time"), *rows]), sep="\n")
     best = [result.trial.name for result in results if result.score(metric) is not None][:2]
+    if best:
+        print(typed_here(f"\nto train the best on: make resume RUN={best[0]} TRAIN_MAX_STEPS=MORE"))
     if len(best) > 1:
         hint = typed_here(f'make compare RUNS="{" ".join(best)}"')
         try:

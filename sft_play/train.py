@@ -11,7 +11,6 @@ import sft_play.isolation  # noqa: F401 - before anything else is imported
 # isort: split
 import argparse
 import os
-import resource
 import sys
 import time
 from dataclasses import asdict, replace
@@ -66,6 +65,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
         activity.write_phase("loading")
     config, plan, prepared = read_run(run)
     from sft_play.training.checkpoint_files import publish_model
+    from sft_play.training.metrics import forget_peak
     from sft_play.training.ranks import check_world, ranks_together
 
     heart.join(config.launch)
@@ -78,6 +78,7 @@ def train_rank(request: StopRequest, checkpoint: Path | None, console: TextIO | 
         clean_up(run)
     trainer.accelerator.wait_for_everyone()
     started = time.time()
+    forget_peak()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     saver.finish()
     if trainer.stop.stopped:
@@ -305,10 +306,10 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     quiet_libraries()
     run = request.run
     config, plan, prepared = read_run(run)
-    import torch
 
     from sft_play.data.rows import write_rows
     from sft_play.plan.sources import Probed
+    from sft_play.training.metrics import forget_peak
     from sft_play.training.ranks import check_world
 
     before = used_bytes()
@@ -320,8 +321,7 @@ def probe_rank(request: StopRequest, _: Path | None, __: TextIO | None) -> int:
     train = replace(prepared.train, path=str(path), rows=len(rows), sources=())
     trainer = build_trainer(request, config, plan, replace(prepared, train=train, validation=None), stamp, None)
     check_world(plan, trainer.accelerator, trainer.args.n_gpu)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    forget_peak()
     trainer.train()
     allocated, reserved, device_bytes = peaks(before)
     peak = Probed(allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=device_bytes)
@@ -350,8 +350,10 @@ def peaks(before_bytes: int) -> tuple[int, int, int]:
     """
     import torch
 
+    from sft_play.training.metrics import peak_memory_bytes
+
     if not torch.cuda.is_available():
-        return 0, 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return 0, 0, peak_memory_bytes()
     free, total = torch.cuda.mem_get_info()
     # CUDA's total excludes the driver's own memory (0.3 to 0.6 GiB); NVML's figures include it in both.
     device_bytes = used_bytes() - before_bytes if before_bytes else total - free

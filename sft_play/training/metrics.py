@@ -289,6 +289,15 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def forget_peak() -> None:
+    """Measure `peak_memory_bytes` from now on, without what loading took: on a CPU also pages of the weights' files."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):  # as on macOS, or where /proc may only be read
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+
+
 class Readings:
     """Read this process, and in the first process of a machine also the machine, since the last reading."""
 

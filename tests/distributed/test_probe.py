@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,26 @@ def test_a_probe_runs_the_longest_rows_and_is_remembered(program: Program, tiny:
     assert not (tmp_path / "runs").exists() and not list((tmp_path / "cache").glob("probe-*"))
     other = program("plan", *words, "SOURCE=formula", env=env)
     assert other.json["source"] == "formula"
+
+
+def test_pages_that_loading_mapped_are_no_peak_of_a_step(tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("only Linux measures anew")
+    program = f"""
+import mmap
+from pathlib import Path
+from sft_play.training.metrics import forget_peak, peak_memory_bytes
+
+path = Path(r"{tmp_path}") / "weights"
+path.write_bytes(bytes(200 * 2**20))
+with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+    assert sum(pages[:: mmap.PAGESIZE]) == 0
+loading = peak_memory_bytes()
+forget_peak()
+print((loading - peak_memory_bytes()) // 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 150
 
 
 def test_described_hardware_cannot_be_probed(program: Program) -> None:

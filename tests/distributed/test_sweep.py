@@ -76,8 +76,16 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
         and f'make compare RUNS="{results[0]["run"]} {results[1]["run"]}"' in listing
     )
 
-    on = launcher(*(word.replace("STEPS=30", "STEPS=32") for word in words)).out
-    assert "all are finished" not in on and re.search(r"^about .+ in all", on, re.M), on
+    best = results[0]["run"]
+    assert f"to train the best on: make resume RUN={best} TRAIN_MAX_STEPS=MORE" in listing
+    assert launcher("resume", f"RUN={best}", "TRAIN_MAX_STEPS=34").code == 0
+    on = launcher(*(word.replace("STEPS=30", "STEPS=32") for word in words))
+    assert on.code == 0 and f"left as they are, since they were trained on: {best} (34 steps)\n" in on.out, on.err
+    assert re.search(r"^trained on from where they finished: .*demo-rates-0\d \(30 steps\)$", on.out, re.M)
+    assert (
+        re.search(r"^about .+ for 3 with steps left", on.out, re.M)
+        and [launcher.events(event["run"])[-1]["event"] for event in results] == ["finished"] * 4
+    )
 
     (tmp_path / "rates.yaml").write_text(
         "metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n"
