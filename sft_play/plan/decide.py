@@ -20,7 +20,7 @@ from sft_play.config.rules import check_rules, network_keys
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan import choices, network
 from sft_play.plan.architecture import check_length, label
-from sft_play.plan.batch import Division, divide, explain_global_batch, halve, pack_if_typed
+from sft_play.plan.batch import Division, divide, explain_global_batch, halve, pack_if_typed, rows_each
 from sft_play.plan.epoch import label_share, row_tokens, step_count
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import (
@@ -193,6 +193,13 @@ def _choose_recomputation(request: Request, setup: Setup, reasons: dict[str, str
         why = "as configured" if asked is True else f"{plural(rows, 'row')} per device would not fit without it"
         reasons["recomputation"] = f"gradient checkpointing on: {why}"
         return saving, request.largest(saving)
+    if asked == "auto" and setup.offload_parameters:
+        share = rows_each(request.global_batch, setup.data_world)
+        if min(share, *(larger := request.largest(saving))) > min(plain):
+            reasons["recomputation"] = (
+                "gradient checkpointing on: with larger micro-batches the weights cross PCIe less often"
+            )
+            return saving, larger
     if asked == "auto":
         extra_time = "a third more time" if request.config.tuning.mode == "full" else "half as much time again"
         reasons["recomputation"] = (

@@ -74,6 +74,7 @@ def test_ranks_share_by_rule_without_shards_or_a_fast_network(hardware: str, cas
 def test_offloading_needs_enough_known_memory_of_the_machine() -> None:
     plan = plan_of(with_ram("2x24GB", 512), **FULL_8B)
     assert plan.offload_optimizer and plan.offload_parameters
+    assert plan.gradient_checkpointing and plan.ranks[0].micro_batch == 16, "few passes over PCIe"
     assert "shards do not fit either" in (why := plan.reasons["strategy"]) and "of 512.0 GiB; slow" in why
     assert all(rank.peak_bytes <= rank.capacity_bytes for rank in plan.ranks)
     assert plan.tokens_per_second is None and "unknown with offloading" in show_plan(plan, why=False), (
