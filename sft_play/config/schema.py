@@ -226,7 +226,7 @@ class TrainConfig:
     """Passes over the training rows."""
     max_steps: Annotated[int, Range(minimum=1, also=-1)] = -1
     """Optimizer steps; -1: by `train.epochs`, which counts if it is set later than steps."""
-    learning_rate: NotNegative | Auto = "auto"
+    learning_rate: Annotated[float, Range(minimum=0, maximum=10)] | Auto = "auto"
     """Peak; `auto`: 2e-4 for adapters, 2e-5 for `full`, 6e-4 from scratch."""
     lr_scheduler_type: str = "cosine"
     """[Schedule](training.md#optimizers-and-schedules) of transformers."""

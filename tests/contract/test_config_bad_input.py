@@ -142,6 +142,7 @@ CASES = {
     "arguments that exclude each other": (
         GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=nesterov=true"], "which needs a momentum, and no dampening"
     ),
+    "a rate without its sign": (GOOD, ["TRAIN_LEARNING_RATE=2e4"], "`2e4`; expected a number >= 0 and <= 10"),
     "an argument below 0": (
         GOOD, ["TRAIN_OPTIM=rmsprop", "TRAIN_OPTIM_ARGS=alpha=-1"], "is `-1`; expected a number >= 0"
     ),
