@@ -215,6 +215,14 @@ def test_invalid_calls_of_plan_are_refused(
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_makes_an_unknown_cost_known_can_be_typed(in_process: Program) -> None:
+    words = ("plan", "CONFIG=run_bnb", "HARDWARE=RTX4090", "PRICE_PER_HOUR=1")
+    shown = in_process(*words).out
+    assert "cost: unknown, since the number of steps is (TRAIN_MAX_STEPS=, or `make data CONFIG=run_bnb`)\n" in shown
+    assert "steps    known when the data are prepared (TRAIN_MAX_STEPS=, or `make data CONFIG=run_bnb`)\n" in shown
+    assert "costs " in in_process(*words, "TRAIN_MAX_STEPS=9").out
+
+
 def test_a_remedy_is_printed_once_and_can_be_typed(in_process: Program) -> None:
     words = ("plan", "CONFIG=configs/run_bnb.yaml", "HARDWARE=24GB", "TUNING_MODE=full")
     done = in_process(*words)
