@@ -39,7 +39,9 @@ def main(call: Call) -> int:
         raise UserError("`RUN` is missing", hint=USAGE)
     if names == {"A", "B"}:
         raise UserError("`CHECKPOINT` goes with `RUN`", hint=USAGE)
-    raise UserError(f"{' and '.join(f'`{name}`' for name in sorted(names))} do not say what is compared", hint=USAGE)
+    if "RUN" in names:
+        raise UserError("`RUN` shows one stamp, and `A` and `B` compare two", hint=USAGE)
+    raise UserError(f"`{'B' if names == {'A'} else 'A'}` is missing", hint=USAGE)
 
 
 def find(name: str) -> Path:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.call import Call, enter_unsloth
-from sft_play.config.keys import find_key, schema_keys, variable_name
+from sft_play.config.keys import find_key, variable_name
 from sft_play.config.layers import Override, config_path
 from sft_play.config.load import flatten, load_config, read_config
 from sft_play.config.metrics import BEST, OF_LOSS, VALIDATE, best_model, never_evaluated
-from sft_play.config.reader import INVALID, Mismatch, closest_word, read_record, shown
+from sft_play.config.names import hint_elsewhere, suggest
+from sft_play.config.reader import INVALID, Mismatch, read_record, shown
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import YamlNode, read_yaml, scalar_text
 from sft_play.errors import UserError, raise_all, typed_here
@@ -203,8 +204,8 @@ def read_sweep(path: Path) -> Sweep:
     values: dict[str, list[str]] = {}
     for key, part in node.value["keys"].value.items() if sweep is not INVALID else ():
         if find_key(key) is None:
-            word = closest_word(key, list(schema_keys()))
-            hint = f"did you mean `{word}`?" if word else "docs/configuration.md lists them"
+            word, listed = suggest(key, options=()), "docs/configuration.md lists keys such as `train.learning_rate`"
+            hint = hint_elsewhere(key) or (f"did you mean `{word}`?" if word else listed)
             problems.append(Mismatch(key, part, "is not a known key", hint))
         elif isinstance(part.value, list) and part.value:
             values[key] = [_text(value) for value in part.value]

@@ -30,9 +30,11 @@ from sft_play.runs.adapters import settle_parents
 from sft_play.runs.folder import RunFolder, give_consent, run_path, runs_folder
 from sft_play.runs.gate import check_run
 from sft_play.runs.origin import UNSLOTH_HINT, has_unsloth
-from sft_play.text import as_typed, tell
+from sft_play.text import as_typed, list_some, tell
 
 LARGEST_PORT = 65_535
+MOST_TAKERS = 4
+"""Most commands that an error names as those that take a variable."""
 TRUE, FALSE = frozenset({"1", "true", "yes"}), frozenset({"", "0", "false", "no"})
 WITHOUT_UNSLOTH = ("kubernetes", "train-cluster", "cluster-check")
 """Commands that start images or environments without Unsloth."""
@@ -499,7 +501,8 @@ class _Parser:
         return f"`{self.make}{self.command}` takes {takes or 'no variables'}"
 
     def takers(self, option: str) -> str:
-        return ", ".join(f"`{self.make}{name}`" for name, row in self.commands.items() if option in row.options)
+        takers = [f"`{self.make}{name}`" for name, row in self.commands.items() if option in row.options]
+        return list_some(takers, MOST_TAKERS)
 
 
 def _did_you_mean(better: str) -> str:

@@ -61,11 +61,9 @@ ELSEWHERE: Mapping[str, str] = {
     "tuning.lora.plus_ratio": "loraplus_lr_ratio lorap_lr_ratio loraplus_ratio",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
     "tuning.lora.bias": "lora_bias",
-    "data.new_tokens": (
-        "add_tokens add_special_tokens new_special_tokens additional_tokens special_tokens tokens resize_vocab"
-    ),
+    "data.new_tokens": ("add_tokens add_special_tokens new_special_tokens additional_tokens tokens resize_vocab"),
     "data.train_path": (
-        "dataset_name dataset_path train_file train_data data_path train_dataset dataset data.path data.train data.file"
+        "dataset_name dataset_path train_file train_data data_path train_dataset data.path data.train data.file"
     ),
     "data.val_path": (
         "validation_file eval_file eval_dataset val_data data.test data.val data.valid data.eval data.validation_path"
@@ -168,6 +166,10 @@ INSTEAD: dict[str, str] = REMOVED | {
         ("max_samples", "max_train_samples"),
         "`rows` of an entry of `data.sources` limits what is trained, and `eval.samples` what is answered",
     ),
+    "dataset": "`data.train_path` takes a file, a folder or a hub dataset, and `data.sources` several",
+    **dict.fromkeys(("model_type", "tokenizer_type"), "omit it: the files of the model say it"),
+    "pad_to_sequence_len": "omit it: the plan chooses between padded, flattened and packed rows (`train.packing`)",
+    "special_tokens": "omit it: a tokenizer brings its own, and `data.new_tokens` adds others",
     "dataset_text_field": "`columns: {text: NAME}` of an entry of `data.sources` names the column",
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name"), TRACKERS),
     "sft_play_cache": "`export SFT_PLAY_CACHE=folder` moves all caches",
@@ -254,6 +256,9 @@ def suggest(name: str, section: str = "", options: Iterable[str] = VARIABLES) ->
     for candidate in (whole, leaf, word.rpartition("_")[2] if "." in name else leaf):
         if candidate in names:
             return names[candidate]
+    longer = {key for word, key in names.items() if word.startswith(f"{whole}_")}
+    if len(longer) == 1:
+        return longer.pop()
     for candidate, cutoff in ((whole, 0.87), (leaf, 0.75)):
         if close := get_close_matches(candidate, names, n=1, cutoff=cutoff):
             return names[close[0]]

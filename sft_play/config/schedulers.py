@@ -252,7 +252,7 @@ OUR_VARIABLES = re.compile(
 TOLERATION_KEYS = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
 
 
-def pod_memory(kubernetes: KubernetesConfig, processes: int = 1) -> str:
+def pod_memory(kubernetes: KubernetesConfig, processes: int) -> str:
     """Return the quantity of a pod's memory."""
     return f"{64 * processes}Gi" if kubernetes.memory == "auto" else kubernetes.memory
 
@@ -292,16 +292,11 @@ def labels(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
 
 
 def sizes(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
-    """Check quantities, and that `/dev/shm` fits into the pod's memory."""
-    texts = {"memory": pod_memory(kubernetes), "shm": kubernetes.shm, "storage_size": kubernetes.storage_size}
-    sizes_bytes = {key: quantity(text) or 0 for key, text in texts.items()}
-    for key, size in sizes_bytes.items():
-        if size < LEAST_BYTES:
+    """Check quantities."""
+    for key in ("memory", "shm", "storage_size"):
+        text = getattr(kubernetes, key)
+        if text != "auto" and (quantity(text) or 0) < LEAST_BYTES:
             yield Conflict(f"kubernetes.{key}", "; expected a quantity such as `64Gi`; a number alone is in bytes")
-    if sizes_bytes["shm"] >= sizes_bytes["memory"] >= LEAST_BYTES:
-        text = f"`kubernetes.shm` is {kubernetes.shm}, which uses all of `kubernetes.memory` ({texts['memory']})"
-        hint = "`/dev/shm` counts against the pod's memory: make it smaller, or the memory larger"
-        yield Conflict("kubernetes.shm", text, hint)
 
 
 def together(kubernetes: KubernetesConfig) -> Iterator[Conflict]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from sft_play.config.reader import FromZero, Positive, Range
@@ -134,6 +135,15 @@ class DataSource:
     """Hub dataset: branch, tag or commit."""
     streaming: bool = False
     """Hub dataset: do not download it; `rows` takes the first ones."""
+    ELSEWHERE = MappingProxyType(
+        {  # without an annotation, which would make it a field
+            **dict.fromkeys(("type", "formatting"), "format"),
+            **dict.fromkeys(("field_messages", "message_property_mappings", "message_field_role", "tags"), "columns"),
+            "subset": "config",
+            "num_samples": "rows",
+        }
+    )
+    """Names in Axolotl and LLaMA-Factory -> ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,7 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
             _probe(call, loaded, options, hardware)
         plan = plan_for(loaded, hardware, request, _prepared(call), source)
     except DoesNotFitError as error:
-        if call.command in SCHEDULERS:  # which choose the job's command themselves
+        if call.command in SCHEDULERS or hardware.described:  # a command to train would train on this machine
             ways = error.remedies
             error.remedies = tuple(replace(w, command="", variables=w.variables or FSDP2) for w in ways)
         print(json.dumps(misfit_json(error), indent=2) if call.json else show_misfit(error) + "\n", flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError, raise_all
-from sft_play.plan.hardware import Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
+from sft_play.plan.hardware import USABLE_CARDS, Device, Hardware, cpu_only, cpu_threads, find_card, ram_bytes
 from sft_play.runs.origin import torch_version
 from sft_play.text import Finding, plural
 
@@ -266,6 +266,8 @@ faults that versions do not show.
 ASKING_SECONDS = 180
 OLDEST = {13: "75"}
 """CUDA's major version -> the oldest compute capability that its compiler supports."""
+USUAL_CUDA = "13"
+"""CUDA of the GPU machines whose plan is made with a torch without CUDA."""
 LACKING_REMEDY = (
     "install a torch build for this GPU: a newer one for new cards, an older one for cards that were dropped"
 )
@@ -300,7 +302,7 @@ def problems(
         ]
     capabilities = [".".join(map(str, device.compute_capability or ())) for device in devices]
     has = f"; it has {', '.join(facts['architectures'])}" if facts["architectures"] else ""
-    built = facts["architectures"] or [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
+    built = facts["architectures"] or _oldest(cuda)
     without = {capability for capability in capabilities if not supports(built, capability)}
     kinds = dict.fromkeys((device.name, own) for device, own in zip(devices, capabilities, strict=True))
     faults = [
@@ -367,6 +369,25 @@ def require_usable(hardware: Hardware, indices: Sequence[int], environment: Mapp
     raise_all(
         [HardwareError(finding.text, hint=finding.remedy) for finding in ask_torch(hardware, indices, environment)]
     )
+
+
+def require_kernels(hardware: Hardware, place: str) -> Hardware:
+    """Return described hardware. Raise `HardwareError` for a card that torch's CUDA has no kernels for."""
+    cuda = (torch_version() or ("", None))[1] or USUAL_CUDA
+    for device in hardware.devices:
+        capability = ".".join(map(str, device.compute_capability or ()))
+        if capability and not supports(_oldest(cuda), capability):
+            raise HardwareError(
+                f"`{device.name}` has compute capability {capability}, and torch for CUDA {cuda} has no code for it",
+                place=place,
+                hint=USABLE_CARDS,
+            )
+    return hardware
+
+
+def _oldest(cuda: str) -> list[str]:
+    """Return what a torch build is for whose architectures are not known: all cards that its CUDA supports."""
+    return [f"compute_{OLDEST.get(number(cuda)[0], '00')}"]
 
 
 def number(version: str) -> tuple[int, ...]:

@@ -90,6 +90,9 @@ ANY_MEMORY = re.compile(rf"(\d+\s*[x*]\s*)?{MEMORY.pattern}(\s*[x*]\s*\d+)?", re
 """GPUs that are described by their memory alone."""
 RAM = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G|TB|TiB|T)[ -]*RAM", re.IGNORECASE)
 WELL_KNOWN = ("RTX4090", "RTX5090", "L40S", "A100", "H100", "H200")
+OLDER = re.compile(r"(gtx)?(9|10)[5-8]0(ti)?|[kmp]\d{2,3}|titan(v|xp?)")
+"""Cards before the catalogue's first ones, which torch's CUDA has no code for (`plan.detect.OLDEST`)."""
+USABLE_CARDS = "GPUs from GeForce RTX 20 and T4 on can be used; docs/hardware.md lists some"
 NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(G|M)bit(?:/s)?", re.IGNORECASE)
 
 
@@ -165,6 +168,8 @@ def _devices(part: str, text: str) -> list[Device]:
 
 
 def _nonsense(part: str, text: str) -> HardwareError:
+    if OLDER.fullmatch(re.sub(r"^\d+[x*]", "", _plain(part))):
+        return HardwareError(f"torch has no code for `{part}` any more", place=f"HARDWARE={text}", hint=USABLE_CARDS)
     names = {_plain(key): key for key in CATALOGUE}
     from sft_play.config.reader import closest_word  # `make doctor` works without packages
 

@@ -170,20 +170,28 @@ ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_para
 
 def _faster_ways(request: Request, plan: Plan) -> list[str]:
     """Return a note where the forecast says that the same step is made sooner by fewer cards or machines, or by
-    recomputation, whose larger micro-batches gather shards less often.
+    recomputation, whose larger micro-batches gather shards less often, or as soon by fewer.
     """
-    speeds: list[tuple[float, str]] = []
-    tried = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
-    if request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing:
-        tried.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
-    for words, changed in tried if plan.seconds_per_step else ():
-        other = try_plan(request, changed)
-        if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size:
-            speeds.append((other.seconds_per_step or math.inf, words))
-    best, words = min(speeds, default=(math.inf, ""))
-    if not plan.seconds_per_step or plan.seconds_per_step <= GAIN * best:
+    if not (now := plan.seconds_per_step):
         return []
-    return [f"FASTER {words}: {figure(best)} s a step instead of {figure(plan.seconds_per_step)} s"]
+
+    def speeds(ways: list[tuple[str, Request]]) -> list[tuple[float, str]]:
+        plans = [(words, try_plan(request, changed)) for words, changed in ways]
+        return [
+            (other.seconds_per_step or math.inf, words)
+            for words, other in plans
+            if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size
+        ]
+
+    fewer = speeds(sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED])
+    may_add = request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing
+    recomputed = [(f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED))] if may_add else []
+    best, words = min([*fewer, *speeds(recomputed)], default=(math.inf, ""))
+    if now > GAIN * best:
+        return [f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s"]
+    return [
+        f"AS FAST with less, {words}: {figure(as_fast)} s a step" for as_fast, words in fewer if as_fast <= GAIN * now
+    ][:1]
 
 
 def _fewer(request: Request) -> list[tuple[str, Request]]:

@@ -24,6 +24,8 @@ LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts
 """Parts that are shown by another name."""
 BAR = 40
 MOST_LISTED = 32
+COUNTED = "TRAIN_MAX_STEPS=, or `make data CONFIG=...`"
+"""What makes the number of steps known."""
 MOST_SHOWN = 8
 """Largest number of ranks in the heading of a block of bars."""
 
@@ -117,7 +119,7 @@ def _ranks(plan: Plan) -> list[str]:
 
 def _steps(plan: Plan) -> str:
     if plan.steps is None:
-        return "known when the data are prepared"
+        return f"known when the data are prepared ({COUNTED})"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
     return (
         f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after"
@@ -289,8 +291,8 @@ def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
     if price is None:
         return plan
     if plan.total_seconds is None:
-        unknown = "the speed" if plan.seconds_per_step is None else "the number of steps"
-        return replace(plan, notices=(*plan.notices, f"cost: unknown, since {unknown} is"))
+        unknown = "the speed is" if plan.seconds_per_step is None else f"the number of steps is ({COUNTED})"
+        return replace(plan, notices=(*plan.notices, f"cost: unknown, since {unknown}"))
     # Where only a stated network connects the devices of a node, each device is a separate machine.
     apart = hardware.network is not None and plan.num_nodes == 1 and hardware.nodes == 1
     machines = plan.world_size if apart else plan.num_nodes

@@ -26,7 +26,7 @@ from sft_play.plan.architecture import (
     key_of,
     shape_of,
 )
-from sft_play.plan.detect import detect
+from sft_play.plan.detect import detect, require_kernels
 from sft_play.plan.hardware import Hardware, parse_hardware
 from sft_play.plan.make import make_plan
 from sft_play.plan.memory import MIB, MOVING, STATES, WORKSPACE_BYTES, rank_memory, trained_bytes, trains_layers
@@ -162,7 +162,7 @@ def _traced(setup: Setup) -> str:
 def hardware_of(call: Call) -> Hardware:
     """Return the hardware that `HARDWARE` describes, or this machine's. Raise `HardwareError`."""
     described = call.options.get("HARDWARE")
-    return parse_hardware(described) if described else detect()
+    return require_kernels(parse_hardware(described), f"HARDWARE={described}") if described else detect()
 
 
 def plan_for(

@@ -32,6 +32,7 @@ PUSHED = re.compile(
 )
 """Names of the files that are uploaded; other files next to the weights are not."""
 TOKEN_HINT = "set HF_TOKEN to a token with write access (huggingface.co/settings/tokens), or type `hf auth login`"
+HUB_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)|([^/]+/[^/]+)/$")
 MOST_SOURCES = 20
 COPY = (
     "It was trained on a copy of the base whose weights were quantised to 4 bits (Q4_1), not on the hub's; any scores"
@@ -293,6 +294,8 @@ def _check_name(repo: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    if address := HUB_ADDRESS.match(repo):
+        raise UserError(f"`REPO` is `{repo}`; expected `owner/name`", hint=f"REPO={address[1] or address[2]}")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:

@@ -52,11 +52,14 @@ def risen_losses(rows: Sequence[Row]) -> list[Finding]:
     lower = f"TRAIN_LEARNING_RATE={rate / 10:.2g}, a tenth, or a longer warm-up" if rate else "a lower learning rate"
     last = _median([row["loss"] for row in losses[-LEAST:]])
     if last is not None and len(losses) > LEAST and _is_far_above(last, losses[0]["loss"]):
-        text = f"the loss rose from {losses[0]['loss']:.3f} to {last:.3f}, so the training diverged"
+        of_last = f"the median of steps {losses[-LEAST]['step']} to {losses[-1]['step']}"
+        begin = f"{losses[0]['loss']:.3f} at step {losses[0]['step']}"
+        text = f"the loss rose from {begin} to {last:.3f}, {of_last}, so the training diverged"
         return [_warning("diverged", text, lower)]
     first, last = (held_out[at]["eval_loss"] if len(held_out) > 1 else 0.0 for at in (0, -1))
     if _is_far_above(last, first):
-        text = f"the held-out loss rose from {first:.3f} at step {held_out[0]['step']} to {last:.3f}"
+        steps = [row["step"] for row in held_out]
+        text = f"the held-out loss rose from {first:.3f} at step {steps[0]} to {last:.3f} at step {steps[-1]}"
         return [_warning("worse", text, f"CHECKPOINT=best may be better; train fewer epochs, or with {lower}")]
     return []
 

@@ -232,6 +232,13 @@ def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
             place="HARDWARE",
             hint="HARDWARE describes equal nodes; or run each node's command (docs/launching.md) in its own Job",
         )
+    memory = pod_memory(settings, rehearsal.processes)
+    if (quantity(settings.shm) or 0) >= (quantity(memory) or 0):
+        raise UserError(
+            f"`kubernetes.shm` is {settings.shm}, which uses all of a pod's memory ({memory})",
+            place=loaded.origins.get("kubernetes.shm"),
+            hint="`/dev/shm` counts against the pod's memory: make it smaller, or `kubernetes.memory` larger",
+        )
     card = find_card(names[0]) if plan.device == "cuda" else None
     return Spec(
         name=name_of(call.options.get("RUN_NAME"), loaded.path),

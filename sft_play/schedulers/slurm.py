@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -32,7 +33,7 @@ from pathlib import Path
 from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent
 from sft_play.config.load import own_words, save_config
-from sft_play.config.schedulers import SlurmConfig, quantity
+from sft_play.config.schedulers import SlurmConfig, quantity, seconds_of
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
@@ -41,11 +42,11 @@ from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB
 from sft_play.plan.memory import machine_bytes
-from sft_play.plan.plan import COMMANDS
+from sft_play.plan.plan import COMMANDS, Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.text import plural, tell
+from sft_play.text import duration, plural, tell
 
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 TEMPLATE = Path(__file__).with_name("slurm.sh")
@@ -78,6 +79,8 @@ OF_STEPS = {
     )},
 }  # fmt: skip
 """Options of sbatch -> the variables, without `SLURM_`, by which a job passes them to srun."""
+MADE_UNLIKE = re.compile(r"SLURM_ARRAY_|^\s*(source|\.)\s")
+"""What a line of `slurm.setup` may make the tasks of an array differ by: the index, or a file that reads it."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, including the hyphen."""
 REFUSED_HINT = (
@@ -418,7 +421,8 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
             f"the plan needs {need / GIB:.1f} GiB of a node's memory, and slurm.memory is {memory}: raise it, or Slurm"
             " ends the job"
         )
-    if config.slurm.array and not tasks and not config.slurm.setup:
+    notes += _note_of_time(config.slurm, rehearsal.plan)
+    if config.slurm.array and not tasks and not any(MADE_UNLIKE.search(line) for line in config.slurm.setup):
         notes.append(
             "the tasks of `slurm.array` train the same, each for itself: a line of `slurm.setup` such as"
             " `export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID` makes them differ"
@@ -439,9 +443,24 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
     return notes
 
 
+def _note_of_time(slurm: SlurmConfig, plan: Plan) -> list[str]:
+    """Return how many turns a run needs by its forecast, if one is not enough."""
+    limit, needed = seconds_of(slurm.time) or 0, plan.total_seconds or 0.0
+    if needed <= limit:
+        return []
+    turns = math.ceil(needed / (limit - slurm.warning_seconds))
+    enough = turns - 1 <= slurm.max_requeues
+    requeues = f"`slurm.max_requeues` is {slurm.max_requeues}, which is {'enough' if enough else 'too few'}"
+    return [
+        f"the forecast is {duration(needed)} without loading, evaluation and saving, and `slurm.time` {slurm.time} is"
+        f" {duration(limit)}: at least {plural(turns, 'turn')}, each from the last one's checkpoint; {requeues}"
+    ]
+
+
 def _show(job: BatchJob, script: Path) -> str:
     ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else plural(job.processes, "process")
-    nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, {job.slurm.time}"
+    limit = duration(seconds_of(job.slurm.time) or 0)
+    nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, at most {limit}"
     named = f"{plural(len(job.tasks), 'run')} of the sweep" if job.tasks else f"runs {job.run_name}-INDEX"
     tasks = f", tasks {job.slurm.array}: {named}" if job.slurm.array else ""
     return (

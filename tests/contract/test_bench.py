@@ -47,7 +47,11 @@ def test_bench_shows_its_steps_next_to_the_plan_and_corrects_it(
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
-    [(["MODEL_NAME=./not/there"], 4, "there is no such model folder"), (["RUN_NAME=mine"], 2, "takes no `RUN_NAME`")],
+    [
+        (["MODEL_NAME=./not/there"], 4, "there is no such model folder"),
+        (["RUN_NAME=mine"], 2, "takes no `RUN_NAME`"),
+        (["RUN=one"], 2, "takes no `RUN`\n\nhint: it is for `config`, `plan`, `data`, `memory-check` and "),
+    ],
 )
 def test_mistakes_are_reported_before_training(
     in_process: Program, tmp_path: Path, words: list[str], code: int, message: str

@@ -126,6 +126,21 @@ CASES = {
         GOOD + "kubernetes: {tolerations: [{key: gpu, effect: NoScedule}]}\n", [], "NoScedule}`, which is not valid"
     ),
     "another tool's new tokens": (GOOD + "resize_vocab: true\n", [], "did you mean `data.new_tokens`?"),
+    "another tool's special tokens": (
+        GOOD + "special_tokens: {pad_token: x}\n", [], "omit it: a tokenizer brings its own"
+    ),
+    "another tool's class": (GOOD + "model_type: LlamaForCausalLM\n", [], "omit it: the files of the model say it"),
+    "another tool's tokenizer": (GOOD + "tokenizer_type: AutoTokenizer\n", [], "omit it: the files of the model say"),
+    "another tool's padding": (GOOD + "pad_to_sequence_len: true\n", [], "omit it: the plan chooses between padded"),
+    "another tool's datasets": (GOOD + "dataset: one,two\n", [], "and `data.sources` several"),
+    "another tool's format": (
+        GOOD, ["DATA_SOURCES=[{path: a, type: chat_template}]"],
+        "`data.sources[0].type` is not a known key\n\nhint: did you mean `format`?"
+    ),
+    "another tool's columns": (
+        GOOD, ["DATA_SOURCES=[{path: a, field_messages: m}]"], "did you mean `columns`?"
+    ),
+    "short of a key": (GOOD, ["TRAIN_BATCH=2"], "did you mean `TRAIN_BATCH_SIZE=...`?"),
     "Muon for adapters": (
         GOOD + "train:\n  optim: muon\n", [], "x.yaml:4: `train.optim` is `muon`, which trains a layer's matrices"
     ),

@@ -168,6 +168,13 @@ def test_refusals_of_the_hub_are_reported(runs: Path) -> None:
             typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1", hub=hub, token=token).refused(code, words)
     for repository in ("tuned", "a/b/c"):
         assert typed(runs, "push", "RUN=tuned", f"REPO={repository}").code == 2
+    for address in (
+        "https://huggingface.co/me/one",
+        "hf.co/me/one",
+        "https://huggingface.co/me/one/tree/main",
+        "me/one/",
+    ):
+        typed(runs, "push", "RUN=tuned", f"REPO={address}").refused(2, "expected `owner/name`\n\nhint: REPO=me/one\n")
     typed(runs, "push", "RUN=tuned", "REPO=me/tuned", "YES=1").refused(3, "cannot be reached")
 
 

@@ -122,8 +122,11 @@ def test_charts_of_a_single_rank_are_folded(runs: Path, tmp_path: Path, in_proce
         )
 
 
-def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
-    made_run(runs, "a-name-of-many-words-as-people-give-them-to-runs", model="a-model-of-a-long-name-8b-instruct")
+def test_the_list_is_as_wide_as_the_window_and_names_what_diverged(runs: Path, tmp_path: Path) -> None:
+    name = "a-name-of-many-words-as-people-give-them-to-runs"
+    risen = [{"kind": "train", "step": step, "loss": 1.0 + step} for step in range(1, 41)]
+    folder = made_run(runs, name, model="a-model-of-a-long-name-8b-instruct")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in risen))
     with served(runs) as url, browser(tmp_path / "profile") as shown:
         for width in (390, 1440):
             shown.open("about:blank")
@@ -132,6 +135,8 @@ def test_the_list_is_as_wide_as_the_window(runs: Path, tmp_path: Path) -> None:
             assert shown.value(INSIDE), f"a column is cut at {width} pixels"
         borders = "[...document.querySelectorAll('td')].every((one) => getComputedStyle(one).borderLeftWidth == '0px')"
         assert shown.value(borders), "no box round a cell"
+        badges = "Object.fromEntries([...document.querySelectorAll('.badge')].map((b) => [b.innerText, b.className]))"
+        assert shown.value(badges) == {"finished": "badge finished", "finished (diverged)": "badge diverged"}
 
 
 def test_a_half_written_run_has_a_report(tmp_path: Path, in_process: Program) -> None:

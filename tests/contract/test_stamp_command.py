@@ -107,6 +107,9 @@ def test_two_stamps_are_compared_field_by_field(runs: Path) -> None:
     ("words", "code", "message"),
     [
         ([], 2, "`RUN` is missing"),
+        (["A=one"], 2, "`B` is missing"),
+        (["B=one"], 2, "`A` is missing"),
+        (["RUN=one", "A=other"], 2, "`RUN` shows one stamp, and `A` and `B` compare two"),
         (["RUN=gone"], 5, "there is no run `gone`"),
         (["RUN=one@step-000041"], 5, "it has last, step-000040, model"),
         (["A=one", "B=other", "CHECKPOINT=last"], 2, "`CHECKPOINT` goes with `RUN`"),

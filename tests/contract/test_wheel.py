@@ -147,7 +147,7 @@ def test_commands_are_printed_as_they_are_typed_here(run: Run, tmp_path: Path) -
             run("sft-play", "sweep", "CONFIG=run_cpu", code=2),
         )
     )
-    assert "sft-play bench" in shown and "sft-play train-deepspeed" in shown and "to run it: sft-play train" in shown
+    assert "sft-play bench" in shown and "sft-play train-distributed" in shown and "to run it: sft-play train" in shown
     assert not re.findall(rf"\bmake (?:{'|'.join(COMMANDS)})\b", shown), shown
     run("sft-play", "init")
     assert "to run it: make train" in run("make", "plan", "CONFIG=run_cpu"), "the Makefile that was typed"

@@ -117,6 +117,10 @@ def test_a_stop_that_comes_as_a_run_ends_also_ends_the_sweep(tmp_path: Path) -> 
     ("text", "message"),
     [
         ("keys: {learning_rate: [1]}", "did you mean `train.learning_rate`?"),
+        ("keys: {tuning.lora.rank: [8]}", "did you mean `tuning.lora.r`?"),
+        ("keys: {train.per_device_train_batch_size: [8]}", "did you mean `train.batch_size`?"),
+        ("keys: {train.max_samples: [8]}", "`rows` of an entry of `data.sources` limits what is trained"),
+        ("keys: {train: {seed: [1]}}", "docs/configuration.md lists keys such as"),
         ("keys:\n  train.seed: 3", "sweep.yaml:2: `train.seed` is `3`; expected a list of values"),
         ("keys: {}", "sweep.yaml:1: `keys` is empty"),
         ("method: halving\nkeys: {train.seed: [1]}", "sweep.yaml:1: `method` is `halving`; expected `grid`"),

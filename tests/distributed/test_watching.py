@@ -140,8 +140,12 @@ def test_causes_of_a_slow_run_are_explained(lists: dict[str, Any], named: str | 
 @pytest.mark.parametrize(
     ("losses", "held_out", "named"),
     [
-        ([2.0, 9.0, 11.0, 10.5, 10.8], [], "the loss rose from 2.000 to 10.800, so the training diverged"),
-        ([2.0, 1.0, 0.5, 0.2], [2.0, 1.5, 4.25], "the held-out loss rose from 2.000 at step 0 to 4.250"),
+        (
+            [2.0, 9.0, 11.0, 10.5, 10.8],
+            [],
+            "the loss rose from 2.000 at step 0 to 10.800, the median of steps 2 to 4, so the training diverged",
+        ),
+        ([2.0, 1.0, 0.5, 0.2], [2.0, 1.5, 4.25], "the held-out loss rose from 2.000 at step 0 to 4.250 at step 2"),
         ([0.1, 0.9, 0.5, 0.8], [2.0, 2.9], None),
         ([2.0, None, 2.5, 2.8], [], None),
     ],

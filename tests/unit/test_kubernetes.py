@@ -167,6 +167,8 @@ def test_planned_host_memory_must_fit_the_pod() -> None:
     assert not noted((*words, "KUBERNETES_MEMORY=900Gi"), "a pod's memory")
     sharded = ("CONFIG=configs/l40s_single.yaml", "HARDWARE=8xL40S", "NUM_NODES=1", "TUNING_MODE=full")
     sharded = (*sharded, "LAUNCH_STRATEGY=fsdp2", "KUBERNETES_MEMORY=64Gi")
+    shared = documents_of(rendered(*words, "KUBERNETES_SHM=100Gi").files)
+    assert any(volume.get("emptyDir", {}).get("sizeLimit") == "100Gi" for volume in pods(shared)[0]["spec"]["volumes"])
     assert noted(sharded, "a pod's memory"), "each process loads all weights in fp32"
 
 
@@ -218,6 +220,11 @@ def test_pods_go_to_the_nodes_that_are_asked_for() -> None:
         (
             ("KUBERNETES_MEMORY=64",),
             "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes",
+        ),
+        (("KUBERNETES_SHM=16",), "`kubernetes.shm` is `16`; expected a quantity such as `64Gi`"),
+        (
+            ("KUBERNETES_SHM=64Gi",),
+            "KUBERNETES_SHM=64Gi: `kubernetes.shm` is 64Gi, which uses all of a pod's memory (64Gi)",
         ),
         (("HARDWARE=A100+L40S@10Gbit",), "different GPUs (A100, L40S), but a job has one template for all of them"),
         ((f"KUBERNETES_ENV={{WHERE: {TOKEN_LIKE}}}",), "looks like an access token"),

@@ -417,10 +417,35 @@ def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, t
     assert "at PRICE_PER_HOUR" in done.out + done.err and "\n  because" not in done.out
     assert done.code == 0 and "planned for nodes like this machine" not in done.err, done.err
     assert (
-        "plan: " in done.out and "1 node, 4 GPUs each, 32 cores each, 24:00:00, tasks 0-3: runs demo-INDEX" in done.out
+        "plan: " in done.out
+        and "1 node, 4 GPUs each, 32 cores each, at most 24.0 h, tasks 0-3: runs demo-INDEX" in done.out
     )
     assert f"submit   sbatch {script}" in done.out
     assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
+
+
+def test_tasks_of_an_array_that_train_the_same_are_noted(in_process: Program, tmp_path: Path) -> None:
+    for setup, same in (
+        ("[]", True),
+        ("['module load cuda/12.8', 'export NCCL_DEBUG=INFO']", True),
+        ("['module load cuda/12.8', 'export SFT_TRAIN_SEED=$SLURM_ARRAY_TASK_ID']", False),
+        ("['source ~/seeds.sh']", False),
+    ):
+        done = command(in_process, tmp_path, "SLURM_ARRAY=0-3", f"SLURM_SETUP={setup}")
+        assert done.code == 0 and ("train the same, each for itself" in done.err) == same, done.err
+
+
+def test_a_time_limit_below_the_forecast_is_noted_with_the_turns_that_it_takes(
+    in_process: Program, tmp_path: Path
+) -> None:
+    words = ("MODEL_NAME=Qwen/Qwen2.5-7B-Instruct", "HARDWARE=1xH100", "TRAIN_MAX_STEPS=500000", "SLURM_TIME=24")
+    done = command(in_process, tmp_path, *words)
+    turns = re.search(r"note: the forecast is [\d.]+ \w+ without .* is 24.0 min: at least (\d+) turns", done.err)
+    assert done.code == 0 and turns and int(turns[1]) > 21, done.err
+    assert "`slurm.max_requeues` is 3, which is too few" in done.err and "at most 24.0 min" in done.out
+    done = command(in_process, tmp_path, *words, f"SLURM_MAX_REQUEUES={int(turns[1]) - 1}")
+    assert f"`slurm.max_requeues` is {int(turns[1]) - 1}, which is enough" in done.err
+    assert "the forecast is" not in command(in_process, tmp_path, *words, "TRAIN_MAX_STEPS=5").err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -109,6 +110,14 @@ def test_a_card_without_which_the_others_are_faster_is_named() -> None:
     case: dict[str, Any] = {"name": "Qwen/Qwen2.5-7B-Instruct", "mode": "qlora", "max_seq_len": 2048}
     plan = plan_of("2xRTX4090+RTX3060@10Gbit", command_strategy="ddp", **case)
     assert any(notice.startswith("FASTER without rank 2 (RTX3060): ") for notice in plan.notices), plan.notices
+
+
+def test_machines_that_make_no_step_sooner_are_named() -> None:
+    case: dict[str, Any] = {"name": QWEN, "mode": "qlora", "max_seq_len": 2048, "command_strategy": "ddp"}
+    case |= {"num_nodes": 4}
+    (note,) = plan_of("RTX4090@100Gbit", global_batch_size=1, **case).notices
+    assert re.fullmatch(r"AS FAST with less, on node 0 \(RTX4090\) alone: [\d.]+ s a step", note)
+    assert not plan_of("RTX4090@100Gbit", global_batch_size=32, **case).notices
 
 
 # Several machines: each plans by itself, from its own GPUs, and all must come to the same run.

@@ -41,7 +41,7 @@ const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(4)
 const difference = (d) => d ? `${signed(d.mean)} [${signed(d.low)}, ${signed(d.high)}] ${d.verdict}, n = ${d.n}` : "";
 const setting = (value) => !known(value) || JSON.stringify(value) === "{}" ? "–" : Array.isArray(value) ? value.map(setting).join(", ") || "none" : typeof value === "object" ? Object.entries(value).map(([key, one]) => `${key}: ${setting(one)}`).join(", ") : String(value);
 const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
-const state = (summary) => el("span", { class: "badge " + summary.state.split(" ")[0], title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : ""));
+const state = (summary) => el("span", { class: "badge " + (summary.risen ?? summary.state.split(" ")[0]), title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : "") + (summary.risen ? ` (${summary.risen})` : ""));
 // Long names break after a point or a dash below, not within a word.
 const breakable = (cell) => typeof cell === "string" ? cell.split(/(?<=[._/])/).flatMap((part, i) => i ? [el("wbr"), part] : part) : cell;
 // On a phone each row is a panel of its own; a `matrix` stays one.
