@@ -64,18 +64,19 @@ def main(call: Call) -> int:
 def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[str, Any]:
     """Return everything that is shown; `count` rows are chosen by `metric_name`. Raise `UserError`."""
     rows, notes = common_rows(sides)
-    metrics = [name for name in sides[0].metrics if all(name in side.metrics for side in sides)]
+    scored, answered = [side for side in sides if side.metrics], [side for side in sides if side.answered]
+    metrics = [name for name in scored[0].metrics if all(name in side.metrics for side in scored)] if scored else []
     metric = _metric(metric_name, metrics)
     unscored = [side for side in sides if not side.scores]
     notes += [
         f"`{side.name}` has no scores for step {side.weights.step}; score it: {how_to_score(side.run, side.weights)}"
         for side in unscored
     ]
-    single = [name for name in metrics if rows and sides[0].score(rows[0], name) is not None]
+    single = [name for name in metrics if rows and answered[0].score(rows[0], name) is not None]
     if metric and rows and metric not in single:
         instead = f"; METRIC={single[0]} shows some" if single else ""
         notes.append(f"`{metric}` scores all answers together, so none of them are shown{instead}")
-    if not metrics and not unscored:
+    if not unscored and not (metrics and len(scored) == len(sides)):
         notes.append(
             "the runs have no score of answers in common; `make eval` with the same EVAL_METRICS= and with"
             " TRAIN_PREDICT_WITH_GENERATE=true scores answers"
@@ -86,11 +87,11 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         "settings": changed_settings(sides),
         "facts": _side_by_side([side.facts() for side in sides]),
         "losses": _side_by_side([side.losses() for side in sides]),
-        "scores": {name: [side.metrics[name] for side in sides] for name in metrics},
+        "scores": {name: [side.metrics.get(name) for side in sides] for name in metrics},
         "labels": _labels(sides),
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
         "metric": metric,
-        "rows": _rows_apart(sides, rows, metric, count) if metric else [],
+        "rows": _rows_apart(answered, rows, metric, count) if metric else [],
         "notes": notes,
     }
 
@@ -111,9 +112,12 @@ def _metric(metric_name: str | None, metrics: Sequence[str]) -> str | None:
 
 
 def _labels(sides: Sequence[Side]) -> dict[str, list[Any]]:
-    """Return label -> each side's `precision`, `recall`, `f1`; none if one side was not scored by labels."""
+    """Return label -> each side's `precision`, `recall`, `f1`; none if a side with scores was not scored by labels."""
     tables = [side.scores.get("classification") or {} for side in sides]
-    return {name: values for name, values in _side_by_side(tables).items() if None not in values}
+    lines = _side_by_side(tables).items()
+    return {
+        name: values for name, values in lines if all(v or not s.metrics for v, s in zip(values, sides, strict=True))
+    }
 
 
 def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -124,23 +128,22 @@ def _side_by_side(each: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _differences(sides: Sequence[Side], rows: Sequence[int], metric: str) -> list[dict[str, Any] | None]:
-    """Return each side's paired difference from the first, `None` for the first itself."""
+    """Return each side's paired difference from the first with answers, `None` for that itself and without answers."""
     from sft_play.evaluation.scores import paired_difference, together
 
     def score_of(side: Side) -> Together | None:
+        if not side.answered:
+            return None
         references, answers = ([side.answers[row][key] for row in rows] for key in ("reference", "answer"))
         return together(metric, references, answers, [side.score(row, metric) for row in rows])
 
     scores = [score_of(side) for side in sides]
-    first, more_is_better = scores[0], higher_is_better(metric) is True
+    first, more_is_better = next(filter(None, scores), None), higher_is_better(metric) is True
     return [
-        None,
-        *(
-            asdict(paired_difference(first, other, len(rows), more_is_better=more_is_better))
-            if first and other
-            else None
-            for other in scores[1:]
-        ),
+        asdict(paired_difference(first, other, len(rows), more_is_better=more_is_better))
+        if first and other and other is not first
+        else None
+        for other in scores
     ]
 
 
@@ -212,7 +215,9 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
     lines: dict[str, list[Any]] = {name: list(values) for name, values in result["losses"].items()}
     for metric, values in result["scores"].items():
         label = label_of_metric(metric)
-        lines[label] = [f"{v['mean']:.4f} [{v['low']:.4f}, {v['high']:.4f}], n = {v['n']}" for v in values]
+        lines[label] = [
+            f"{v['mean']:.4f} [{v['low']:.4f}, {v['high']:.4f}], n = {v['n']}" if v else "-" for v in values
+        ]
         if any(differences := result["differences"].get(metric) or []):
             lines[f"  {label}, paired difference"] = [
                 f"{d['mean']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}] {d['verdict']}, n = {d['n']}" if d else ""
@@ -220,7 +225,7 @@ def _score_lines(result: Mapping[str, Any]) -> dict[str, list[Any]]:
             ]
     for label, values in result["labels"].items():
         lines[f"  {label}: F1, precision, recall"] = [
-            f"{v['f1']:.3f}, {v['precision']:.3f}, {v['recall']:.3f}, n = {v['n']}" for v in values
+            f"{v['f1']:.3f}, {v['precision']:.3f}, {v['recall']:.3f}, n = {v['n']}" if v else "-" for v in values
         ]
     return lines
 
@@ -265,6 +270,11 @@ class Side:
     @property
     def metrics(self) -> Mapping[str, Any]:
         return metrics_of(self.scores)
+
+    @property
+    def answered(self) -> bool:
+        """Whether its answers were scored."""
+        return bool(self.metrics and self.answers)
 
     def scored_with(self, key: str) -> Any:
         """Return a setting of the evaluation."""
@@ -414,31 +424,33 @@ def changed_settings(sides: Sequence[Side]) -> dict[str, list[Any]]:
 
 
 def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
-    """Return the rows that all sides answered, and notes for the user about the others.
+    """Return the rows that all sides with answers have, and notes for the user about the others.
 
     Rows are the same if number, reference and prompt are. Under another tokenizer or template every prompt differs:
     then number and reference are enough, and a note says so.
     """
-    first, notes = sides[0], []
+    notes, answered = list[str](), [side for side in sides if side.answered]
+    first = (answered or sides)[0]
 
     def agreeing(rows: Sequence[int], key: str) -> list[int]:
-        return [row for row in rows if all(side.answers[row][key] == first.answers[row][key] for side in sides)]
+        return [row for row in rows if all(side.answers[row][key] == first.answers[row][key] for side in answered)]
 
-    same = agreeing([row for row in first.answers if all(row in side.answers for side in sides)], "reference")
+    same = agreeing([row for row in first.answers if all(row in side.answers for side in answered)], "reference")
     paired = agreeing(same, "prompt")
     template = any(side.tokenizer != first.tokenizer or _template(side) != _template(first) for side in sides)
     if same and not paired and template:
         notes.append("the prompts differ, since templates or tokenizers do; rows are paired by number and reference")
         paired = same
-    apart = all(side.answers for side in sides) and not paired
+    apart = len(answered) > 1 and not paired
     if apart:
-        evals = ", ".join(f"make eval RUN={side.run.typed} DATA=FILE" for side in sides)
+        evals = ", ".join(f"make eval RUN={side.run.typed} DATA=FILE" for side in answered)
+        names = " and ".join(f"`{side.name}`" for side in answered)
         notes.append(
-            f"{' and '.join(f'`{side.name}`' for side in sides)} answered no row in common, so each loss and score is"
-            f" of other rows; to compare them, score all on one file: {evals}, then this command with DATA=FILE"
+            f"{names} answered no row in common, so each loss and score is of other rows; to"
+            f" compare them, score all on one file: {evals}, then this command with DATA=FILE"
         )
     for side in sides:
-        if not apart and (skipped := len(side.answers) - len(paired)) and all(side.scores for side in sides):
+        if not apart and side.answered and (skipped := len(side.answers) - len(paired)):
             notes.append(
                 f"{skipped} of {len(side.answers)} answers of `{side.name}` are skipped: not every side has that row"
             )

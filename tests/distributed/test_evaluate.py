@@ -164,8 +164,16 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     assert result["settings"] == {"data.sources[1].path": [None, "further.jsonl"]}, "a source of one side only"
     first, second = result["losses"]["loss"]
     assert first > 0 and second == pytest.approx(first, rel=1e-5), "measured when it was trained"
-    assert result["facts"]["steps"] == [2, 2] and not result["scores"] and not result["rows"]
+    assert result["facts"]["steps"] == [2, 2] and not result["rows"]
+    assert result["scores"]["chrf"][0]["n"] == 7 and result["scores"]["chrf"][1] is None
+    pair, three = (
+        place.call("compare", f"RUNS={runs}one@base one", "METRIC=chrf", "JSON=1").json for runs in ("", "unscored ")
+    )
+    assert three["scores"]["chrf"] == [None, *pair["scores"]["chrf"]]
+    assert three["differences"]["chrf"] == [None, *pair["differences"]["chrf"]] and three["rows"] == pair["rows"] != []
+    assert re.search(r"paired difference +[+-]\d", place.call("compare", "RUNS=unscored one@base one").out)
     printed = place.call("compare", "RUNS=one unscored")
+    assert re.search(r"chrF .*n = 7 +- *\n", printed.out), printed.out
     assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored\n" in printed.err
     prepared = json.loads((unscored / "prepared.json").read_text())
     (unscored / "prepared.json").write_text(json.dumps(prepared | {"validation": None}))
