@@ -84,33 +84,6 @@ class LeftOut:
             places.append(place)
 
 
-class Faults:
-    """What is wrong with rows: the first of each kind, numbers aside, with how many there are."""
-
-    def __init__(self) -> None:
-        self._alike: dict[str, tuple[DataError, int]] = {}
-        self.rows = 0
-
-    def add(self, error: DataError) -> None:
-        """Count one row; of more than `SHOWN_FAULTS` kinds the first are kept, since a file may hold a million."""
-        self.rows += 1
-        kind = re.sub(r"\d+", "0", error.message)
-        if kind in self._alike or len(self._alike) < SHOWN_FAULTS:
-            first, rows = self._alike.get(kind, (error, 0))
-            self._alike[kind] = first, rows + 1
-
-    def errors(self) -> list[DataError]:
-        """Return one error for each kind."""
-        return [
-            DataError(
-                f"{error.message} ({rows:,} such rows; the first is here)" if rows > 1 else error.message,
-                place=error.place,
-                hint=error.hint,
-            )
-            for error, rows in self._alike.values()
-        ]
-
-
 def saved_splits(folder: Path) -> Splits | None:
     """Return split -> Arrow files of a folder that `save_to_disk` wrote; `None` for another. Raise `DataError`."""
     names = folder / "dataset_dict.json"

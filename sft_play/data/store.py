@@ -234,6 +234,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(
             f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
         )
+    if groups := manifest["groups"]:
+        lines.append(f"  groups of `data.group_by`: {groups:,}")
     lines += _lost_or_unread(sources, name)
     if weighted := manifest["weighted_rows"]:
         purpose = "" if name == "training" else ", which scores do not use"
@@ -391,6 +393,8 @@ class Made(NamedTuple):
     key: bytes
     """`KEY_BYTES` of a hash of its content."""
     held_out: bool
+    group: str | None
+    """The value of `data.group_by`."""
     rows: list[TokenRow]
     outcome: EncodedExample | None
     """Of one that was skipped, cut, lost something or is wrong: what there is to say, without rows."""

@@ -204,10 +204,33 @@ def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     ]
     assert sides[0] | sides[1] == set(range(7))
     assert not sides[0] & sides[1]
+    assert "  groups of `data.group_by`: 5\n" in done.err and done.json["validation"]["groups"] == 2
     missing = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: writer")
     assert missing.code == 4
     assert f"error: {file}:1: `data.group_by` names the column `writer`" in missing.err
     assert "(200 such rows; the first is here)" in missing.err
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, {"a4"}), (0.2, {"a3"}), (0.999, {"a0", "a3"})])
+def test_of_few_groups_at_least_one_is_on_each_side(
+    data: Data, tmp_path: Path, fraction: float, held_out: set[str]
+) -> None:
+    sizes = {"a0": 30, "a3": 9, "a4": 3}
+    groups = [group for group, rows in sizes.items() for _ in range(rows)]
+    rows = [{"prompt": f"{group}?", "completion": f"{group} {i}", "by": group} for i, group in enumerate(groups)]
+    lines = [
+        f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', rows)}",
+        f"data.validation: {fraction}",
+        "data.group_by: by",
+    ]
+    done = data(*lines)
+    assert {answer.split()[0] for answer in answers(done, "validation")} == held_out
+    assert {answer.split()[0] for answer in answers(done)} == sizes.keys() - held_out
+    assert "note: `data.group_by: by`: a hash gives all 3 groups to" in done.err
+    shutil.rmtree(done.json["validation"]["split"]["path"])
+    assert data(*lines).json == done.json
+    write_rows(tmp_path / "rows.jsonl", [row | {"by": "me"} for row in rows])
+    assert "all 42 are of one group of `data.group_by: by`" in data(*lines).err
 
 
 def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: Path) -> None:
