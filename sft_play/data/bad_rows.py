@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import IO
 
 from sft_play.data.sources import SHOWN_FAULTS
-from sft_play.errors import DataError, raise_all
+from sft_play.errors import DataError, MissingColumn, raise_all
 from sft_play.text import tell
 
 BAD = "bad row"
@@ -49,8 +50,10 @@ class RowProblems:
         self.file, self.drop = file, drop
         self._stream: IO[str] | None = None
         self._faults = Faults()
-        self.good = 0
-        """Rows that nothing is wrong with, so far."""
+        self.good = Counter[int]()
+        """By source: rows that nothing is wrong with, so far."""
+        self._lacking = defaultdict[int, Faults](Faults)
+        """By source: rows without a column that the configuration names."""
         self.ended: list[DataError] = []
         """What ended the reading of a source, which is never skipped."""
 
@@ -59,22 +62,29 @@ class RowProblems:
         """Whether something was found that ends the preparation, so that nothing needs to be written."""
         return bool(self.ended) or (not self.drop and self._faults.rows > 0)
 
-    def add(self, error: DataError) -> None:
+    def add(self, error: DataError, source: int) -> None:
         if self._stream is None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self._stream = self.file.open("w", encoding="utf-8", errors="backslashreplace")
         self._stream.write(" ".join(f"{error.place}: {error.message}".split()) + "\n")
         self._faults.add(error)
+        if isinstance(error, MissingColumn):
+            self._lacking[source].add(error)
 
     def end(self) -> None:
         """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
+        # A column that no row of a source has is a mistake in the configuration.
+        wrong = [
+            error for source, faults in self._lacking.items() if not self.good[source] for error in faults.errors()
+        ]
         if self._stream is not None:
             self._stream.close()
-            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop skips them" if self.good else ""
+            skips = "; left out" if self.drop else "; DATA_BAD_ROWS=drop skips them"
+            what = skips if self.good.total() and not wrong else ""
             tell(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}")
         errors = self._faults.errors()
-        if not self.drop:
-            raise_all([*errors, *self.ended])
+        if wrong or not self.drop:
+            raise_all([*(wrong if self.drop else errors), *self.ended])
         for error in errors:
             tell(f"left out: {error.place}: {error.message}")
         raise_all(self.ended)

@@ -32,7 +32,7 @@ from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
-from sft_play.data.sources import LeftOut, as_in_file, identify, read_source
+from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source
 from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError
@@ -302,9 +302,9 @@ def _prepare_in_one_pass(
             unencoded = [
                 example.outcome.error for example in chunk.examples if example.outcome and example.outcome.error
             ]
-            problems.good += len(chunk.examples) - len(unencoded)
+            problems.good[chunk.source] += len(chunk.examples) - len(unencoded)
             for error in (*chunk.unread, *unencoded):
-                problems.add(as_in_file(error, sources[chunk.source].columns))
+                problems.add(as_in_file(error, sources[chunk.source].columns), chunk.source)
             for error in chunk.unread if drop else ():  # others are counted as examples
                 skipped[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
@@ -319,6 +319,7 @@ def _prepare_in_one_pass(
                 f" `data.validation: {fraction}`"
             )
             return moved
+        problems.good.update({source: out.counts[FILTERED] for source, out in enumerate(skipped)})
         problems.end()
         if not any(gatherer.examples for gatherer in gatherers):
             refuse_nothing(sources, skipped)

@@ -23,6 +23,7 @@ from sft_play.config.data_rules import (
     NO_CHAT,
     PATHS_COUNT,
     Condition,
+    close_name,
     hint_absent,
     in_filter,
     is_glob,
@@ -47,7 +48,7 @@ from sft_play.data.layout import (
 )
 from sft_play.data.readers import Placed, placed_rows, read_file
 from sft_play.data.values import in_snake_case, is_blank, list_of, not_read
-from sft_play.errors import DataError, first_line
+from sft_play.errors import DataError, MissingColumn, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
@@ -458,7 +459,7 @@ def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> It
             try:
                 renamed = rename(row, source.columns)
                 # Both names work, so that a filter may be written with the file open or with the formats in mind.
-                keep = condition is None or condition({**row, **renamed})
+                keep = condition is None or condition({**row, **renamed}, row)
                 row = renamed
             except DataError as error:
                 error.place = error.place or place
@@ -490,12 +491,15 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     missing = sorted({*columns.values()} - values.keys())
     if missing:
         swapped = scalar_text({new: old for old, new in columns.items()})
-        raise DataError(
+        close = close_name(row, missing[0])
+        raise MissingColumn(
             f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are"
             f" {names_of(row)}",
             hint=(
                 f"the other way round: `columns: {swapped}`; files with these names need their own source"
                 if all(name in row for name in columns)
+                else f"did you mean `{close}`?"
+                if close
                 else "write `columns: {question: name in the file}`"
             ),
         )
@@ -518,7 +522,7 @@ def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
         return error
     texts = (error.message, error.hint or "")
     message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
-    return DataError(message, place=error.place, hint=hint or None)
+    return type(error)(message, place=error.place, hint=hint or None)
 
 
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
