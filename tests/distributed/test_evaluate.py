@@ -215,6 +215,20 @@ def test_groups_of_the_training_rows_do_not_forbid_other_rows(place: Place) -> N
     assert place.scores("RUN=grouped", f"DATA={place.folder / 'other.jsonl'}")["rougeL"]["n"] == 6
 
 
+def test_rows_of_another_kind_than_the_run_learnt_are_scored_and_compared(place: Place) -> None:
+    text, chat = place.folder / "notes.txt", place.folder / "other.jsonl"
+    text.write_text("A list is a sequence of values. " * 30)
+    quiet = ("TRAIN_EVAL_STRATEGY=no", "TRAIN_PREDICT_WITH_GENERATE=auto")
+    place.train("texts", "TUNING_TASK=cpt", f"DATA_TRAIN_PATH={text}", "DATA_VAL_PATH=", *quiet)
+    assert place.scores("RUN=texts", f"DATA={chat}")["rougeL"]["n"] == 6
+    place.scores("RUN=one", f"DATA={chat}")
+    both = place.call("compare", "RUNS=texts one", f"DATA={chat}", "JSON=1").json
+    assert both["differences"]["rougeL"][1]["n"] == 6
+    assert place.scores("RUN=one", f"DATA={text}", "DATA_OVERLONG=split")["answers"] == 0
+    formats = f"DATA_VALIDATION=[{{path: {chat}, format: prompt_completion}}]"
+    assert "already scored" in place.call("eval", "RUN=texts", formats).err
+
+
 def test_answers_to_other_rows_are_not_compared(place: Place) -> None:
     runs = place.folder / "runs"
     shutil.copytree(runs / "one", runs / "elsewhere", symlinks=True)
