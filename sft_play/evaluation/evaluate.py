@@ -13,6 +13,7 @@ from sft_play.config.metrics import OF_ANSWERS, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.launch.run_folder import find_run, has_started
+from sft_play.launch.runs import short_path
 from sft_play.model.resolve import check_trained, weights_sha256
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan, make_stamp
@@ -29,7 +30,7 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, count_trained
-from sft_play.runs.stamp import Stamp, compare, refuse
+from sft_play.runs.stamp import Stamp, compare, own_stamp, refuse
 from sft_play.text import as_typed, tell
 
 if TYPE_CHECKING:
@@ -116,13 +117,21 @@ def main(call: Call) -> int:
             from sft_play.launch.commands import write_report_of
 
             write_report_of(run)
-    name = "untuned base" if weights.label == BASE else weights.label
     return call.show(
         {"run": run.name, "weights": weights.label, "folder": str(folder), **scores},
-        f"run          {run.name}, {name} (step {weights.step})",
+        f"run          {run.name}, {whose(run, weights)}",
         *table(scores),
         f"files        {folder}",
     )
+
+
+def whose(run: RunFolder, weights: Weights) -> str:
+    """Return in words which weights these are; a base may be what another run made."""
+    if weights.label != BASE:
+        return f"{weights.label} (step {weights.step})"
+    base = Prepared.load(run.prepared).model
+    stamp = own_stamp(Path(base.path))
+    return f"base {short_path(base.name)}" + (f", tuned (step {stamp.step})" if stamp else " (step 0)")
 
 
 def _with_earlier_metrics(config: Config, scores: Mapping[str, Any]) -> Config:

@@ -107,8 +107,8 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert scores["chrf"]["n"] == 6
     assert scores["settings"]["data"] == str(other)
     assert own.read_bytes() == before, "the run's own scores are left alone"
-    again = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
-    imported = subprocess.run(again, env=place.environment, capture_output=True, text=True, check=True).stderr
+    imports = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
+    imported = subprocess.run(imports, env=place.environment, capture_output=True, text=True, check=True).stderr
     assert "already scored" in imported and re.search(r"\| +sft_play\.", imported)
     assert not re.findall(r"\| +(?:torch|transformers|datasets)$", imported, re.M), "kept scores need nothing heavy"
 
@@ -121,7 +121,12 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     plain = place.scores(*words)
     assert plain["weights"] == "base"
     assert plain["loss"] > scores["loss"], "two steps at a high rate lower the loss"
-    assert "already scored" in place.call("eval", *words).err
+    again = place.call("eval", *words)
+    assert "already scored" in again.err and f"base {place.folder / 'model'} (step 0)" in again.out
+    assert place.run("merge", "RUN=one").returncode == 0
+    merged = place.folder / "runs" / "one" / "merged"
+    of_merged = place.run("eval", f"MODEL={merged}", f"DATA={other}", "TRAIN_PREDICT_WITH_GENERATE=false").stdout
+    assert f"base {merged}, tuned (step 2)" in of_merged
 
     comparison = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
     assert comparison["losses"]["loss"] == [scores["loss"], plain["loss"]]
