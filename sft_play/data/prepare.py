@@ -32,7 +32,7 @@ from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
-from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source
+from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source, start_of_places
 from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError
@@ -195,8 +195,6 @@ class Gatherer:
         self.systems: set[str | None] = set()
         """Two or more system turns of rows, or the only one."""
         self._seen: set[bytes] = set()
-        self.groups: set[str] = set()
-        """Values of `data.group_by`."""
         self.examples = 0
         """Rows of this split, also those that were skipped because of their length or as copies."""
 
@@ -213,7 +211,6 @@ class Gatherer:
             number, self.examples = self.examples, self.examples + 1
             tally.rows_read += 1
             tally.format = tally.format or chunk.form
-            self.groups |= {example.group} if example.group is not None else set()
             if self.config.data.duplicates == "drop":
                 if example.key in self._seen:
                     tally.duplicates += 1
@@ -290,7 +287,8 @@ def _prepare_in_one_pass(
     skipped, new_tokens = [LeftOut() for _ in sources], ids_of_new_tokens(config.data.new_tokens, tokenizer)
     fraction, groups = parts[0].fraction, Counter[str | None]()
     with ExitStack() as stack:
-        writers = [stack.enter_context(SplitWriter(part.folder, new_tokens)) for part in parts]
+        starts = [start_of_places(source) for source in sources]
+        writers = [stack.enter_context(SplitWriter(part.folder, new_tokens, starts)) for part in parts]
         gatherers = [Gatherer(config, part, writer) for part, writer in zip(parts, writers, strict=True)]
         works = works_of(sources, problems, config.train.seed, skipped)
         chunks = stack.enter_context(closing(encode_all(config, tokenizer, works, fraction=fraction, moved=moved)))
@@ -329,7 +327,6 @@ def _prepare_in_one_pass(
         for gatherer in gatherers:
             part, writer = gatherer.part, gatherer.writer
             manifest = split_manifest(writer, part.sources, gatherer.tallies, part.contents)
-            manifest["groups"] = len(gatherer.groups)
             manifest["split"]["template"] = template_sha256(tokenizer)
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             manifest["split"]["system"] = None if len(gatherer.systems) > 1 else next(iter(gatherer.systems), None)
@@ -531,6 +528,7 @@ class _Maker:
             held_out=is_held_out(key, example.group, self._fraction)
             != (self._moved is not None and self._moved == example.group),
             group=example.group,
+            place=example.place,
             rows=[_token_row(row) for row in outcome.rows],
             outcome=None if about == EncodedExample(place=outcome.place) else about,
         )

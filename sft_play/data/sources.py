@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -222,6 +222,16 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if names_file(source.path):
         raise DataError("there is no such file", place=source.path, hint=hint_absent(source.path))
     return None
+
+
+def start_of_places(source: DataSource) -> str:
+    """Return what the places of all rows of a source begin with: its file or folder, or the hub's name."""
+    if source.path.startswith(BUILTIN):
+        return ""
+    path = Path(source.path).expanduser()
+    if is_glob(source.path) and not path.exists():
+        path = Path(*takewhile(lambda part: not is_glob(part), path.parts))
+    return "" if path == Path() else str(path)
 
 
 def identify(source: DataSource, before: str | None = None) -> tuple[list[Any], str | None]:

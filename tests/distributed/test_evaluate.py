@@ -105,6 +105,7 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert page.stat().st_mtime_ns > before_page, "the report has the scores"
     assert Path(scores["folder"]).name.startswith("step-000002-other-")
     assert scores["chrf"]["n"] == 6
+    assert [line["place"] for line in answers(Path(scores["folder"]))] == [f"{other}:{line}" for line in range(1, 7)]
     assert scores["settings"]["data"] == str(other)
     assert own.read_bytes() == before, "the run's own scores are left alone"
     imports = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
