@@ -33,7 +33,7 @@ from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
 from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source, start_of_places
-from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
+from sft_play.data.store import OF_BOTH, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import text_sha256
@@ -232,7 +232,7 @@ class Gatherer:
         for tally, out in zip(self.tallies, skipped, strict=True):
             tally.hub_commit = out.commit
             if not self.part.fraction or self.part.name == "train":
-                tally.add_left_out(out)
+                tally.add_left_out(out, OF_BOTH if self.part.fraction else "")
 
     def refuse_what_cannot_be_trained(self, of_both: int) -> None:
         """Raise `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both

@@ -39,6 +39,8 @@ from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
 from sft_play.text import list_some, plural
 
 MANIFEST = "manifest.json"
+OF_BOTH = ", before the split"
+"""Where a fraction is held out, added to why readers leave something out, which is on no side."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHOWN_SPELLINGS = 5
 MOST_UNREAD, MOST_VALUES = 200, 7
@@ -96,12 +98,12 @@ class SourceTally:
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
-    def add_left_out(self, skipped: LeftOut) -> None:
-        """Count what readers left out."""
+    def add_left_out(self, skipped: LeftOut, of: str = "") -> None:
+        """Count what readers left out, `of` which part of the source."""
         self.rows_read += skipped.counts.total()
-        self.dropped += skipped.counts
+        self.dropped += {f"{reason}{of}": rows for reason, rows in skipped.counts.items()}
         self.left_out += [
-            {"reason": reason, "place": place} for reason, places in skipped.places.items() for place in places
+            {"reason": f"{reason}{of}", "place": place} for reason, places in skipped.places.items() for place in places
         ]
         self.there = skipped.there
 
@@ -343,7 +345,7 @@ def _hash(tokens: Integers) -> bytes:
 
 def _files(source: Mapping[str, Any], reason: str) -> str:
     """Return the names of files without rows; rows that were left out for another reason are not named."""
-    if reason not in (EMPTY, OTHER_FILE, SCANNED):
+    if reason.removesuffix(OF_BOTH) not in (EMPTY, OTHER_FILE, SCANNED):
         return ""
     places = [row["place"] for row in source["left_out"] if row["reason"] == reason]
     ellipsis = ", ..." if len(places) > NAMED_FILES else ""

@@ -260,6 +260,17 @@ def test_a_column_that_no_row_of_a_source_has_is_no_bad_row(data: Data, tmp_path
     assert one_row.code == (0 if dropped else 4) and ("DATA_BAD_ROWS=drop skips them" in one_row.err) != dropped
 
 
+def test_rows_left_out_before_the_split_are_told_apart(data: Data, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [*pairs(40), *pairs(20)])
+    source = f"data.sources: [{{path: {file}, filter: author != 'a0', rows: 30}}]"
+    done = data(source, "data.validation: 0.3")
+    out = {"not in the filter, before the split": 9, "not chosen by `rows`, before the split": 21}
+    train, validation = (done.json[split]["sources"][0] for split in ("train", "validation"))
+    assert (train["dropped"], validation["dropped"]) == (out, {})
+    assert train["rows_read"] + validation["rows_read"] == 60
+    assert data(source).json["train"]["sources"][0]["dropped"].keys() == {"not in the filter", "not chosen by `rows`"}
+
+
 def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: Path) -> None:
     sides = []
     for rows in (pairs(60), pairs(30, start=60) + pairs(60)):
