@@ -123,6 +123,10 @@ class DataError(UserError):
     exit_code = 4
 
 
+class MissingColumn(DataError):
+    """A row lacks a column that the configuration names."""
+
+
 class CheckpointError(UserError):
     """A run, a checkpoint or a stamp does not allow the request."""
 

@@ -19,9 +19,10 @@ from sft_play.config.data_rules import MISSING, NO_CHAT, hint_absent, look_up
 from sft_play.config.reader import names_of
 from sft_play.data import Message
 from sft_play.data.answers import call_text
+from sft_play.data.bad_rows import Faults
 from sft_play.data.formats import FORMATS, understand
 from sft_play.data.readers import TABLES, Placed, csv_marks, read_file
-from sft_play.data.sources import Faults, rename
+from sft_play.data.sources import rename
 from sft_play.data.streams import kind, open_bytes, to_utf8
 from sft_play.data.turns import CALLS, ROLE_NAMES, part_by_name
 from sft_play.data.values import list_of, text_of

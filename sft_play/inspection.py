@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.rule import Rule
 from rich.text import Text
 
 from sft_play.config.call import Call
@@ -110,7 +109,7 @@ def _split_record(
         "mixture": [printable(line) for line in mixture],
         "skipped": [printable(short_path(line)) for line in skipped_lines(manifest)],
         "warnings": [printable(line.strip().removeprefix("warning: ")) for line in warnings],
-        "samples": [asdict(sample) | {"source": printable(short_path(sample.source))} for sample in samples],
+        "samples": [asdict(sample) | {"place": printable(short_path(sample.place))} for sample in samples],
     }
 
 
@@ -178,6 +177,8 @@ class Sample:
     row: int
     """Its index among the rows that were read, from 0; rows of one split example share it."""
     source: str
+    place: str
+    """Where it stands, as errors name it."""
     tokens: int
     trained: int
     pieces: tuple[TokenSpan, ...]
@@ -203,7 +204,15 @@ def sample_of(index: int, row: Any, sources: Sequence[str], tokenizer: Any, spec
         start += count
     number = row.get("source", 0)
     name = sources[number] if number < len(sources) else ""
-    return Sample(index=index, row=row["row"], source=name, tokens=len(ids), trained=sum(trained), pieces=tuple(pieces))
+    return Sample(
+        index=index,
+        row=row["row"],
+        source=name,
+        place=row["place"],
+        tokens=len(ids),
+        trained=sum(trained),
+        pieces=tuple(pieces),
+    )
 
 
 def choose_rows(count: int, seed: int, of_source: Sequence[int]) -> list[int]:
@@ -228,10 +237,9 @@ def show(
     weights = "  [0.3] weight of what follows" if manifest["weighted_rows"] else ""
     console.print(Text.assemble(legend, "  read only  ", special, " ↵ line end", weights))
     for sample in samples:
-        title = f"{split} row {sample.index} of {sample.source}: {sample.tokens} tokens, {sample.trained} {word}"
-        console.print(
-            Rule(printable(title), align="left", characters="─" if console.encoding.startswith("utf") else "-")
-        )
+        title = f"{split} row {sample.place}: {sample.tokens} tokens, {sample.trained} {word}"
+        line = "─" if console.encoding.startswith("utf") else "-"
+        console.print(f"{printable(title)} ".ljust(console.width, line), style="rule.line")
         console.print(_coloured(sample) if colours else Text(_mark(sample)))
     lengths = ", ".join(
         f"{share} of rows have at most {tokens:,}" for share, tokens in manifest["length_quantiles"].items()

@@ -20,7 +20,7 @@ from typing import Any
 from sft_play.config.keys import variable_name
 from sft_play.config.reader import Conflict, kind_of, names_of
 from sft_play.config.schema import Config, DataSource
-from sft_play.errors import DataError
+from sft_play.errors import DataError, MissingColumn
 
 SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
 SMALLEST_VOCABULARY = 260
@@ -368,6 +368,13 @@ def without(row: Row, names: Iterable[str]) -> dict[str, Any]:
     return others
 
 
+def close_name(row: Row, name: str) -> str | None:
+    """Return the column of a row, or what is within one, that `name` may mean."""
+    head = name.rpartition(".")[0]
+    names = [*row, *(f"{head}.{key}" for key in inside(look_up(row, head)))]
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.75)), None)
+
+
 def in_filter(column: str) -> str:
     """Return how a condition names a column."""
     plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in column.split("."))
@@ -394,13 +401,18 @@ class Condition:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deeply") from None
 
-    def __call__(self, row: Row) -> bool:
+    def __call__(self, row: Row, shown: Iterable[str] = ()) -> bool:
+        """`shown`: the columns that an error lists, if not all of the row's."""
+
         def column(name: str) -> Any:
             if (cell := look_up(row, name)) is MISSING:
-                raise DataError(
+                close = close_name(row, name)
+                raise MissingColumn(
                     f"`filter: {self.expression[:200]}` names the column `{name}`, which is missing; "
-                    f"the columns are {names_of(row)}",
-                    hint=f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
+                    f"the columns are {names_of(shown or row)}",
+                    hint=f"did you mean `{in_filter(close)}`?"
+                    if close
+                    else f'text is written in quotes: `"{name}"`; `has({name})` tells whether a row has the column',
                 )
             if isinstance(cell, datetime.date):  # or a time, of Arrow
                 cell = cell.isoformat().removesuffix("T00:00:00")

@@ -25,7 +25,7 @@ ELSEWHERE: Mapping[str, str] = {
         " base_model_config model.path model.id"
     ),
     "model.adapter": (
-        "adapter_name_or_path adapters lora_model_dir peft_model_id adapter_path lora_path resume_adapter train.adapter"
+        "adapter_name_or_path adapters lora_model_dir peft_model_id adapter_path lora_path resume_adapter"
     ),
     "model.revision": "model_revision",
     "model.dtype": "torch_dtype",
@@ -46,7 +46,7 @@ ELSEWHERE: Mapping[str, str] = {
     "tuning.task": "stage task",
     "tuning.quantization": "bnb_4bit_quant_type quantization_method tuning.bits",
     "tuning.mode": (
-        "load_in_4bit load_in_8bit quantization_bit use_peft use_lora use_qlora peft_type adapter finetuning_type"
+        "load_in_4bit load_in_8bit quantization_bit use_peft use_lora use_qlora peft_type finetuning_type"
         " tuning.method tuning.type"
     ),
     "tuning.lora.r": "lora_r lora_rank rank_lora tuning.rank tuning.lora.rank train.lora_r",
@@ -155,6 +155,7 @@ INSTEAD: dict[str, str] = REMOVED | {
         ("elasticpolicy", "elastic_policy", "kubernetes_elastic_policy"),
         "a job has the fixed number of pods that NUM_NODES says, and `kubernetes.max_restarts` starts them again",
     ),
+    "adapter": "`MODEL_ADAPTER=RUN` trains on from an adapter, and `TUNING_MODE=lora` trains a new one",
     "pipeline": STAGES,
     "pp": STAGES,
     "zero": OF_ZERO,

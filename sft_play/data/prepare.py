@@ -20,21 +20,22 @@ from datetime import date
 from importlib.metadata import version
 from multiprocessing import connection
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data import IGNORED
+from sft_play.data.bad_rows import BAD, RowProblems
 from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
-from sft_play.data.sources import Faults, LeftOut, as_in_file, identify, read_source
-from sft_play.data.store import Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
+from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source, start_of_places
+from sft_play.data.store import OF_BOTH, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.tokens import EncodedExample, Encoder
-from sft_play.errors import DataError, HardwareError, raise_all
+from sft_play.errors import DataError, HardwareError
 from sft_play.files import text_sha256
 from sft_play.launch.process import leave_stops_to_parent, raise_what_was_heard
 from sft_play.model.tokenizer import DAY, base_stops, fix_day, write_chat, writes_day
@@ -52,9 +53,6 @@ from sft_play.runs.prepared import (
     settings_that_matter,
 )
 from sft_play.text import bar, tell
-
-BAD = "bad row"
-"""With `data.bad_rows: drop`, why a row is left out, whatever is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +95,8 @@ def prepare_data(
             fix_day(tokenizer(), day or next(there, None) or date.today().isoformat())
         # Those of one fraction in one pass over their rows.
         for together in [missing] if all(part.fraction for part in missing) else [[part] for part in missing]:
-            _prepare_in_one_pass(config, tokenizer(), together, parts[0])
+            if moved := _prepare_in_one_pass(config, tokenizer(), together, parts[0]):
+                _prepare_in_one_pass(config, tokenizer(), together, parts[0], moved)
         manifests = _manifests(parts)
     named = {part.name: _name_sources(manifests[part.name], part) for part in parts}
     train, validation = [*(record_of(manifest["split"], PreparedSplit) for manifest in named.values()), None][:2]
@@ -185,45 +184,6 @@ def _name_sources(manifest: dict[str, Any] | None, part: Part) -> dict[str, Any]
 # Reads, encodes and publishes splits that the cache does not have.
 
 
-class RowProblems:
-    """Gathers bad rows: to raise them together, or with `drop` to say what was skipped (`data.bad_rows`)."""
-
-    def __init__(self, file: Path, *, drop: bool = False) -> None:
-        """`file`: gets a line for each row, `place: reason`; it is made with the first one."""
-        self.file, self.drop = file, drop
-        self._stream: IO[str] | None = None
-        self._faults = Faults()
-        self.good = 0
-        """Rows that nothing is wrong with, so far."""
-        self.ended: list[DataError] = []
-        """What ended the reading of a source, which is never skipped."""
-
-    @property
-    def stops(self) -> bool:
-        """Whether something was found that ends the preparation, so that nothing needs to be written."""
-        return bool(self.ended) or (not self.drop and self._faults.rows > 0)
-
-    def add(self, error: DataError) -> None:
-        if self._stream is None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = self.file.open("w", encoding="utf-8", errors="backslashreplace")
-        self._stream.write(" ".join(f"{error.place}: {error.message}".split()) + "\n")
-        self._faults.add(error)
-
-    def end(self) -> None:
-        """Raise `DataError` for what cannot be skipped; say which rows were, and where all of them are named."""
-        if self._stream is not None:
-            self._stream.close()
-            what = "; left out" if self.drop else "; DATA_BAD_ROWS=drop skips them" if self.good else ""
-            tell(f"bad rows: {self._faults.rows:,}, each with its reason in {self.file}{what}")
-        errors = self._faults.errors()
-        if not self.drop:
-            raise_all([*errors, *self.ended])
-        for error in errors:
-            tell(f"left out: {error.place}: {error.message}")
-        raise_all(self.ended)
-
-
 class Gatherer:
     """Takes the rows of one split out of chunks: counts them, leaves out copies, hands the rest to the writer."""
 
@@ -272,7 +232,7 @@ class Gatherer:
         for tally, out in zip(self.tallies, skipped, strict=True):
             tally.hub_commit = out.commit
             if not self.part.fraction or self.part.name == "train":
-                tally.add_left_out(out)
+                tally.add_left_out(out, OF_BOTH if self.part.fraction else "")
 
     def refuse_what_cannot_be_trained(self, of_both: int) -> None:
         """Raise `DataError` for rows that are too long, and for a split without any row. `of_both`: rows of both
@@ -294,9 +254,15 @@ class Gatherer:
             )
         if not self.examples:
             raise DataError(
-                f"`data.validation: {part.fraction}` leaves no row for {part.name}: there are {of_both:,}, "
-                "and a hash of content or group assigns each row",
-                hint="give more rows, another fraction, or a separate file: DATA_VAL_PATH=",
+                f"`data.validation: {part.fraction}` leaves no row for {part.name}: "
+                + (
+                    f"all {of_both:,} are of one group of `data.group_by: {group_by}`"
+                    if (group_by := self.config.data.group_by)
+                    else f"there are {of_both:,}, and a hash of content assigns each row"
+                ),
+                hint="give more rows, another fraction, or a separate file: DATA_VAL_PATH="
+                if group_by is None
+                else "name a column with more values, or omit DATA_GROUP_BY",
             )
         if not len(self.writer.lengths):
             hint = f"raise MODEL_MAX_SEQ_LEN; the longest row has {tokens} tokens" if overlong else None
@@ -308,35 +274,50 @@ class Gatherer:
             )
 
 
-def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], train: Part) -> None:
+def _prepare_in_one_pass(
+    config: Config, tokenizer: Any, parts: Sequence[Part], train: Part, moved: str | None = None
+) -> str | None:
     """Read the sources once, and publish `parts` from them; `train` is published already or among them.
 
-    Raise `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
+    Publish nothing where a hash gives all groups to one side, and return the group that is to be `moved`. Raise
+    `DataError` with all problems of rows together, and `HardwareError` when a process was killed.
     """
     sources, drop = parts[0].sources, config.data.bad_rows == "drop"
     problems = RowProblems(cache_folder() / "bad_rows" / f"{parts[0].folder.name}.txt", drop=drop)
     skipped, new_tokens = [LeftOut() for _ in sources], ids_of_new_tokens(config.data.new_tokens, tokenizer)
+    fraction, groups = parts[0].fraction, Counter[str | None]()
     with ExitStack() as stack:
-        writers = [stack.enter_context(SplitWriter(part.folder, new_tokens)) for part in parts]
+        starts = [start_of_places(source) for source in sources]
+        writers = [stack.enter_context(SplitWriter(part.folder, new_tokens, starts)) for part in parts]
         gatherers = [Gatherer(config, part, writer) for part, writer in zip(parts, writers, strict=True)]
         works = works_of(sources, problems, config.train.seed, skipped)
-        chunks = stack.enter_context(closing(encode_all(config, tokenizer, works, fraction=parts[0].fraction)))
+        chunks = stack.enter_context(closing(encode_all(config, tokenizer, works, fraction=fraction, moved=moved)))
         show, rows = stack.enter_context(bar(f"preparing {' and '.join(part.name for part in parts)}", "rows")), 0
         for chunk in chunks:
             rows += len(chunk.examples)
             show(rows, None)
+            groups.update(example.group for example in chunk.examples)
             unencoded = [
                 example.outcome.error for example in chunk.examples if example.outcome and example.outcome.error
             ]
-            problems.good += len(chunk.examples) - len(unencoded)
+            problems.good[chunk.source] += len(chunk.examples) - len(unencoded)
             for error in (*chunk.unread, *unencoded):
-                problems.add(as_in_file(error, sources[chunk.source].columns))
+                problems.add(as_in_file(error, sources[chunk.source].columns), chunk.source)
             for error in chunk.unread if drop else ():  # others are counted as examples
                 skipped[chunk.source].add(BAD, error.place or "")
             if not problems.stops:
                 for gatherer in gatherers:
                     gatherer.take(chunk)
             raise_what_was_heard()
+        if moved is None and not problems.stops and (moved := group_to_move(groups, fraction)):
+            side = "validation" if is_held_out("", moved, fraction) else "training"
+            tell(
+                f"note: `data.group_by: {config.data.group_by}`: a hash gives all {len(groups)} groups to {side}; one"
+                f" with {groups[moved]:,} of the {groups.total():,} rows changes sides, nearest to"
+                f" `data.validation: {fraction}`"
+            )
+            return moved
+        problems.good.update({source: out.counts[FILTERED] for source, out in enumerate(skipped)})
         problems.end()
         if not any(gatherer.examples for gatherer in gatherers):
             refuse_nothing(sources, skipped)
@@ -354,6 +335,7 @@ def _prepare_in_one_pass(config: Config, tokenizer: Any, parts: Sequence[Part], 
                 asked = count_trained(bytes(writer.questions), train.folder, QUESTIONS) - rows
                 manifest["overlap"] = {"with": "train", "rows": rows, "questions": max(0, asked)}
             writer.publish(manifest)
+    return None
 
 
 def ids_of_new_tokens(tokens: Sequence[str], tokenizer: Any) -> dict[str, int]:
@@ -480,13 +462,13 @@ class Chunk(NamedTuple):
 
 
 def encode_all(
-    config: Config, tokenizer: Any, works: Iterator[SourceRows], *, fraction: float
+    config: Config, tokenizer: Any, works: Iterator[SourceRows], *, fraction: float, moved: str | None
 ) -> Generator[Chunk, None, None]:
     """Yield the chunk of each work, in order. Raise `DataError`, and `HardwareError` when a process was killed.
 
     `works` is read as chunks are taken: at most `WAITING` for each process are in memory.
     """
-    make, processes = _Maker(config, tokenizer, fraction), config.data.num_proc
+    make, processes = _Maker(config, tokenizer, fraction, moved), config.data.num_proc
     if not isinstance(processes, int):
         first = list(itertools.islice(works, FEW_CHUNKS + 1))
         works, processes = itertools.chain(first, works), cpu_threads() if len(first) > FEW_CHUNKS else 1
@@ -517,8 +499,8 @@ def encode_all(
 class _Maker:
     """Makes chunks; the encoder is made with the first one, in the process that needs it."""
 
-    def __init__(self, config: Config, tokenizer: Any, fraction: float) -> None:
-        self._config, self._tokenizer, self._fraction = config, tokenizer, fraction
+    def __init__(self, config: Config, tokenizer: Any, fraction: float, moved: str | None) -> None:
+        self._config, self._tokenizer, self._fraction, self._moved = config, tokenizer, fraction, moved
         self._encoder: Encoder | None = None
 
     def __call__(self, work: SourceRows) -> Chunk:
@@ -543,7 +525,10 @@ class _Maker:
         about = replace(outcome, rows=(), dropped=BAD if outcome.error else outcome.dropped)
         return Made(
             key=bytes.fromhex(key[: 2 * KEY_BYTES]),
-            held_out=bool(self._fraction) and is_held_out(key, example.group, self._fraction),
+            held_out=is_held_out(key, example.group, self._fraction)
+            != (self._moved is not None and self._moved == example.group),
+            group=example.group,
+            place=example.place,
             rows=[_token_row(row) for row in outcome.rows],
             outcome=None if about == EncodedExample(place=outcome.place) else about,
         )
@@ -593,3 +578,14 @@ def is_held_out(key: str, group: str | None, fraction: float) -> bool:
     """
     digest = text_sha256(f"row {key}" if group is None else f"group {group}")
     return int(digest[:POSITION_DIGITS], 16) / 16**POSITION_DIGITS < fraction
+
+
+def group_to_move(groups: Counter[str | None], fraction: float) -> str | None:
+    """Return the group that changes sides where a hash gives all of two or more to one: that whose share of the rows is
+    nearest to what the other side should have.
+    """
+    sides = {is_held_out("", group, fraction) for group in groups}
+    if len(groups) < 2 or len(sides) > 1:
+        return None
+    share = (1 - fraction if True in sides else fraction) * groups.total()
+    return min(groups, key=lambda group: (abs(groups[group] - share), text_sha256(f"group {group}")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+PLACES = b"places"
+"""In the metadata of the rows: what the places of each source begin with, a list in JSON."""
 
 
 class Rows:
@@ -25,6 +29,7 @@ class Rows:
         table = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files)
         self._table = table.select([name for name in table.column_names if not columns or name in columns])
         self.column_names = self._table.column_names
+        self._starts: list[str] = json.loads((table.schema.metadata or {}).get(PLACES, b"[]"))
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -32,7 +37,10 @@ class Rows:
     def __getitem__(self, key: int | str) -> Any:
         if isinstance(key, str):
             return (value.as_py() for value in self._table.column(key))
-        return {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
+        row = {name: column[key].as_py() for name, column in zip(self.column_names, self._table.columns, strict=True)}
+        if self._starts and "place" in row:
+            row["place"] = self._starts[row["source"]] + row["place"]
+        return row
 
     def references(self, count: int) -> list[str]:
         """Return the first right answers, at most `count`."""

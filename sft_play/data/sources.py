@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from glob import glob
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from sft_play.config.data_rules import (
     NO_CHAT,
     PATHS_COUNT,
     Condition,
+    close_name,
     hint_absent,
     in_filter,
     is_glob,
@@ -47,7 +48,7 @@ from sft_play.data.layout import (
 )
 from sft_play.data.readers import Placed, placed_rows, read_file
 from sft_play.data.values import in_snake_case, is_blank, list_of, not_read
-from sft_play.errors import DataError, first_line
+from sft_play.errors import DataError, MissingColumn, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
@@ -82,33 +83,6 @@ class LeftOut:
         places = self.places.setdefault(reason, [])
         if len(places) < SHOWN_PLACES:
             places.append(place)
-
-
-class Faults:
-    """What is wrong with rows: the first of each kind, numbers aside, with how many there are."""
-
-    def __init__(self) -> None:
-        self._alike: dict[str, tuple[DataError, int]] = {}
-        self.rows = 0
-
-    def add(self, error: DataError) -> None:
-        """Count one row; of more than `SHOWN_FAULTS` kinds the first are kept, since a file may hold a million."""
-        self.rows += 1
-        kind = re.sub(r"\d+", "0", error.message)
-        if kind in self._alike or len(self._alike) < SHOWN_FAULTS:
-            first, rows = self._alike.get(kind, (error, 0))
-            self._alike[kind] = first, rows + 1
-
-    def errors(self) -> list[DataError]:
-        """Return one error for each kind."""
-        return [
-            DataError(
-                f"{error.message} ({rows:,} such rows; the first is here)" if rows > 1 else error.message,
-                place=error.place,
-                hint=error.hint,
-            )
-            for error, rows in self._alike.values()
-        ]
 
 
 def saved_splits(folder: Path) -> Splits | None:
@@ -248,6 +222,16 @@ def _find_files(source: DataSource) -> list[Path] | None:
     if names_file(source.path):
         raise DataError("there is no such file", place=source.path, hint=hint_absent(source.path))
     return None
+
+
+def start_of_places(source: DataSource) -> str:
+    """Return what the places of all rows of a source begin with: its file or folder, or the hub's name."""
+    if source.path.startswith(BUILTIN):
+        return ""
+    path = Path(source.path).expanduser()
+    if is_glob(source.path) and not path.exists():
+        path = Path(*takewhile(lambda part: not is_glob(part), path.parts))
+    return "" if path == Path() else str(path)
 
 
 def identify(source: DataSource, before: str | None = None) -> tuple[list[Any], str | None]:
@@ -485,7 +469,7 @@ def _fitting(rows: Iterator[Placed], source: DataSource, skipped: LeftOut) -> It
             try:
                 renamed = rename(row, source.columns)
                 # Both names work, so that a filter may be written with the file open or with the formats in mind.
-                keep = condition is None or condition({**row, **renamed})
+                keep = condition is None or condition({**row, **renamed}, row)
                 row = renamed
             except DataError as error:
                 error.place = error.place or place
@@ -517,12 +501,15 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     missing = sorted({*columns.values()} - values.keys())
     if missing:
         swapped = scalar_text({new: old for old, new in columns.items()})
-        raise DataError(
+        close = close_name(row, missing[0])
+        raise MissingColumn(
             f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are"
             f" {names_of(row)}",
             hint=(
                 f"the other way round: `columns: {swapped}`; files with these names need their own source"
                 if all(name in row for name in columns)
+                else f"did you mean `{close}`?"
+                if close
                 else "write `columns: {question: name in the file}`"
             ),
         )
@@ -545,7 +532,7 @@ def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
         return error
     texts = (error.message, error.hint or "")
     message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
-    return DataError(message, place=error.place, hint=hint or None)
+    return type(error)(message, place=error.place, hint=hint or None)
 
 
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

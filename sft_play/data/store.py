@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from sft_play.config.metrics import MOST_LABELS, label_of
 from sft_play.config.schema import DataSource
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.documents import EMPTY, SCANNED
+from sft_play.data.rows import PLACES
 from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
 from sft_play.data.tokens import ANSWER_END, ANSWER_TOO_LONG, TOO_LONG, EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
@@ -37,6 +39,8 @@ from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
 from sft_play.text import list_some, plural
 
 MANIFEST = "manifest.json"
+OF_BOTH = ", before the split"
+"""Where a fraction is held out, added to why readers leave something out, which is on no side."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHOWN_SPELLINGS = 5
 MOST_UNREAD, MOST_VALUES = 200, 7
@@ -94,12 +98,12 @@ class SourceTally:
         self.overlong += bool(outcome.overlong)
         self.overlong_tokens += outcome.overlong
 
-    def add_left_out(self, skipped: LeftOut) -> None:
-        """Count what readers left out."""
+    def add_left_out(self, skipped: LeftOut, of: str = "") -> None:
+        """Count what readers left out, `of` which part of the source."""
         self.rows_read += skipped.counts.total()
-        self.dropped += skipped.counts
+        self.dropped += {f"{reason}{of}": rows for reason, rows in skipped.counts.items()}
         self.left_out += [
-            {"reason": reason, "place": place} for reason, places in skipped.places.items() for place in places
+            {"reason": f"{reason}{of}", "place": place} for reason, places in skipped.places.items() for place in places
         ]
         self.there = skipped.there
 
@@ -176,6 +180,7 @@ def split_manifest(
         "split": split,
         "length_quantiles": quantiles,
         "sources": described,
+        "groups": len(writer.groups),
         "weighted_rows": writer.weighted,
         "new_tokens": writer.uses,
         "spellings": writer.spellings(),
@@ -234,6 +239,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         lines.append(
             f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
         )
+    if groups := manifest["groups"]:
+        lines.append(f"  groups of `data.group_by`: {groups:,}")
     lines += _lost_or_unread(sources, name)
     if weighted := manifest["weighted_rows"]:
         purpose = "" if name == "training" else ", which scores do not use"
@@ -338,7 +345,7 @@ def _hash(tokens: Integers) -> bytes:
 
 def _files(source: Mapping[str, Any], reason: str) -> str:
     """Return the names of files without rows; rows that were left out for another reason are not named."""
-    if reason not in (EMPTY, OTHER_FILE, SCANNED):
+    if reason.removesuffix(OF_BOTH) not in (EMPTY, OTHER_FILE, SCANNED):
         return ""
     places = [row["place"] for row in source["left_out"] if row["reason"] == reason]
     ellipsis = ", ..." if len(places) > NAMED_FILES else ""
@@ -364,6 +371,7 @@ SCHEMA = pa.schema(
         ("source", pa.int32()),
         ("prompt_ids", TOKENS),
         ("reference", pa.string()),
+        ("place", pa.string()),
         (WEIGHTS, pa.list_(pa.float32())),
     ]
 )
@@ -391,6 +399,9 @@ class Made(NamedTuple):
     key: bytes
     """`KEY_BYTES` of a hash of its content."""
     held_out: bool
+    group: str | None
+    """The value of `data.group_by`."""
+    place: str
     rows: list[TokenRow]
     outcome: EncodedExample | None
     """Of one that was skipped, cut, lost something or is wrong: what there is to say, without rows."""
@@ -399,15 +410,19 @@ class Made(NamedTuple):
 class SplitWriter:
     """Write one split into a folder aside. A context manager: what was not published is gone when it is left."""
 
-    def __init__(self, folder: Path, counted: Mapping[str, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self, folder: Path, counted: Mapping[str, int] = MappingProxyType({}), starts: Sequence[str] = ()
+    ) -> None:
         """`folder` is where the split is published; its neighbours that a killed process left half-written are
-        removed. `counted`: tokens whose uses are counted, with their ids.
+        removed. `counted`: tokens whose uses are counted, with their ids. `starts`: what the places of each source
+        begin with, which its rows then omit.
         """
         self.folder, self._counted = folder, counted
         self.uses = dict.fromkeys(counted, 0)
         self._scratch = new_folder(folder.parent, folder.name)
         self._stream = pa.OSFile(str(self._scratch / ARROW), "wb")
-        self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
+        self._starts, self._schema = starts, SCHEMA.with_metadata({PLACES: json.dumps(starts)})
+        self._writer = pa.ipc.new_stream(self._stream, self._schema)
         self._waiting: list[tuple[Any, ...]] = []
         self._tokens_waiting = 0
         self._digests = [hashlib.sha256() for _ in range(3)]
@@ -416,6 +431,8 @@ class SplitWriter:
         """Rows with weights."""
         self.lengths, self.sources, self.trained = array("i"), array("i"), array("i")
         """By row: tokens, index of the source, tokens that a loss is computed for."""
+        self.groups: set[str] = set()
+        """Values of `data.group_by`."""
         self.answers: Counter[str] = Counter()
         """Spelling of an answer -> rows; counted until they are too many for labels."""
         self.lines: Counter[str] = Counter()
@@ -441,6 +458,9 @@ class SplitWriter:
 
     def append(self, example: Made, *, source: int, number: int) -> None:
         """Add the rows of an example; `number` is its place among those of the split."""
+        place = example.place.removeprefix(self._starts[source])
+        if example.group is not None:
+            self.groups.add(example.group)
         for row in example.rows:
             length = np.int32(len(row.input_ids))
             for digest, part in zip(self._digests, (length, row.input_ids, row.labels), strict=True):
@@ -468,7 +488,7 @@ class SplitWriter:
                 learnt = row.labels != IGNORED
                 starts = {len(row.prompt_ids), *(np.flatnonzero(learnt[1:] & ~learnt[:-1]) + 1)}
                 self._asked.extend(int.from_bytes(_hash(row.input_ids[:start])[:8]) for start in starts)
-            values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, row.weights)
+            values = (row.input_ids, row.labels, number, source, row.prompt_ids, row.reference, place, row.weights)
             self._waiting.append(values)
             self._tokens_waiting += int(length)
             if len(self._waiting) >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
@@ -480,7 +500,7 @@ class SplitWriter:
         if self._waiting:
             columns = zip(SCHEMA, zip(*self._waiting, strict=True), strict=True)
             arrays = [pa.array(values, field.type) for field, values in columns]
-            self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA))
+            self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._waiting, self._tokens_waiting = [], 0
 
     def repeated(self) -> dict[str, int]:

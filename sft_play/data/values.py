@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sft_play.config.data_rules import inside
+from sft_play.config.data_rules import close_name, inside
 from sft_play.config.reader import kind_of, names_of
 from sft_play.config.yaml_files import scalar_text
 from sft_play.data.readers import LEAVE_OUT, parse_json
-from sft_play.errors import DataError
+from sft_play.errors import DataError, MissingColumn
 
 MOST_DEPTH, SHOWN = 100, 60
 """Levels of arguments and descriptions, which templates write by recursion; letters of a name in a message."""
@@ -225,11 +225,18 @@ def refuse_media(row: Mapping[str, Any], name: str = "") -> None:
 def group_of(row: Mapping[str, Any], column: str) -> str:
     """Return the value of `data.group_by`. Raise `DataError` if a row has none."""
     value = row.get(column)
+    named = f"`data.group_by` names the column `{column}`, which"
+    if column not in row:
+        own = scalar_text({column: "path" if "path" in row else "NAME"})  # of documents each has its path
+        gives = "gives each file its group" if "path" in row else "says which of its columns is the group"
+        raise MissingColumn(
+            f"{named} is missing; the columns are {names_of(row)}",
+            hint=(f"did you mean `{close}`? " if (close := close_name(row, column)) else "")
+            + f"every row needs a group: `columns: {own}` of that source {gives}",
+        )
     if is_blank(value):
-        problem = "is empty" if column in row else "is missing"
         raise DataError(
-            f"`data.group_by` names the column `{column}`, which {problem}; the columns are {names_of(row)}",
-            hint="every row needs a group, so that a group is wholly training or wholly validation",
+            f"{named} is empty", hint="every row needs a group, so that a group is wholly training or wholly validation"
         )
     if isinstance(value, (str, int, float)):
         return text_of(str(value), column)

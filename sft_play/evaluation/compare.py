@@ -162,6 +162,7 @@ def _rows_apart(sides: Sequence[Side], rows: Sequence[int], metric: str, count: 
         entries.append(
             {
                 "row": row,
+                "place": first.get("place", ""),
                 "gap": gaps[row],
                 "prompt": first["prompt"],
                 "reference": first["reference"],
@@ -199,7 +200,10 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(Text(title, style="bold"), table, "", sep="\n")
     for part in result["rows"]:
         console.print(
-            Text(f"row {part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart", style="bold")
+            Text(
+                f"row {part['place'] or part['row']}: {label_of_metric(result['metric'])} {part['gap']:.3f} apart",
+                style="bold",
+            )
         )
         texts = {"prompt": SPECIAL.sub("", part["prompt"]), "reference": part["reference"]}
         texts |= {f"{answer['run']} ({answer['score']:.3f})": answer["answer"] for answer in part["answers"]}

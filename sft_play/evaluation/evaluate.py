@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from sft_play.config.metrics import OF_ANSWERS, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
 from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.launch.run_folder import find_run, has_started
+from sft_play.launch.runs import short_path
 from sft_play.model.resolve import check_trained, weights_sha256
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan, make_stamp
@@ -29,7 +30,7 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.manifest import is_state_file
 from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, count_trained
-from sft_play.runs.stamp import Stamp, compare, refuse
+from sft_play.runs.stamp import Stamp, compare, own_stamp, refuse
 from sft_play.text import as_typed, tell
 
 if TYPE_CHECKING:
@@ -116,13 +117,21 @@ def main(call: Call) -> int:
             from sft_play.launch.commands import write_report_of
 
             write_report_of(run)
-    name = "untuned base" if weights.label == BASE else weights.label
     return call.show(
         {"run": run.name, "weights": weights.label, "folder": str(folder), **scores},
-        f"run          {run.name}, {name} (step {weights.step})",
+        f"run          {run.name}, {whose(run, weights)}",
         *table(scores),
         f"files        {folder}",
     )
+
+
+def whose(run: RunFolder, weights: Weights) -> str:
+    """Return in words which weights these are; a base may be what another run made."""
+    if weights.label != BASE:
+        return f"{weights.label} (step {weights.step})"
+    base = Prepared.load(run.prepared).model
+    stamp = own_stamp(Path(base.path))
+    return f"base {short_path(base.name)}" + (f", tuned (step {stamp.step})" if stamp else " (step 0)")
 
 
 def _with_earlier_metrics(config: Config, scores: Mapping[str, Any]) -> Config:
@@ -244,14 +253,17 @@ def read_settings(call: Call) -> LoadedConfig:
         loaded = load_config(None, [name or Override(key="model.name", text=call.options["MODEL"], origin="MODEL")])
     if "MODEL" in call.options and "CONFIG" in call.options:
         overrides.append(Override(key="model.name", text=call.options["MODEL"], origin="MODEL"))
+    task = loaded.config.tuning.task
     if any(o.key in ("data.val_path", "data.validation") for o in overrides):
         # Groups matter where a fraction is held out.
         group_by = loaded.config.data.group_by if all(o.key != "data.val_path" for o in overrides) else None
         bare = replace(loaded.config.data, val_path=None, validation=None, group_by=group_by)
-        loaded = replace(loaded, config=replace(loaded.config, data=bare))
+        # Rows of any format are scored, whatever the run learnt.
+        tuning = replace(loaded.config.tuning, task="mixed" if "RUN" in call.options else task)
+        loaded = replace(loaded, config=replace(loaded.config, data=bare, tuning=tuning))
     loaded = override_config(loaded, overrides)
     rows = loaded.config.data
-    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), loaded.config)):
+    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), rows.sources, task)):
         if form["filter"]:
             tell(f"note: only rows that pass the run's filter are scored: {form['filter']}")
         rows = replace(rows, validation=[replace(source, **form) for source in rows.validation])
@@ -260,7 +272,7 @@ def read_settings(call: Call) -> LoadedConfig:
     return loaded if "RUN" in call.options or loaded.typed("model.max_seq_len") else _within_context(loaded)
 
 
-def _read_as(path: Path, config: Config) -> dict[str, Any]:
+def _read_as(path: Path, sources: Sequence[DataSource], task: str) -> dict[str, Any]:
     """Return `columns` and `filter` of the first of the run's sources that suits a table's first row.
 
     Raise `DataError` for a table that has the columns of no source, and of no format that the task takes.
@@ -272,7 +284,7 @@ def _read_as(path: Path, config: Config) -> dict[str, Any]:
     from sft_play.data.sources import rename
     from sft_play.data.streams import kind
 
-    named = [source for source in config.data.sources if source.columns or source.filter]
+    named = [source for source in sources if source.columns or source.filter]
     if not named or kind(path) not in TABLES or not path.is_file():
         return {}
     row = next((row for _, row in read_file(path) if not isinstance(row, DataError)), {})
@@ -291,7 +303,7 @@ def _read_as(path: Path, config: Config) -> dict[str, Any]:
         if source.columns or rule:
             return {"columns": source.columns, "filter": rule}
     forms = [form for form, (columns, _) in FORMATS.items() if row.keys() >= set(columns)]
-    if row and problem and all(refused_format(config.tuning.task, form) for form in forms):
+    if row and problem and all(refused_format(task, form) for form in forms):
         message, names = problem
         columns = {new: "NAME" if look_up(row, old) is MISSING else old for new, old in names.items()}
         typed = as_typed(scalar_text([{"path": str(path), "columns": columns}]))

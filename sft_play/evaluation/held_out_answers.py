@@ -66,6 +66,9 @@ class Prediction:
     """One line of `predictions.jsonl`."""
 
     row: int
+    """Among the rows that were read for the split, from 0."""
+    place: str
+    """Where it stands: `file:line`; empty if an earlier version prepared the rows."""
     prompt: str
     """The prompt as the model saw it, template and special tokens included."""
     reference: str
@@ -227,6 +230,7 @@ def score_by_generation(
     predictions = tuple(
         Prediction(
             row=int(rows[index]["row"]),
+            place=rows[index].get("place", ""),
             prompt=tokenizer.decode(prompts[index], skip_special_tokens=False),
             reference=reference.shown,
             answer=answer_parts.shown,

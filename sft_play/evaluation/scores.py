@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sft_play.config.metrics import LIBRARY, MOST_LABELS, OF_ANSWERS, OF_LABELS, label_of, library_parts, short_name
+from sft_play.config.reader import kind_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
 from sft_play.runs.folder import LEAST_ROWS, may_run
@@ -371,6 +372,12 @@ class LibraryMetric:
             reason = first_line(error)
             hint = "metrics of answers take two lists of texts, `predictions` and `references`"
             raise DataError(f"the metric `{self.metric}` cannot score texts: {reason}", hint=hint) from error
+        if scores is not None and not isinstance(scores, Mapping):
+            name = Path(self.where).stem
+            raise DataError(
+                f"the metric `{self.metric}` returns {kind_of(scores)}; expected a dictionary",
+                hint=f'`return {{"{name}": ...}}` in `_compute`',
+            )
         return self._number(scores or {})
 
     def score(self, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float | None] | None, Interval]:

@@ -46,8 +46,9 @@ from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import read_facts
-from sft_play.runs.prepared import Prepared
+from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, risen_losses, wait_until_sent
+from sft_play.runs.stamp import STAMPED
 from sft_play.text import plural, tell
 
 STRATEGIES: Mapping[str, CommandStrategy] = {
@@ -117,6 +118,11 @@ def _resume(call: Call, run: RunFolder, loaded: LoadedConfig) -> Outcome:
         if newest := newest_valid(run)[0]:
             compare_early(newest, loaded.config)
             refuse_fewer_steps(loaded.config, before, newest)
+            if first_node and any(override.key.startswith(STAMPED) for override in call.overrides):
+                with restore_on_error(run.config), restore_on_error(run.prepared):
+                    save_config(loaded, run.config)
+                    obtain_prepared(run, day=day_of(run.prepared))
+                    compare_fully(newest, loaded.config, before, Prepared.load(run.prepared))
         remove_left(run, range(before.world_size))
         if first_node and not run.report.is_file():
             write_report_of(run)

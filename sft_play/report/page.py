@@ -175,7 +175,7 @@ def samples_of(evaluations: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
     )
     return [
         {
-            "row": row["row"],
+            "row": short_path(row.get("place", "")) or row["row"],
             "prompt": row["prompt"][:LETTERS],
             "reference": (row.get("reference") or "")[:LETTERS],
             "scores": row.get("scores", {}),

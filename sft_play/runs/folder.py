@@ -334,6 +334,7 @@ SCORES = "scores.json"
 PREDICTIONS = "predictions.jsonl"
 ANSWER: Mapping[str, Any] = {
     "row": int,
+    "place": str,
     "prompt": str,
     "answer": str,
     "reference": str | None,

@@ -91,7 +91,8 @@ class PreparedSplit:
 
     path: str
     """Folder for `datasets.load_from_disk`, columns `input_ids`, `labels` (-100 if not trained), `row`, `source` (index
-    into `sources`), `prompt_ids` and `reference` (both empty for a row without an answer to generate).
+    into `sources`), `prompt_ids` and `reference` (both empty for a row without an answer to generate), `place` (what
+    follows the source's file or folder).
     """
     rows: Count
     dropped: Count

@@ -118,7 +118,7 @@ CASES = {
         "x.yaml:4: `tuning.quantization` has no effect with `tuning.mode: lora`\n\nhint: TUNING_MODE=qlora",
     ),
     "another tool's checkpoint": (GOOD + "resume_from_checkpoint: x\n", [], "`model.adapter: RUN` starts another"),
-    "another tool's adapter": (GOOD + "train:\n  adapter: x\n", [], "did you mean `model.adapter`?"),
+    "another tool's adapter": (GOOD + "train:\n  adapter: x\n", [], "`MODEL_ADAPTER=RUN` trains on from"),
     "another tool's DFT": (GOOD + "train:\n  use_dft: true\n", [], "did you mean `train.loss`?"),
     "another tool's limit of rows": (GOOD + "max_samples: 9\n", [], "`rows` of an entry of `data.sources` limits"),
     "a tracker's project": (GOOD + "train: {project: x}\n", [], "such as `export WANDB_PROJECT=...`"),

@@ -204,10 +204,71 @@ def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     ]
     assert sides[0] | sides[1] == set(range(7))
     assert not sides[0] & sides[1]
+    assert "  groups of `data.group_by`: 5\n" in done.err and done.json["validation"]["groups"] == 2
     missing = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: writer")
     assert missing.code == 4
     assert f"error: {file}:1: `data.group_by` names the column `writer`" in missing.err
-    assert "(200 such rows; the first is here)" in missing.err
+    assert "(200 such rows; the first is here)" in missing.err and "DATA_BAD_ROWS" not in missing.err
+    assert "`columns: {writer: NAME}` of that source says which of its columns is the group" in missing.err
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, {"a4"}), (0.2, {"a3"}), (0.999, {"a0", "a3"})])
+def test_of_few_groups_at_least_one_is_on_each_side(
+    data: Data, tmp_path: Path, fraction: float, held_out: set[str]
+) -> None:
+    sizes = {"a0": 30, "a3": 9, "a4": 3}
+    groups = [group for group, rows in sizes.items() for _ in range(rows)]
+    rows = [{"prompt": f"{group}?", "completion": f"{group} {i}", "by": group} for i, group in enumerate(groups)]
+    lines = [
+        f"data.train_path: {write_rows(tmp_path / 'rows.jsonl', rows)}",
+        f"data.validation: {fraction}",
+        "data.group_by: by",
+    ]
+    done = data(*lines)
+    assert {answer.split()[0] for answer in answers(done, "validation")} == held_out
+    assert {answer.split()[0] for answer in answers(done)} == sizes.keys() - held_out
+    assert "note: `data.group_by: by`: a hash gives all 3 groups to" in done.err
+    shutil.rmtree(done.json["validation"]["split"]["path"])
+    assert data(*lines).json == done.json
+    write_rows(tmp_path / "rows.jsonl", [row | {"by": "me"} for row in rows])
+    assert "all 42 are of one group of `data.group_by: by`" in data(*lines).err
+
+
+@pytest.mark.parametrize("bad_rows", ["stop", "drop"])
+def test_a_column_that_no_row_of_a_source_has_is_no_bad_row(data: Data, tmp_path: Path, bad_rows: str) -> None:
+    table = write_rows(tmp_path / "rows.jsonl", [*pairs(20), {"prompt": "q", "completion": "a"}])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("Words of a note.")
+    (tmp_path / "notes" / "b.md").write_text("Words of another note.")
+
+    def prepared(of_table: str, of_notes: str, *lines: str) -> Done:
+        sources = f"data.sources: [{{path: {table}{of_table}}}, {{path: {tmp_path / 'notes'}{of_notes}}}]"
+        return data(sources, "tuning.task: mixed", "data.validation: 0.4", f"data.bad_rows: {bad_rows}", *lines)
+
+    whole_sources = {
+        "`columns: {author: path}` of that source gives each file": prepared("", "", "data.group_by: author"),
+        "lacks; its columns are `prompt`, `completion`, `author`": prepared(", columns: {words: autor}", ""),
+        "missing; the columns are `prompt`, `completion`, `author`": prepared(
+            ", columns: {question: prompt, answer: completion}, filter: autor == 'a1'", ""
+        ),
+    }
+    for words, done in whole_sources.items():
+        assert done.code == 4 and words in done.err and "DATA_BAD_ROWS=drop" not in done.err
+        assert ("did you mean `author`?" in done.err) == ("`prompt`" in words)
+    one_row = prepared("", ", columns: {author: path}", "data.group_by: author")
+    dropped = bad_rows == "drop"
+    assert one_row.code == (0 if dropped else 4) and ("DATA_BAD_ROWS=drop skips them" in one_row.err) != dropped
+
+
+def test_rows_left_out_before_the_split_are_told_apart(data: Data, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [*pairs(40), *pairs(20)])
+    source = f"data.sources: [{{path: {file}, filter: author != 'a0', rows: 30}}]"
+    done = data(source, "data.validation: 0.3")
+    out = {"not in the filter, before the split": 9, "not chosen by `rows`, before the split": 21}
+    train, validation = (done.json[split]["sources"][0] for split in ("train", "validation"))
+    assert (train["dropped"], validation["dropped"]) == (out, {})
+    assert train["rows_read"] + validation["rows_read"] == 60
+    assert data(source).json["train"]["sources"][0]["dropped"].keys() == {"not in the filter", "not chosen by `rows`"}
 
 
 def test_held_out_rows_stay_held_out_when_rows_are_added(data: Data, tmp_path: Path) -> None:

@@ -56,6 +56,22 @@ def test_the_terminal_shows_learnt_tokens_and_skipped_rows(program: Program, arg
     assert "[/b] \\x1b[2JWho?" in done.out and "\x1b" not in done.out, "names and rows are shown verbatim"
 
 
+def test_each_row_is_named_by_its_place(in_process: Program, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    lines = [json.dumps({"question": f"Who is {n // 2}?", "answer": "Nobody."}) for n in range(6)]
+    (tmp_path / "rows" / "a.jsonl").write_text("\n".join([lines[0], "{", "", *lines[1:]]))
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {{name: {tiny}, max_seq_len: 96}}\ndata: {{sources: [{{path: {tmp_path}/rows, name: x}}],"
+        " bad_rows: drop}\n"
+    )
+    words = ("inspect", f"CONFIG={config}", "ROWS=9")
+    places = [sample["place"] for sample in in_process(*words, "JSON=1").json["samples"]]
+    expected = [f"{tmp_path}/rows/a.jsonl:{line}" for line in (1, 5, 7)]
+    assert places == expected, "bad rows, blank lines and copies are left out"
+    assert f"train row {places[2]}: " in in_process(*words).out
+
+
 def test_samples_are_searched_by_their_text(in_process: Program, arguments: list[str]) -> None:
     done = in_process(*arguments, "SEARCH=NOBODY", "JSON=1")
     [sample] = done.json["samples"]
@@ -104,6 +120,7 @@ def test_the_page_shows_statistics_and_searches(in_process: Program, arguments: 
         shown.value("box = document.querySelector('input[type=search]');" + typed.format(""))
         assert shown.value("document.querySelectorAll('.row').length") == 12 + 1 - manifest["rows"], "the other split"
         assert "scored" in shown.value("document.body.innerText")
+        assert re.search(r"row \S*chat\.jsonl:\d+: ", shown.value("document.body.innerText"))
         assert not shown.complaints
 
 

@@ -105,10 +105,11 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     assert page.stat().st_mtime_ns > before_page, "the report has the scores"
     assert Path(scores["folder"]).name.startswith("step-000002-other-")
     assert scores["chrf"]["n"] == 6
+    assert [line["place"] for line in answers(Path(scores["folder"]))] == [f"{other}:{line}" for line in range(1, 7)]
     assert scores["settings"]["data"] == str(other)
     assert own.read_bytes() == before, "the run's own scores are left alone"
-    again = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
-    imported = subprocess.run(again, env=place.environment, capture_output=True, text=True, check=True).stderr
+    imports = [sys.executable, "-X", "importtime", "-m", "sft_play", "eval", "RUN=one", f"DATA={other}"]
+    imported = subprocess.run(imports, env=place.environment, capture_output=True, text=True, check=True).stderr
     assert "already scored" in imported and re.search(r"\| +sft_play\.", imported)
     assert not re.findall(r"\| +(?:torch|transformers|datasets)$", imported, re.M), "kept scores need nothing heavy"
 
@@ -121,7 +122,12 @@ def test_other_rows_of_a_run_and_a_plain_model_are_scored(place: Place) -> None:
     plain = place.scores(*words)
     assert plain["weights"] == "base"
     assert plain["loss"] > scores["loss"], "two steps at a high rate lower the loss"
-    assert "already scored" in place.call("eval", *words).err
+    again = place.call("eval", *words)
+    assert "already scored" in again.err and f"base {place.folder / 'model'} (step 0)" in again.out
+    assert place.run("merge", "RUN=one").returncode == 0
+    merged = place.folder / "runs" / "one" / "merged"
+    of_merged = place.run("eval", f"MODEL={merged}", f"DATA={other}", "TRAIN_PREDICT_WITH_GENERATE=false").stdout
+    assert f"base {merged}, tuned (step 2)" in of_merged
 
     comparison = place.call("compare", f"RUNS=one {plain['run']}", f"DATA={other}", "JSON=1").json
     assert comparison["losses"]["loss"] == [scores["loss"], plain["loss"]]
@@ -221,6 +227,20 @@ def test_groups_of_the_training_rows_do_not_forbid_other_rows(place: Place) -> N
     done = place.run("train", f"CONFIG={config}", "RUN_NAME=grouped")
     assert done.returncode == 0, done.stderr
     assert place.scores("RUN=grouped", f"DATA={place.folder / 'other.jsonl'}")["rougeL"]["n"] == 6
+
+
+def test_rows_of_another_kind_than_the_run_learnt_are_scored_and_compared(place: Place) -> None:
+    text, chat = place.folder / "notes.txt", place.folder / "other.jsonl"
+    text.write_text("A list is a sequence of values. " * 30)
+    quiet = ("TRAIN_EVAL_STRATEGY=no", "TRAIN_PREDICT_WITH_GENERATE=auto")
+    place.train("texts", "TUNING_TASK=cpt", f"DATA_TRAIN_PATH={text}", "DATA_VAL_PATH=", *quiet)
+    assert place.scores("RUN=texts", f"DATA={chat}")["rougeL"]["n"] == 6
+    place.scores("RUN=one", f"DATA={chat}")
+    both = place.call("compare", "RUNS=texts one", f"DATA={chat}", "JSON=1").json
+    assert both["differences"]["rougeL"][1]["n"] == 6
+    assert place.scores("RUN=one", f"DATA={text}", "DATA_OVERLONG=split")["answers"] == 0
+    formats = f"DATA_VALIDATION=[{{path: {chat}, format: prompt_completion}}]"
+    assert "already scored" in place.call("eval", "RUN=texts", formats).err
 
 
 def test_answers_to_other_rows_are_not_compared(place: Place) -> None:

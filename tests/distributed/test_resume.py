@@ -86,6 +86,10 @@ def test_a_data_file_that_was_renamed_is_read_from_the_cache_or_under_its_new_na
         ["resume", "RUN=run", "TRAIN_MAX_STEPS=4", f"DATA_TRAIN_PATH={renamed[0]}", f"DATA_VAL_PATH={renamed[1]}"], env
     )
     assert len(metrics(tmp_path / "run")) == 4
+    complete = ["resume", "RUN=run"]
+    assert "nothing is left to train" in must_run([*complete, f"DATA_TRAIN_PATH={renamed[0]}"], env).err
+    run_program([*complete, f"DATA_TRAIN_PATH={renamed[1]}"], env).refused(5, "the training rows have changed")
+    run_program([*complete, "DATA_TRAIN_PATH=nosuch.jsonl"], env).refused(4, "nosuch.jsonl: there is no such file")
     empty = environment(tmp_path / "another-cache", tmp_path)
     renamed[0].rename(files[0])
     run_program(["resume", "RUN=run", "TRAIN_MAX_STEPS=5"], empty).refused(4, "there is no such file", str(renamed[0]))

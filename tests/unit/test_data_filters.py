@@ -78,6 +78,17 @@ def test_expressions_outside_the_language_are_refused_before_they_run(expression
     assert caught.value.hint
 
 
+def test_a_misspelt_column_is_answered_with_the_one_that_is_there() -> None:
+    for expression, meant in (
+        ("scroe > 3", "score"),
+        ("meta.byy == 1", "meta.by"),
+        ("my_name == 1", 'column("my name")'),
+    ):
+        with pytest.raises(DataError) as caught:
+            Condition(expression)(ROW)
+        assert caught.value.hint == f"did you mean `{meant}`?"
+
+
 @pytest.mark.parametrize(
     ("expression", "message"),
     [

@@ -21,7 +21,7 @@ from sft_play.config.schema import DataSource
 from sft_play.data.builtin import read_builtin
 from sft_play.data.formats import recognise, understand
 from sft_play.data.readers import read_file
-from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_source
+from sft_play.data.sources import OTHER_FILE, LeftOut, files_of, read_source, start_of_places
 from sft_play.errors import DataError
 from sft_play.infer import read_questions
 
@@ -107,6 +107,14 @@ def test_each_kind_gives_the_same_rows_through_each_compression(ending: str, kin
 def test_missing_files_are_named(pattern: str, place: str, message: str, tmp_path: Path) -> None:
     error = refused(pattern.format(folder=tmp_path))
     assert error.place == place.format(folder=tmp_path) and error.message.startswith(message.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize("path", ["a", "a/", "./a/x.jsonl", ".", "*/x.jsonl", "{folder}/[ab]/*.jsonl", "{folder}"])
+def test_all_places_of_a_source_begin_alike(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a" / "x.jsonl", LINES)
+    source = DataSource(path=path.format(folder=tmp_path))
+    assert all(place.startswith(start_of_places(source)) for place, _ in read_source(source))
 
 
 def test_a_mistyped_file_is_answered_with_the_one_beside_it(tmp_path: Path) -> None:

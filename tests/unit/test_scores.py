@@ -186,10 +186,13 @@ def test_library_metrics_that_cannot_be_loaded_or_return_no_number_are_refused(t
     several = library_metric(tmp_path, "several", '{"one": 1.0, "two": 2.0}')
     no_number = library_metric(tmp_path, "no_number", '{"said": "well"}')
     broken = library_metric(tmp_path, "broken", "1 / 0")
+    bare, zero = library_metric(tmp_path, "bare", "each[0]"), library_metric(tmp_path, "zero", "0")
     for metric, words in (
         (several, "has several scores"),
         (f"{several}:three", "has no score `three`"),
         (no_number, "returns no number"),
+        (bare, "returns a number; expected a dictionary"),
+        (zero, "returns a number; expected a dictionary"),
         (broken, "cannot score texts: division by zero"),
         (f"evaluate:{tmp_path}/nothing_here", "no folder or script"),
     ):

@@ -49,7 +49,7 @@ function dataView(record) {
     el("div", { class: "tools" }, search, split.sources.length > 1 ? choice("source", [["", "all"], ...split.sources.map((one) => [one.name, one.name])], rowsView.source, reset("source")) : null,
       choice("order", Object.keys(ORDERS).map((name) => [name, name]), rowsView.order, reset("order"))),
     el("p", { class: "note" }, `${number(found.length)} of ${number(split.samples.length)} rows on this page` + (split.samples.length < split.rows ? `; the split has ${number(split.rows)}: ROWS= puts more here, SEARCH= looks in all of them` : "")),
-    found.slice(0, rowsView.most).map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.index} of ${one.source}: ${number(one.tokens)} tokens, ${number(one.trained)} ${split.counted} (${of(one.trained, one.tokens)})`)), el("div", { class: "row" }, pieces(one, words)))),
+    found.slice(0, rowsView.most).map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.place}: ${number(one.tokens)} tokens, ${number(one.trained)} ${split.counted} (${of(one.trained, one.tokens)})`)), el("div", { class: "row" }, pieces(one, words)))),
     found.length > rowsView.most ? el("button", { class: "plain", onclick: () => { rowsView.most += ROWS_AT_ONCE; redraw(); } }, `show ${Math.min(ROWS_AT_ONCE, found.length - rowsView.most)} more`) : null,
     el("p", { class: "note" }, "Made by SFT-Play."),
   ];
