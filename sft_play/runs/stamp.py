@@ -77,8 +77,8 @@ class Stamp:
         """The base model's name without local folders, of a run's model with the run's, and whether it is a hub id."""
         name, path = self.base_model, Path(self.base_model)
         on_hub = name.count("/") == 1 and name[0] not in "./~" and not path.exists()
-        of_run = path.name in ("model", "merged") and path.parent.name
-        return name if on_hub else f"{of_run}-{path.name}" if of_run else path.name, on_hub
+        of_run = (path.parent / "plan.json").is_file()
+        return name if on_hub else f"{path.parent.name}-{path.name}" if of_run else path.name, on_hub
 
     def save(self, folder: Path) -> None:
         """Write `stamp.json` into `folder`."""
