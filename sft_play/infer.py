@@ -12,10 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sft_play.config.data_rules import MISSING, NO_CHAT, hint_absent, look_up
+from sft_play.config.data_rules import MISSING, NO_CHAT, look_up
 from sft_play.config.reader import names_of
 from sft_play.data import Message
 from sft_play.data.answers import call_text
@@ -92,6 +93,10 @@ def _system_turn(typed: str | None, run: RunFolder | None, asked: Sequence[Messa
     training rows.
     """
     trained = common_system(run) if run else None
+    if typed and typed != TRAINED and get_close_matches(typed.lower(), [TRAINED], cutoff=0.8):
+        raise UserError(
+            f"`SYSTEM={typed}` would be the text of the system turn", hint=f"did you mean SYSTEM={TRAINED}?"
+        )
     if typed == TRAINED:
         if trained is None:
             raise UserError(
@@ -466,8 +471,7 @@ def read_questions(path: Path, columns: Sequence[Mapping[str, str]] = ()) -> lis
                 error.place = error.place or placed[0]
                 faults.add(error)
     except OSError as error:
-        hint = hint_absent(str(path)) if isinstance(error, FileNotFoundError) else None
-        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path), hint=hint) from error
+        raise DataError(f"`INPUT` cannot be read: {error.strerror}", place=str(path)) from error
     except UnicodeDecodeError as error:
         raise DataError("`INPUT` is not UTF-8 text", place=str(path), hint=to_utf8(str(path))) from error
     raise_all(faults.errors())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.config.metrics import LIBRARY
+from sft_play.config.metrics import typed_metrics
 from sft_play.errors import CheckpointError, UserError, safe_text, typed_here
 from sft_play.files import read_json, typed_path
 from sft_play.launch.run_folder import find_run, launches
@@ -89,9 +89,7 @@ def run_again(run: RunFolder) -> str | None:
         if many and not launch["deepspeed"] and config.get("launch", {}).get("strategy", "auto") == "auto":
             words.append(f"LAUNCH_STRATEGY={plan['strategy']}")
         words += _plan_choices(plan, config["train"])
-        metrics = config.get("eval", {}).get("metrics", [])
-        if any(name.startswith(LIBRARY) for name in metrics):  # whose code runs if it is typed
-            words.append(f"EVAL_METRICS=[{','.join(metrics)}]")
+        words += typed_metrics(config.get("eval", {}).get("metrics", []))
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):
         return None
     words = [word if word.startswith("NUM_NODES") else as_typed(word) for word in words]

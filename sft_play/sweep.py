@@ -78,11 +78,17 @@ class Result:
 
     trial: Trial
     summary: Summary
+    longer: bool = False
+    """Whether the run has made more steps than the sweep asks for."""
+
+    @property
+    def complete(self) -> bool:
+        return self.longer or self.summary.state == "finished"
 
     def score(self, metric: str) -> float | None:
-        """Return the run's score, or `None` if it did not finish or has no finite value."""
+        """Return the run's score, or `None` if it is not complete or has no finite value."""
         score = self.summary.loss if metric == "loss" else self.summary.scores.get(metric)
-        return score if self.summary.state == "finished" and score is not None and math.isfinite(score) else None
+        return score if self.complete and score is not None and math.isfinite(score) else None
 
 
 def main(call: Call) -> int:
@@ -115,7 +121,7 @@ def main(call: Call) -> int:
     ]
     metric = _metric(sweep, load_config(config, [*call.overrides, *trials[0].overrides()]).config, path)
     longer = say_plan(call, trials)
-    return by_slurm(call, name, trials, metric) if slurm else in_turn(call, trials, longer, metric)
+    return by_slurm(call, name, trials, longer, metric) if slurm else in_turn(call, trials, longer, metric)
 
 
 def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric: str) -> int:
@@ -125,7 +131,7 @@ def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric:
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
         if trial.name in longer:
-            results.append(result_of(trial))
+            results.append(result_of(trial, longer))
             continue
         words = ", ".join(f"{key}={text}" for key, text in trial.values.items())
         tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {words}")
@@ -136,10 +142,10 @@ def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric:
             return stopped
         if outcome.message:
             tell(outcome.message)
-        results.append(result_of(trial))
+        results.append(result_of(trial, longer))
     metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
-    return 0 if any(result.summary.state == "finished" for result in results) else 75
+    return 0 if any(result.complete for result in results) else 75
 
 
 def _metric(sweep: Sweep, config: Config, path: Path) -> str:
@@ -156,10 +162,10 @@ def _metric(sweep: Sweep, config: Config, path: Path) -> str:
     return metric
 
 
-def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int:
-    """Rank the finished runs, and write a job array of the others, which `SUBMIT=1` submits."""
-    results = [result_of(trial) for trial in trials]
-    done = [result for result in results if result.summary.state == "finished"]
+def by_slurm(call: Call, name: str, trials: Sequence[Trial], longer: Container[str], metric: str) -> int:
+    """Rank the complete runs, and write a job array of the others, which `SUBMIT=1` submits."""
+    results = [result_of(trial, longer) for trial in trials]
+    done = [result for result in results if result.complete]
     if done and not (call.json and len(done) < len(trials)):
         metric = usable_metric(metric, done)
         show(call, rank_results(done, metric), metric)
@@ -179,9 +185,9 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], metric: str) -> int
     return write_job(_call(call, name, array), tasks)
 
 
-def result_of(trial: Trial) -> Result:
+def result_of(trial: Trial, longer: Container[str] = ()) -> Result:
     """Return a trial with its run's current summary."""
-    return Result(trial, list_run(RunFolder(runs_folder() / trial.name)))
+    return Result(trial, list_run(RunFolder(runs_folder() / trial.name)), trial.name in longer)
 
 
 def usable_metric(metric: str, results: Sequence[Result]) -> str:
@@ -324,11 +330,12 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
             *result.trial.values.values(),
             *("-" if (score := result.score(name)) is None else figure(score, 4) for name in scores),
             result.summary.state,
+            str(result.summary.step),
             duration(result.summary.seconds or 0.0),
         )
         for result in results
     ]
-    print("", *table([("run", *results[0].trial.values, *scores, "state", "time"), *rows]), sep="\n")
+    print("", *table([("run", *results[0].trial.values, *scores, "state", "step", "time"), *rows]), sep="\n")
     best = [result.trial.name for result in results if result.score(metric) is not None][:2]
     if best:
         print(typed_here(f"\nto train the best on: make resume RUN={best[0]} TRAIN_MAX_STEPS=MORE"))

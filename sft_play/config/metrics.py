@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from sft_play.config.reader import Conflict, closest_word
 from sft_play.config.schema import Config
@@ -14,6 +14,13 @@ LIBRARY = "evaluate:"
 """Prefix of a metric of the `evaluate` library: `evaluate:NAME_OR_PATH`, or `evaluate:NAME_OR_PATH:SCORE` for one of
 several scores.
 """
+
+
+def typed_metrics(metrics: Sequence[str]) -> list[str]:
+    """Return what must be typed so that the code of a run's own metrics runs; nothing for built-in ones."""
+    return [f"EVAL_METRICS=[{','.join(metrics)}]"] if any(name.startswith(LIBRARY) for name in metrics) else []
+
+
 LABELS: Mapping[str, str] = {
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",

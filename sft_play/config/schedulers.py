@@ -12,6 +12,7 @@ from sft_play.errors import HUB_LOGIN, SECRET_VARIABLE, without_tokens
 
 NAME = re.compile(r"[\w.,@:+/-]+")
 """A name of the cluster's (partition, account, ...), or several between commas."""
+ONE_NAME = re.compile(r"[\w.-]+")
 ARRAY = Pattern(
     re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?", re.ASCII),
     "indices such as `0-3`, `1,5,7` or `1-10%1`",
@@ -41,7 +42,7 @@ class SlurmConfig:
     """Quality of service."""
     time: str = "24:00:00"
     """Time limit (`days-hours:minutes:seconds`)."""
-    gpu_type: Annotated[str, Pattern(NAME, "the cluster's name of a GPU, such as `h100`")] | None = None
+    gpu_type: Annotated[str, Pattern(ONE_NAME, "the cluster's name of a GPU, such as `h100`")] | None = None
     """GPU type (`--gpus-per-node=TYPE:COUNT`)."""
     cpus_per_gpu: Positive = 8
     """Cores per GPU; without GPUs per process."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from sft_play.config.data_rules import hint_absent
 from sft_play.errors import DataError, first_line
 from sft_play.text import as_typed
 
@@ -95,7 +96,8 @@ def report_damage(path: Path) -> Iterator[None]:
         OSError,
     ) as error:  # pyarrow's are `ValueError` and `OSError`
         if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"cannot be read: {error.strerror or error}", place=str(path)) from None
+            hint = hint_absent(str(path)) if isinstance(error, FileNotFoundError) else None
+            raise DataError(f"cannot be read: {error.strerror or error}", place=str(path), hint=hint) from None
         raise DataError(
             f"is not what its ending `{''.join(path.suffixes[-2:])}` says, or is damaged: {first_line(error)}",
             place=str(path),

@@ -27,6 +27,7 @@ from sft_play.runs.folder import (
     read_scores,
     run_path,
 )
+from sft_play.runs.gate import eval_command
 from sft_play.runs.prepared import Prepared
 from sft_play.text import energy, tell
 
@@ -377,7 +378,7 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
             raise CheckpointError(
                 f"the scores of `{name}` are older than its weights",
                 place=str(folder),
-                hint=f"make eval RUN={run.typed}",
+                hint=eval_command(run),
             )
         return folder, scores
     if data is None and not evaluations:
@@ -397,7 +398,7 @@ def how_to_score(run: RunFolder, weights: Weights, data: str | None = None) -> s
     """
     data = data or (None if Prepared.load(run.prepared).validation else "FILE")
     checkpoint = f" CHECKPOINT={weights.label}" if weights.label != "model" else ""
-    return f"make eval RUN={run.typed}{checkpoint}{f' DATA={data}' if data else ''}"
+    return f"{eval_command(run)}{checkpoint}{f' DATA={data}' if data else ''}"
 
 
 def _settings(run: RunFolder) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from sft_play.plan.plan import CommandStrategy
 from sft_play.plan.show import beside_forecast
 from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
-from sft_play.runs.gate import read_facts
+from sft_play.runs.gate import eval_command, read_facts
 from sft_play.runs.prepared import Prepared, day_of
 from sft_play.runs.progress import end_text, notify, risen_losses, wait_until_sent
 from sft_play.runs.stamp import STAMPED
@@ -227,5 +227,5 @@ def _what_is_there(call: Call, run: RunFolder) -> str:
     if not run.model.is_dir():
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")
-    scores = f"\n  scores   make eval RUN={run.typed}" if read_facts(run.prepared).get("validation") else ""
+    scores = f"\n  scores   {eval_command(run)}" if read_facts(run.prepared).get("validation") else ""
     return typed_here(f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}{scores}")

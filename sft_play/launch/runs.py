@@ -261,6 +261,8 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     model = (typed if model.get("source") == MADE else None) or model.get("name") or typed or ""
     rows = metric_rows(run.metrics)
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
+    if final.get("steps", 0) < train[-1].get("step", 0):
+        final = {}  # of the part before a resume
     scores = _best_scores([*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)])
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     if metric == "loss":

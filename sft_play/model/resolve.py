@@ -19,7 +19,7 @@ from sft_play.errors import CheckpointError, DataError
 from sft_play.files import file_sha256, make_once, read_json, read_object, text_sha256
 from sft_play.model.convert import embedded_folder, expand, is_embedded
 from sft_play.plan.architecture import hub_reachable, hub_refusal, is_expanded, local_folder, quantization_of
-from sft_play.runs.adapters import check_adapter, made_folder
+from sft_play.runs.adapters import KEEP_CHAT, check_adapter, made_folder
 from sft_play.runs.checkpoints import weight_files as safetensors_of
 from sft_play.runs.folder import cache_folder, may_run, require_plain
 from sft_play.runs.manifest import blob_of, digests_of
@@ -207,8 +207,7 @@ def refuse_other_base(parent: ParentAdapter, base: ResolvedModel) -> None:
                 f"{adapter} with another tokenizer or chat template than that of `{base.name}`",
                 stamp.tokenizer_fingerprint,
                 base.tokenizer_fingerprint,
-                "keep the `data.chat_template`, `data.system` and `data.style` of its run (in that run's folder: omit"
-                " all three); TUNING_ADAPTER=merge takes others, with the same tokenizer",
+                KEEP_CHAT,
             ),
         ):
             if then != now:

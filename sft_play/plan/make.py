@@ -5,7 +5,7 @@ or machines that would be faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -170,7 +170,7 @@ ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_para
 
 def _faster_ways(request: Request, plan: Plan) -> list[str]:
     """Return a note where the forecast says that the same step is made sooner by fewer cards or machines, or by
-    recomputation, whose larger micro-batches gather shards less often, or as soon by fewer.
+    gathering shards less often or not at all, or as soon by fewer.
     """
     if not (now := plan.seconds_per_step):
         return []
@@ -184,14 +184,23 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
         ]
 
     fewer = speeds(sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED])
-    may_add = request.config.train.gradient_checkpointing == "auto" and plan.gathers and not plan.gradient_checkpointing
-    recomputed = [(f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED))] if may_add else []
-    best, words = min([*fewer, *speeds(recomputed)], default=(math.inf, ""))
+    typed = [(f"with {_typed(keys)}", request.with_keys(keys)) for keys in _instead_of_gathering(request, plan)]
+    best, words = min([*fewer, *speeds(typed)], default=(math.inf, ""))
     if now > GAIN * best:
         return [f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s"]
     return [
         f"AS FAST with less, {words}: {figure(as_fast)} s a step" for as_fast, words in fewer if as_fast <= GAIN * now
     ][:1]
+
+
+def _instead_of_gathering(request: Request, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield keys by which a plan whose ranks gather shards would not, or less often: by larger micro-batches."""
+    if plan.gathers and request.config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+        yield RECOMPUTED
+    if plan.gathers and request.config.launch.strategy == request.launch.command_strategy == "auto":
+        near = math.gcd(*request.ranks.nodes)
+        yield from ({"launch.tensor_parallel": size} for size in (2, 4, 8) if near % size == 0)
+        yield {"launch.strategy": "pipeline"}
 
 
 def _fewer(request: Request) -> list[tuple[str, Request]]:

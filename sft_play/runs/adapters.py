@@ -113,13 +113,32 @@ def settle_parents(loaded: LoadedConfig) -> LoadedConfig:
             }
             chat = {key: origin for key, origin in origins.items() if key.startswith(CHAT)}
             run = run_around(folder)
-            if run and set(chat.values()) == {DEFAULT} and config.tuning.task != "cpt":
-                theirs = read_config(run.config).config
+            theirs = read_config(run.config).config if run and config.tuning.task != "cpt" else None
+            if theirs and theirs.tuning.task != "cpt" and set(chat.values()) != {DEFAULT}:
+                _refuse_other_chat(config, theirs, folder, origins)
+            elif theirs and set(chat.values()) == {DEFAULT}:
                 taken = config.data if theirs.tuning.task == "cpt" else theirs.data
                 data = replace(config.data, chat_template=taken.chat_template, system=taken.system, style=taken.style)
                 if data != config.data:
                     config, origins = replace(config, data=data), origins | dict.fromkeys(chat, f"adapter {adapter}")
     return replace(loaded, config=config, origins=MappingProxyType(origins))
+
+
+def _refuse_other_chat(config: Config, theirs: Config, folder: Path, origins: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` for texts around the turns that the adapter was not trained with."""
+    for key in ("system", "style"):
+        if getattr(config.data, key) != getattr(theirs.data, key):
+            raise CheckpointError(
+                f"`data.{key}` is not that of the adapter's run",
+                place=origins.get(f"data.{key}", str(folder)),
+                hint=KEEP_CHAT,
+            )
+
+
+KEEP_CHAT = (
+    "keep the `data.chat_template`, `data.system` and `data.style` of its run (in that run's folder: omit all three);"
+    " TUNING_ADAPTER=merge takes others, with the same tokenizer"
+)
 
 
 def made_folder(name: str) -> Path:

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.metrics import typed_metrics
 from sft_play.config.reader import misfit
 from sft_play.errors import CheckpointError
 from sft_play.files import read_object
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.text import as_typed
 
 LINKS = frozenset({"last", "best", ".last.new", ".best.new"})
 """Links in `checkpoints/`, each to a checkpoint next to it."""
@@ -128,3 +130,9 @@ def read_facts(path: Path) -> dict[str, Any]:
         for name, value in read_object(path).items()
         if name not in shape or misfit(value, shape[name]) is None
     }
+
+
+def eval_command(run: RunFolder) -> str:
+    """Return the command that scores a run, with the metrics whose code runs only if they are typed."""
+    metrics = read_facts(run.config).get("config", {}).get("eval", {}).get("metrics") or ()
+    return " ".join([f"make eval RUN={run.typed}", *map(as_typed, typed_metrics(metrics))])

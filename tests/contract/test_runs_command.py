@@ -99,12 +99,23 @@ def test_runs_in_every_state_are_listed(in_process: Program, tmp_path: Path) -> 
     assert in_process("runs", runs=tmp_path / "empty").out.startswith("no runs in")
 
 
+def test_a_resumed_run_counts_its_parts_while_it_trains(in_process: Program, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "a", "started", "finished", "resumed")
+    write_json(run.training_metrics, {"steps": 2, "training_seconds": 9.0, "tokens_per_second": 50.0})
+    run.metrics.unlink()
+    for step in (1, 2, 3, 4):
+        row = {"kind": "train", "step": step, "loss": 1.0, "step_seconds": 10.0, "tokens_per_second": 20.0}
+        append_json_line(run.metrics, row)
+    [row] = in_process("runs", "JSON=1").json
+    assert (row["seconds"], row["tokens_per_second"]) == (40.0, 20.0)
+
+
 def test_the_list_has_what_runs_reached_and_cost(in_process: Program, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "a", "started", "finished")
     config = {"model": {"name": "base"}, "tuning": {"mode": "lora"}, "data": {"train_path": "rows/sums.jsonl"}}
     write_json(run.config, {"config": config, "origins": {}})
     write_json(run.plan, {"steps": 8, "num_nodes": 2})
-    ended = {"tokens_per_second": 50.0, "training_seconds": 1800.0, "peak_memory_bytes": 3 * 2**30}
+    ended = {"steps": 3, "tokens_per_second": 50.0, "training_seconds": 1800.0, "peak_memory_bytes": 3 * 2**30}
     write_json(run.training_metrics, ended)
     append_json_line(run.metrics, {"kind": "eval", "step": 3, "eval_loss": 1.0, "eval_rougeL": 0.9})
     append_json_line(run.metrics, {"kind": "train", "step": 3, "loss": 1.0, "rank_power_watts": [2000.0, 2000.0]})

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from sft_play.files import append_json_line
+from sft_play.runs.folder import RunFolder
 from tests.conftest import Program
 from tests.launcher import Launcher
 from tests.tiny_models import build_tiny_llama
@@ -79,13 +82,15 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     best = results[0]["run"]
     assert f"to train the best on: make resume RUN={best} TRAIN_MAX_STEPS=MORE" in listing
     assert launcher("resume", f"RUN={best}", "TRAIN_MAX_STEPS=34").code == 0
+    append_json_line(RunFolder(launcher.runs / best).events, {"event": "stopped", "node": 0, "time": time.time()})
+    again = json.loads(launcher(*words, "JSON=1").out)
+    assert again[0]["run"] == best and again[0]["loss"] is not None, "also one that was trained on and stopped"
     on = launcher(*(word.replace("STEPS=30", "STEPS=32") for word in words))
     assert on.code == 0 and f"left as they are, since they were trained on: {best} (34 steps)\n" in on.out, on.err
     assert re.search(r"^trained on from where they finished: .*demo-rates-0\d \(30 steps\)$", on.out, re.M)
-    assert (
-        re.search(r"^about .+ for 3 with steps left", on.out, re.M)
-        and [launcher.events(event["run"])[-1]["event"] for event in results] == ["finished"] * 4
-    )
+    assert re.search(r"^about .+ for 3 with steps left", on.out, re.M) and [
+        launcher.events(event["run"])[-1]["event"] for event in results
+    ] == ["stopped", *["finished"] * 3]
 
     (tmp_path / "rates.yaml").write_text(
         "metric: loss\nkeys:\n  train.learning_rate: [1e-5, 0.05]\n  tuning.lora.r: [8, 4]\n"

@@ -324,7 +324,9 @@ def test_mismatched_adapters_are_refused_before_anything_starts(place: Place, se
     saved = "TUNING_LORA_MODULES_TO_SAVE=[embed_tokens]"
     refused(2, "`tuning.lora.modules_to_save`", "`none`", words=["MODEL_ADAPTER=first", saved])
     refused(2, "`first` trains none", "merge", words=["MODEL_ADAPTER=first", "DATA_NEW_TOKENS=[<tool>]"])
-    refused(5, "chat template", "`data.system`", words=["MODEL_ADAPTER=first", "DATA_SYSTEM=Be short."])
+    other_chat = ["MODEL_ADAPTER=first", "DATA_SYSTEM=Be short."]
+    refused(5, "`data.system` is not that of the adapter's run", "TUNING_ADAPTER=merge", words=other_chat)
+    place.call("plan", f"CONFIG={place.config}", *other_chat).refused(5, "`data.system` is not that")
     config, moved = place.folder / "unnamed.yaml", foreign(place, tmp_path / "moved", target_modules=["q_proj"])
     config.write_text(place.config.read_text().replace(f"name: {place.folder}/model, ", ""))
     for base, message in (("/elsewhere/model", "no such folder"), (None, "names no base")):

@@ -72,6 +72,12 @@ def test_ranks_share_by_rule_without_shards_or_a_fast_network(hardware: str, cas
     )
 
 
+def test_ways_without_gathering_are_named_where_they_are_faster() -> None:
+    plan = plan_of("2x8xH100@400Gbit", name=LLAMA_70B, command_strategy="auto", mode="lora")
+    (note,) = (notice for notice in plan.notices if notice.startswith("FASTER"))
+    assert plan.strategy == "fsdp2" and re.match(r"FASTER with LAUNCH_(TENSOR_PARALLEL=\d|STRATEGY=pipeline): ", note)
+
+
 def test_offloading_needs_enough_known_memory_of_the_machine() -> None:
     plan = plan_of(with_ram("2x24GB", 512), **FULL_8B)
     assert plan.offload_optimizer and plan.offload_parameters
