@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections import defaultdict, deque
@@ -284,6 +285,10 @@ def peak_memory_bytes() -> int:
     """Return this process's peak memory: allocated on its GPU, or resident without one."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
+    with contextlib.suppress(OSError):  # proc(5); `ru_maxrss` begins with what the parent held
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        if peak := re.search(r"VmHWM:\s*(\d+) kB", status):
+            return int(peak[1]) * 1024
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -162,7 +162,7 @@ def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: P
         (
             ["HARDWARE=2xV100"],
             3,
-            ["HARDWARE=2xV100: `V100` has compute capability 7.0, and torch for CUDA 13 has no code"],
+            ["HARDWARE=2xV100: `V100` has compute capability 7.0, and torch for CUDA 13"],
         ),
         (["HARDWARE=4x P100"], 3, ["torch has no code for `4x P100` any more", "from GeForce RTX 20 and T4 on"]),
         (["HARDWARE=GTX 1080 Ti"], 3, ["torch has no code for `GTX 1080 Ti` any more"]),
