@@ -36,6 +36,7 @@ from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
 from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.gate import eval_command
 from sft_play.schedulers.slurm import is_queued
 from sft_play.schedulers.slurm import main as write_job
 from sft_play.text import duration, figure, list_some, plural, table, tell
@@ -345,7 +346,11 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
             compared = compare(read_sides(best, None), None, 0)
         except UserError:
             print("\nthey have no evaluation in common; to compare their answers:")
-            print(typed_here("\n".join([*(f"  make eval RUN={name}" for name in best), f"  {hint}"])))
+            print(
+                typed_here(
+                    "\n".join([*(f"  {eval_command(RunFolder(runs_folder() / name))}" for name in best), f"  {hint}"])
+                )
+            )
         else:
             print()
             show_comparison(compared)

@@ -89,13 +89,18 @@ def _tools(value: Any, name: str) -> list[Any]:
     return tools
 
 
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the descriptions of functions, with or without the mapping around each."""
+    return [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
+
+
 def describes_tools(value: Any) -> bool:
     """Return whether a column looks like descriptions of functions."""
     try:
         tools = _tools(value, "")
     except DataError:
         return False
-    described = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
+    described = _functions(tools)
     return bool(tools) and all(isinstance(tool.get("name"), str) and {*tool} & DESCRIPTIONS for tool in described)
 
 
@@ -103,7 +108,7 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
     """Yield doubts about the calls of a row and their results."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     calls = [call for turn in messages for call in turn.get("tool_calls", ())]
-    functions = [tool["function"] if isinstance(tool.get("function"), Mapping) else tool for tool in tools]
+    functions = _functions(tools)
     names = [function.get("name") for function in functions]
     if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
         yield OTHER_CALLS

@@ -448,7 +448,7 @@ def common_rows(sides: Sequence[Side]) -> tuple[list[int], list[str]]:
         paired = same
     apart = len(answered) > 1 and not paired
     if apart:
-        evals = ", ".join(f"make eval RUN={side.run.typed} DATA=FILE" for side in answered)
+        evals = ", ".join(f"{eval_command(side.run)} DATA=FILE" for side in answered)
         names = " and ".join(f"`{side.name}`" for side in answered)
         notes.append(
             f"{names} answered no row in common, so each loss and score is of other rows; to"

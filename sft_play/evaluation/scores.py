@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sft_play.config.metrics import LIBRARY, MOST_LABELS, OF_ANSWERS, OF_LABELS, label_of, library_parts, short_name
+from sft_play.config.metrics import (
+    LIBRARY,
+    MOST_LABELS,
+    OF_ANSWERS,
+    OF_LABELS,
+    label_of,
+    library_parts,
+    short_name,
+    typed_metrics,
+)
 from sft_play.config.reader import kind_of
 from sft_play.errors import DataError, first_line
 from sft_play.files import typed_path
@@ -436,7 +445,7 @@ def _load(metric: str, where: str, among: Sequence[str]) -> Any:
             hint="a folder contains NAME/NAME.py",
         )
     if not may_run("metrics"):
-        typed = as_typed(f"EVAL_METRICS=[{','.join(among) or metric}]")
+        typed = as_typed(*typed_metrics(among or [metric]))
         raise DataError(
             f"the metric `{metric}` is Python code named by a run's configuration, and does not run without consent",
             hint=f"read that code; to let it run, type {typed}",
