@@ -20,7 +20,7 @@ from rich.text import Text
 from sft_play.config.call import Call
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.rows import Rows
-from sft_play.data.store import counted_as, left_out_of, rows_cut, summary
+from sft_play.data.summary import counted_as, left_out_of, rows_cut, summary
 from sft_play.errors import UserError, printable
 from sft_play.files import typed_path, write_text
 from sft_play.launch.runs import short_path

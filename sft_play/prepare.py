@@ -118,7 +118,7 @@ def prepare(
     _quiet()
     _offline_when_unreachable(config)
     from sft_play.data.prepare import prepare_data
-    from sft_play.data.store import summary
+    from sft_play.data.summary import summary
     from sft_play.model.resolve import (
         check_trained,
         refuse_other_base,

@@ -34,6 +34,7 @@ from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
 from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source, start_of_places
 from sft_play.data.store import OF_BOTH, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
+from sft_play.data.summary import labels_only_here
 from sft_play.data.tokens import EncodedExample, Encoder
 from sft_play.errors import DataError, HardwareError
 from sft_play.files import text_sha256
@@ -333,7 +334,12 @@ def _prepare_in_one_pass(
             if part.name == "validation":
                 rows = count_trained(bytes(writer.keys), train.folder)
                 asked = count_trained(bytes(writer.questions), train.folder, QUESTIONS) - rows
-                manifest["overlap"] = {"with": "train", "rows": rows, "questions": max(0, asked)}
+                manifest["overlap"] = {
+                    "with": "train",
+                    "rows": rows,
+                    "questions": max(0, asked),
+                    "labels": labels_only_here(manifest, train.folder),
+                }
             writer.publish(manifest)
     return None
 

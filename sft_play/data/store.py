@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import statistics
-import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,28 +25,24 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sft_play.config.data_rules import Condition
-from sft_play.config.metrics import MOST_LABELS, label_of
+from sft_play.config.metrics import MOST_LABELS
 from sft_play.config.schema import DataSource
 from sft_play.data import IGNORED, WEIGHTS
-from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.rows import PLACES
-from sft_play.data.sources import OTHER_FILE, SHOWN_PLACES, LeftOut
-from sft_play.data.tokens import ANSWER_END, ANSWER_TOO_LONG, TOO_LONG, EncodedExample
+from sft_play.data.sources import SHOWN_PLACES, LeftOut
+from sft_play.data.tokens import EncodedExample
 from sft_play.files import new_folder, read_json, sync_path, write_bytes, write_json
 from sft_play.runs.manifest import ALGORITHM, checksum, damage
 from sft_play.runs.prepared import KEY_BYTES, KEYS, QUESTIONS
-from sft_play.text import list_some, plural
 
 MANIFEST = "manifest.json"
 OF_BOTH = ", before the split"
 """Where a fraction is held out, added to why readers leave something out, which is on no side."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-SHOWN_SPELLINGS = 5
 MOST_UNREAD, MOST_VALUES = 200, 7
-SHOWN_UNREAD = 12
-"""Columns of a source that the terminal names; the manifest has more."""
-NAMED_FILES = 3
-"""In the terminal, of the documents that were left out for one reason."""
+SHOWN_MARKS = 12
+LABEL = re.compile(".{1,80}")
+"""An answer that may be a label."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,7 +131,7 @@ class SourceTally:
             "dropped": dict(sorted(self.dropped.items())),
             "lost": dict(sorted(self.lost.items())),
             "doubts": dict(sorted(self.doubts.items())),
-            "marks": dict(marks[:SHOWN_UNREAD]),
+            "marks": dict(marks[:SHOWN_MARKS]),
             "rows": len(lengths),
             "tokens": sum(lengths),
             "trained_tokens": trained,
@@ -183,7 +178,7 @@ def split_manifest(
         "groups": len(writer.groups),
         "weighted_rows": writer.weighted,
         "new_tokens": writer.uses,
-        "spellings": writer.spellings(),
+        "labels": writer.labels(),
         "asked_again": writer.asked_again(),
         "cut_alike": writer.cut_alike(),
         "repeated": writer.repeated(),
@@ -212,144 +207,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def summary(name: str, manifest: Mapping[str, Any]) -> str:
-    """Return what is printed about a split: one line, one more for each source, and warnings."""
-    split, sources = manifest["split"], manifest["sources"]
-    counted = counted_as(name)
-    first = (
-        f"{name} data: {split['rows']:,} {'row' if split['rows'] == 1 else 'rows'}, {split['tokens']:,} tokens,"
-        f" {split['label_tokens'] / split['tokens']:.0%} of them {counted}, median row {split['median']}, longest"
-        f" {split['longest']}"
-    )
-    unused = [source for source in split["sources"] if source["weight"] == 0]
-    if rows := sum(source["rows"] for source in unused) if name == "training" else 0:
-        first += (
-            f"; of sources with weight 0, never trained: {plural(rows, 'row')} ({sum(s['tokens'] for s in unused):,}"
-            " tokens)"
-        )
-    lines = [first, *(_source_line(source, name) for source in sources)]
-    reasons = [(reason, rows) for source in sources for reason, rows in source["dropped"].items()]
-    gone, read = (
-        sum(rows for why, rows in reasons if why in (TOO_LONG, ANSWER_TOO_LONG)),
-        sum(s["rows_read"] for s in sources),
-    )
-    if 2 * gone > read:
-        whole = any(reason == TOO_LONG for reason, _ in reasons)  # else they were cut, and too long even so
-        other = ", or cut them: DATA_OVERLONG=split" if whole else ""
-        lines.append(
-            f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
-        )
-    if groups := manifest["groups"]:
-        lines.append(f"  groups of `data.group_by`: {groups:,}")
-    lines += _lost_or_unread(sources, name)
-    if weighted := manifest["weighted_rows"]:
-        purpose = "" if name == "training" else ", which scores do not use"
-        lines.append(f"  rows with weights other than 1{purpose}: {weighted:,}")
-    for token, uses in manifest["new_tokens"].items() if name == "training" else ():
-        never = f"  warning: the new token `{token}` is in no training row"
-        lines.append(f"  new token `{token}`: {uses:,} uses" if uses else never)
-    for spelt in manifest["spellings"][:SHOWN_SPELLINGS]:
-        alike = ", ".join(f"`{text}` ({rows:,})" for text, rows in spelt.items())
-        lines.append(f"  warning: answers that differ only by case, blanks or Unicode's form, learnt apart: {alike}")
-    if (again := manifest["asked_again"]) and name == "training":
-        lines.append(f"  answers to a question, with all that stands before it, of an earlier row: {again:,}")
-    if alike := manifest["cut_alike"]:
-        lines.append(
-            f"  the {alike['answers']:,} longest answers have {alike['characters']:,} characters each, as if something"
-            " had cut them"
-        )
-    for line, rows in manifest["repeated"].items():
-        lines.append(f"  answers that begin or end with the same line: {rows:,}, `{line}`")
-    if manifest["short"]:
-        lines.append(f"  shortest answers: {', '.join(f'`{answer}`' for answer in manifest['short'])}")
-    if asked := manifest.get("overlap", {}).get("questions"):
-        lines.append(
-            f"  rows with a question of the training data: {asked:,}; `data.group_by` keeps rows that belong together"
-            " on one side"
-        )
-    if shared := manifest.get("overlap", {}).get("rows"):
-        lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
-    return "\n".join(lines)
-
-
-def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str]:
-    """Return a line for each kind of thing that is in the rows and is not learnt."""
-    lines = []
-    if ends := sum(source["lost"].get(ANSWER_END, 0) for source in sources):
-        lines.append(
-            f"  answers cut before their end, which teach no stop: {ends:,}; raise MODEL_MAX_SEQ_LEN, or leave such"
-            " rows out with DATA_OVERLONG=truncate"
-        )
-    for source in sources if name == "training" else ():
-        columns = sorted(map(_values, source["columns_unread"].items()), key=lambda shown: ":" not in shown)
-        if columns:
-            lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
-        if marks := ", ".join(f"`{mark}` {rows:,}" for mark, rows in source["marks"].items()):
-            lines.append(f"  in texts of {source['name']}, rows with: {marks}")
-    doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
-    first = {doubt: place for source in reversed(sources) for doubt, place in source["doubt_places"].items()}
-    return [
-        *lines,
-        *(f"  {doubt}: {plural(rows, 'row')}, first {first[doubt]}" for doubt, rows in sorted(doubts.items())),
-    ]
-
-
-def _values(column: tuple[str, Mapping[str, int]]) -> str:
-    """Return the name of what is not read, and its values if some come again, as those of a mark do."""
-    name, values = column
-    words = all(value.replace("_", "").isalpha() for value in values)
-    marks = "" not in values and (words or 1 < len(values) < sum(values.values()))
-    each = ", ".join(f"`{value}` {rows:,}" for value, rows in values.items())
-    return f"{name} ({sum(values.values()):,}{f': {each}' if marks else ''})"
-
-
-def _source_line(source: Mapping[str, Any], name: str) -> str:
-    lacks = ", so it has no validation loss" if name == "validation" and not source["kept"] else ""
-    if not source["rows_read"]:
-        return f"  {source['name']}: no row{lacks}"
-    form = f" as {source['format']}" if source["format"] else ""
-    parts = [f"{source['rows_read']:,} read{form}", f"{source['kept']:,} kept"]
-    wanting = source["rows_wanting"]
-    parts += [f"rows: {wanting['asked']:,} asked, {wanting['there']:,} there"] if wanting else []
-    parts += [f"{count:,} left out ({reason}{_files(source, reason)})" for reason, count in left_out_of(source).items()]
-    parts += [rows_cut(source)] if source["cut"] else []
-    parts += [f"{source['split']:,} split into {source['rows']:,} rows in all"] if source["split"] else []
-    long = (
-        f"; {source['overlong']:,} were too long ({source['overlong_tokens']:,} tokens)" if source["overlong"] else ""
-    )
-    return (
-        f"  {source['name']}: {', '.join(parts)}{lacks}; {source['tokens']:,} tokens, {source['trained_tokens']:,} "
-        f"{counted_as(name)}{long}"
-    )
-
-
-def left_out_of(source: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many rows of a source were left out, by reason, copies among them."""
-    return source["dropped"] | ({"duplicate": source["duplicates"]} if source["duplicates"] else {})
-
-
-def counted_as(name: str) -> str:
-    """Return what is done with the answers of a split: only those of the training data are trained."""
-    return "trained" if name in ("training", "train") else "scored"
-
-
-def rows_cut(source: Mapping[str, Any]) -> str:
-    """Return how many rows of a source were cut, and how many of them lost what."""
-    lost = ", ".join(f"{rows:,} lost {what}" for what, rows in source["lost"].items())
-    return f"{source['cut']:,} cut to model.max_seq_len ({lost})"
-
-
 def _hash(tokens: Integers) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=KEY_BYTES).digest()
-
-
-def _files(source: Mapping[str, Any], reason: str) -> str:
-    """Return the names of files without rows; rows that were left out for another reason are not named."""
-    if reason.removesuffix(OF_BOTH) not in (EMPTY, OTHER_FILE, SCANNED):
-        return ""
-    places = [row["place"] for row in source["left_out"] if row["reason"] == reason]
-    ellipsis = ", ..." if len(places) > NAMED_FILES else ""
-    return f": {', '.join(places[:NAMED_FILES])}{ellipsis}" if places else ""
 
 
 WORDS, MOST_LINES, SHOWN_LETTERS = re.compile(r"[^\W\d_]{2,}\W+[^\W\d_]{2,}"), 50_000, 60
@@ -513,12 +372,10 @@ class SplitWriter:
         """Return the shortest answers with fewer letters than the usual one has tokens."""
         return [answer for answer in self._shortest if answer and len(answer) < statistics.median(self.trained)]
 
-    def spellings(self) -> list[dict[str, int]]:
-        """Return the labels that differ only by case, blanks or Unicode's form, each with its rows; none of texts."""
-        alike: dict[str, dict[str, int]] = {}
-        for text, rows in self.answers.items() if len(self.answers) <= MOST_LABELS else ():
-            alike.setdefault(label_of(unicodedata.normalize("NFKC", text)), {})[text] = rows
-        return [spelt for spelt in alike.values() if len(spelt) > 1]
+    def labels(self) -> dict[str, int]:
+        """Return the answers, each with its rows, the most frequent first; none if they are many or long."""
+        few = len(self.answers) <= MOST_LABELS and all(map(LABEL.fullmatch, self.answers))
+        return dict(self.answers.most_common()) if few else {}
 
     def asked_again(self) -> int:
         """Return the number of answers to what an earlier answer of the split answers too."""

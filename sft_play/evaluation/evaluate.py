@@ -389,7 +389,8 @@ def _prepare(loaded: LoadedConfig, *, scored: bool = False, day: str | None = No
 
     if (cached := lookup(loaded.config)) and (day is None or (cached.validation and cached.validation.day == day)):
         if scored and cached.train:
-            from sft_play.data.store import MANIFEST, summary
+            from sft_play.data.store import MANIFEST
+            from sft_play.data.summary import summary
 
             tell(summary("evaluation", read_json(Path(cached.train.path) / MANIFEST)))
         return cached

@@ -107,7 +107,7 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert first["trained_tokens"] + second["trained_tokens"] == summary["train"]["split"]["label_tokens"]
     assert summary["train"]["length_quantiles"].keys() == {"5%", "25%", "50%", "75%", "95%"}
     assert len(first["content_sha256"]) == 64
-    assert summary["validation"]["overlap"] == {"with": "train", "rows": 2, "questions": 0}
+    assert summary["validation"]["overlap"] == {"with": "train", "rows": 2, "questions": 0, "labels": {}}
     assert summary["validation"]["sources"][0]["dropped"] == {"longer than model.max_seq_len": 1}
     assert f"  {train}: 34 read as prompt_completion, 30 kept, 4 left out (duplicate); " in done.err
     assert "rows that are in the training data too: 2" in done.err
@@ -468,11 +468,22 @@ def test_labels_that_differ_by_case_or_blanks_are_named_and_columns_by_the_files
     file.write_text("".join(json.dumps({"body": f"Ticket {i}", "kind": labels[i % 4]}) + "\n" for i in range(8)))
     source = f'data.sources: [{{"path": "{file}", "columns": {{"prompt": "body", "completion": "kind"}}}}]'
     done = data(source)
-    assert "learnt apart: `billing` (2), `Billing` (2), `billing ` (2)\n" in done.err and "`delivery`" not in done.err
+    assert (
+        "learnt apart: `billing` (2), `Billing` (2), `billing ` (2)\n" in done.err
+        and "answers that begin" not in done.err
+    )
+    assert "answers are labels, 4 in all: `billing` (2), `Billing` (2), `billing ` (2), `delivery` (2)\n" in done.err
+    tests = write_rows(
+        tmp_path / "tests.jsonl", [{"body": f"Test {i}", "kind": ["delivery", "refund"][i % 2]} for i in range(5)]
+    )
+    held_out = source.replace(str(file), str(tests)).removeprefix("data.sources: ")
+    done = data(source, f"data.validation: {held_out}")
+    assert "  labels that no row of the training data has: `refund` (2)\n" in done.err
     file.write_text('{"body": "Ticket 1", "kind": ""}\n')
     data(source).refused(4, "`kind` is empty, so there is nothing to learn")
     write_rows(file, [{"body": f"Ticket {i}", "kind": f"{'Yes' if i % 2 else 'yes'}, {i // 2}."} for i in range(220)])
-    assert "learnt apart" not in data(source).err, "texts, not labels"
+    texts = data(source).err
+    assert "learnt apart" not in texts and "are labels" not in texts
 
 
 def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig, DataSource
-from sft_play.data.store import SourceTally, SplitWriter, split_manifest, summary
+from sft_play.data.store import SourceTally, SplitWriter, split_manifest
+from sft_play.data.summary import summary
 from sft_play.errors import DataError
 from sft_play.plan.epoch import Mixture, mixture_of
 from sft_play.runs.prepared import SourceFacts
