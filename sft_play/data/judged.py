@@ -160,12 +160,12 @@ JUDGED: Mapping[str, Keep] = {
     r"(?:http_)?status(?:_code)?": _http_error,
     (
         r"(?:\w+_)?(?:score|rating|reward|advantage)|score_\w+|weights|\w+_weights?|pass_rate"
-        r"|(?:\w+_)?(?:helpfulness|correctness)|(?:up_?)?votes"
+        r"|(?:\w+_)?(?:helpfulness|correctness)|stars|(?:up_?)?votes"
     ): _number,
     "label": _label,
     (
         r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
-        r"|resolution|visibility)(?:_code)?|(?:message_|part_|comment_)(?:sub_?)?type|sub_?type|action|thumbs|vote"
+        r"|resolution|visibility)(?:_code)?|(?:message_|part_|comment_)(?:sub_?)?type|sub_?type|(?:re)?action|thumbs|vote"
     ): _verdict,
     "(?:finish|stop)_?reason": _ended_early,
 }

@@ -119,6 +119,8 @@ def test_only_rows_that_speak_against_themselves_need_a_filter(bad: Row, good: R
         ("Human Rating", 5, 1, 'column("Human Rating") >= 5'),
         ("score", "4,5", "1,0", 'score in ["4,5"]'),
         ("rating", "★★★★", "★", 'rating in ["★★★★"]'),
+        ("stars", 5, 1, "stars >= 5"),
+        ("reaction", "👍", "👎", 'reaction != "👎"'),
         ("is_correct", 1, -1, "is_correct == 1"),
         ("is_deleted", "", "X ", "blank(is_deleted)"),
         ("label", "1", "-1", 'label == "1"'),
