@@ -2,7 +2,7 @@
 divide the same rows (slices of sequences or layers, stages of the model). Pure.
 
 A ring all-reduce takes 2(N-1)/N x bytes / bandwidth: on 3 ranks at 1 Gbit/s, 0.38 s for 33.6 MB (8.4 million fp32
-adapter weights) and 18 s for 1.6 GB. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: 153 s per
+adapter weights) and 18 s for 1.6 GB. Gathering weights takes (N-1)/N x bytes / bandwidth each time: 153 s per
 micro-step for a frozen bf16 7B model. Around each layer's attention two all-to-alls change slices with all heads into
 complete sequences with a share of the heads, and back (Ulysses, arXiv 2309.14509); the backward pass sends as much
 again.
@@ -104,7 +104,7 @@ def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: fl
     """Return the time of an optimizer step's communication over a link of `link` bytes per second.
 
     Replicas reduce gradients once per optimizer step (or per `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2
-    reduce-scatter them in every micro-step; ZeRO-3 and FSDP2 also gather weights in every pass, ZeRO-1 and ZeRO-2 after
+    reduce-scatter them in every micro-step; ZeRO-3 and FSDP2 also gather weights, ZeRO-1 and ZeRO-2 after
     the update.
     """
     config, shape, ranks = request.config, request.shape, setup.world_size // setup.copies
@@ -122,7 +122,7 @@ def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: in
     """Return the time to gather a micro-step's weights under ZeRO-3 and FSDP2; 0 for other strategies."""
     if not setup.gathers:
         return 0.0
-    return gather_seconds(setup.passes * sent_weights(config, shape, setup), ranks, link)
+    return gather_seconds(setup.gatherings * sent_weights(config, shape, setup), ranks, link)
 
 
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -215,7 +215,7 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     weights = sent_weights(request.config, request.shape, setup)
     seconds = gathering_seconds(request.config, request.shape, setup, world, speed)
     return (
-        f"every micro-step waits {figure(seconds)} s for weights = {setup.passes} x {figure(weights / 1e9)}"
+        f"every micro-step waits {figure(seconds)} s for weights = {setup.gatherings} x {figure(weights / 1e9)}"
         f" GB x {world - 1}/{world} / {rate_in_words(speed)}" + ("" if stated else ", if it is 1 Gbit/s")
     )
 

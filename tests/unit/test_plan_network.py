@@ -94,6 +94,14 @@ def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(hardware: s
     assert plan_of(hardware, **case, slow_network="allow").reasons["slow"].startswith("SLOW: ")
 
 
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_fsdp2_gathers_as_often_with_recomputation(recomputed: bool) -> None:
+    case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "mode": "lora", "gradient_checkpointing": recomputed}
+    for strategy, times in (("fsdp2", 2), ("zero3", 3 if recomputed else 2)):
+        text = message(UserError, "24GB@1Gbit", **case, command_strategy="auto", strategy=strategy, num_nodes=2)
+        assert f"for weights = {times} x 15.2 GB x 1/2" in text
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_fsdp2_gathers_trained_weights_in_bf16_whatever_their_configured_type(dtype: str) -> None:
     case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "mode": "full", "command_strategy": "fsdp2"}
