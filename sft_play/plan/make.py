@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
-from sft_play.plan.decide import HOST_SHARE, decide, try_plan
+from sft_play.plan.decide import GAIN, HOST_SHARE, decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
@@ -161,8 +161,6 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str
     return overrides
 
 
-GAIN = 1.02
-"""Speed-ups below this factor count as none."""
 MOST_TRIED = 8
 """Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}

@@ -27,7 +27,7 @@ from sft_play.plan.memory import (
     trainable_parameters,
     trained_bytes,
 )
-from sft_play.plan.plan import Setup
+from sft_play.plan.plan import Plan, Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import (
     NOT_STAGED_MODEL_TYPES,
@@ -220,32 +220,26 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     )
 
 
-def check_gathering(request: Request, setup: Setup, reasons: dict[str, str]) -> None:
-    """Note that weights travel over a slow network.
+def check_gathering(request: Request, plan: Plan, instead: str) -> Plan:
+    """Return the plan with a note that its weights travel over a slow network, and what sends less `instead`, if any.
 
     Raise `UserError` if each micro-step waits for them longer than `MOST_WAITING` over one of stated speed, unless
     `launch.slow_network: allow` permits it.
     """
     config, speed, slow = request.config, request.hardware.network_bytes_per_second, slow_network(request)
-    if not setup.gathers or not slow:  # computation hides the traffic of a fast network
-        return
-    arithmetic = gathering_arithmetic(request, setup)
+    arithmetic = gathering_arithmetic(request, plan)
     smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
-    waits = speed is not None and gathering_seconds(config, request.shape, setup, setup.world_size, speed)
+    instead = instead or (
+        f"neither replicas nor a pipeline would fit and be faster; {smaller}shorter rows or a smaller model help"
+    )
+    waits = speed is not None and gathering_seconds(config, request.shape, plan, plan.world_size, speed)
     if waits > MOST_WAITING and config.launch.slow_network != "allow":
         raise UserError(
-            f"{setup.strategy} over {slow} would mostly wait for weights: {arithmetic}",
-            hint=(
-                f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or"
-                " a smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it anyway"
-            ),
+            f"{plan.strategy} over {slow} would mostly wait for weights: {arithmetic}",
+            hint=f"{instead}; LAUNCH_SLOW_NETWORK=allow runs it anyway",
         )
     who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
-    reasons["slow"] = (
-        f"SLOW: {who} forces {setup.strategy} over {slow}: {arithmetic}. Replicas (`ddp`) would send gradients alone:"
-        f" {smaller}shorter rows or a smaller model make them fit. A pipeline (`LAUNCH_STRATEGY=pipeline`) sends hidden"
-        " states alone"
-    )
+    return plan.with_reason("slow", f"SLOW: {who} forces {plan.strategy} over {slow}: {arithmetic}. {instead}")
 
 
 # Ranks that train the same rows together, each with a slice of the sequences or layers, or a stage of the model.
