@@ -45,18 +45,23 @@ def main(call: Call) -> int:
     if call.options.get("RUN"):
         find_run(call.options["RUN"])  # reports an unknown run before its missing configuration
     rehearsal = rehearse(call, parse_source(call.options.get("SOURCE"), "known"))
-    plan, hardware = rehearsal.plan, rehearsal.hardware
+    plan = rehearsal.plan
     for notice in rehearsal.options.notices:
         tell(f"note: {notice}")
-    for problem in compare_versions(hardware) if plan.device == "cuda" else ():
-        tell(f"warning: {problem.text}\nhint: {problem.remedy}")
+    _warn_of_versions(rehearsal)
     if call.json:
         print(json.dumps(plan.to_json(), indent=2))
         return 0
     print(show_plan(plan, why=wants_reasons(call), details=True))
-    if not hardware.described:
+    if not rehearsal.hardware.described:
         print(f"\n  to run it: {_command(call, rehearsal)}")
     return 0
+
+
+def _warn_of_versions(rehearsal: Rehearsal) -> None:
+    """Report what keeps torch from using this machine's GPUs, by its version and the driver's."""
+    for problem in compare_versions(rehearsal.hardware) if rehearsal.plan.device == "cuda" else ():
+        tell(f"warning: {problem.text}\nhint: {problem.remedy}")
 
 
 def wants_reasons(call: Call) -> bool:
@@ -156,6 +161,7 @@ def rehearse_for_nodes(call: Call) -> Rehearsal:
             nodes = "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's"
             error.hint = "\n      ".join(filter(None, [nodes, error.hint]))
         raise
+    _warn_of_versions(rehearsal)
     if not (rehearsal.hardware.network and "HARDWARE" in call.options):
         return rehearsal
     origin = f"HARDWARE={call.options['HARDWARE']}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -36,10 +36,12 @@ from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Request, describe_
 from sft_play.plan.shape import check_targets, describe_adapters
 from sft_play.plan.strategies import choose_strategy, has_bitsandbytes, is_automatic
 from sft_play.plan.throughput import with_forecast
-from sft_play.text import plural
+from sft_play.text import figure, plural
 
 HOST_SHARE = 0.8
 """Share of host memory that offloading may take."""
+GAIN = 1.02
+"""Speed-ups below this factor count as none."""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
 EXPANDABLE = (
     "allocator: expandable_segments for workers, so that freed memory serves blocks of any size; PYTORCH_ALLOC_CONF"
@@ -58,7 +60,15 @@ LONGEST_ROW = 2**22
 
 
 def decide(request: Request) -> Plan:
-    """Return the plan of a request, without remedies for what does not fit. Raise `UserError` or `HardwareError`.
+    """Return the plan of a request, without remedies for what does not fit. Raise `UserError` or `HardwareError`."""
+    plan = _decide(request)
+    # Computation hides the traffic of a fast network.
+    slow = plan.gathers and network.slow_network(request)
+    return network.check_gathering(request, plan, _less_sent(request, plan)) if slow else plan
+
+
+def _decide(request: Request) -> Plan:
+    """Return the plan, whatever waits for weights over a slow network. Raise `UserError` or `HardwareError`.
 
     Functions that receive `reasons` append what they decide, and why.
     """
@@ -351,7 +361,6 @@ def _settle(
         request.require(setup, fitting)
     except DoesNotFitError as error:
         raise _refusal(request, error, shards, fitting) from None
-    network.check_gathering(request, setup, reasons)
     return setup, fitting
 
 
@@ -392,6 +401,21 @@ def _ways(request: Request) -> Iterator[tuple[str, Request]]:
     )
     pipeline = [("pipeline", request.with_keys({"launch.strategy": "pipeline"}))]
     yield from (*lines, *layers, *pipeline) if linked else (*lines, *pipeline, *layers)
+
+
+def _less_sent(request: Request, plan: Plan) -> str:
+    """Return the fastest way without gathering that fits, and what it gains over this plan; empty if there is none."""
+    launch, ways = request.launch.without_json("auto"), list[tuple[float, str]]()
+    now = plan.seconds_per_step or plan.communication_seconds or math.inf
+    for strategy, what in (("ddp", "gradients"), ("pipeline", "hidden states")):
+        other = try_plan(request, replace(request, launch=launch).with_keys({"launch.strategy": strategy}))
+        if not isinstance(other, Plan):
+            continue
+        seconds = other.seconds_per_step or other.communication_seconds or 0.0
+        gain = f": {figure(seconds)} s a step instead of {figure(now)} s" if seconds > 0 and now < math.inf else ""
+        words = f"LAUNCH_STRATEGY={strategy} (make train-distributed) sends {what} alone{gain}"
+        ways += [(seconds, words)] if GAIN * seconds <= now else []
+    return min(ways, key=lambda way: way[0], default=(0.0, ""))[1]
 
 
 def _small_optimizer(
@@ -456,8 +480,8 @@ def _refusal(
         allowed = " LAUNCH_SLOW_NETWORK=allow" if hardware.network_bytes_per_second else ""
         why = f"{unasked} over {slow}: {network.gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
         launch = request.launch.without_json("fsdp2")
-        forced = replace(request, launch=launch).with_keys({"launch.strategy": "fsdp2", "launch.slow_network": "allow"})
-        fits = isinstance(try_plan(request, forced), Plan)
+        forced = replace(request, launch=launch).with_keys({"launch.strategy": "fsdp2"})
+        fits = isinstance(try_plan(request, forced, _decide), Plan)
         notes.append(f"{why}; " + (f"LAUNCH_STRATEGY=fsdp2{allowed} forces it" if fits else "nor would they fit so"))
     if sharded and sharded.need_bytes - sharded.capacity_bytes < error.need_bytes - error.capacity_bytes:
         after = f", with weights sharded by fsdp2; a complete replica needs {error.need_bytes / GIB:.1f} GiB"
@@ -465,13 +489,15 @@ def _refusal(
     return error.add(notes=tuple(notes))
 
 
-def try_plan(request: Request, changed: Request) -> Plan | DoesNotFitError | None:
+def try_plan(
+    request: Request, changed: Request, decision: Callable[[Request], Plan] = decide
+) -> Plan | DoesNotFitError | None:
     """Return the changed plan, or the error with how far it is from fitting; `None` if the rules would refuse it."""
     before, after = ({conflict.message for conflict in check_rules(case.config, {})} for case in (request, changed))
     if after - before:
         return None
     try:
-        return decide(changed)
+        return decision(changed)
     except DoesNotFitError as error:
         return error
     except UserError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
-from sft_play.plan.decide import HOST_SHARE, decide, try_plan
+from sft_play.plan.decide import GAIN, HOST_SHARE, decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
@@ -51,6 +51,7 @@ def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
         and HEADROOM["cuda"] * device.free_bytes < need <= HEADROOM["cuda"] * device.memory_bytes
     )
     ways = remedies(request, error.setup, error.micro_batch, need)
+    ways = ways if any(way.fits for way in ways) else (*_pair(request, error), *ways)
     return error.add(tuple(sorted(ways, key=order)), notes=in_use)
 
 
@@ -83,6 +84,7 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
             saving_bytes=before - need,
             fits=need <= capacity,
             host_bytes=host,
+            recomputes=need <= capacity and other.gradient_checkpointing and option not in variables,
         )
 
     may_add, option = request.config.train.gradient_checkpointing is False, _typed(RECOMPUTED)
@@ -101,6 +103,22 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
             ways[kind] = remedy
     ordered = sorted(ways.values(), key=lambda way: (not way.fits, 0 if way.fits else way.need_bytes))
     return tuple(ordered[:MOST_REMEDIES])
+
+
+def _pair(request: Request, error: DoesNotFitError) -> Iterator[Remedy]:
+    """Yield the first two changes that fit together, as one."""
+    for command, variables, changed in _overrides(request, error.setup, error.micro_batch):
+        plan = try_plan(request, changed)
+        ways = (
+            remedies(changed, plan.setup, plan.micro_batch, error.need_bytes)
+            if isinstance(plan, DoesNotFitError)
+            else ()
+        )
+        if way := next((way for way in ways if way.fits), None):
+            words = dict(word.split("=", 1) for word in f"{variables} {way.variables}".split())
+            typed = " ".join(f"{name}={value}" for name, value in words.items())
+            yield replace(way, command=way.command or command, variables=typed)
+            return
 
 
 def _typed(keys: Mapping[str, Any]) -> str:
@@ -161,8 +179,6 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str
     return overrides
 
 
-GAIN = 1.02
-"""Speed-ups below this factor count as none."""
 MOST_TRIED = 8
 """Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}

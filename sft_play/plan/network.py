@@ -2,7 +2,7 @@
 divide the same rows (slices of sequences or layers, stages of the model). Pure.
 
 A ring all-reduce takes 2(N-1)/N x bytes / bandwidth: on 3 ranks at 1 Gbit/s, 0.38 s for 33.6 MB (8.4 million fp32
-adapter weights) and 18 s for 1.6 GB. Gathering weights takes (N-1)/N x bytes / bandwidth in each pass: 153 s per
+adapter weights) and 18 s for 1.6 GB. Gathering weights takes (N-1)/N x bytes / bandwidth each time: 153 s per
 micro-step for a frozen bf16 7B model. Around each layer's attention two all-to-alls change slices with all heads into
 complete sequences with a share of the heads, and back (Ulysses, arXiv 2309.14509); the backward pass sends as much
 again.
@@ -27,7 +27,7 @@ from sft_play.plan.memory import (
     trainable_parameters,
     trained_bytes,
 )
-from sft_play.plan.plan import Setup
+from sft_play.plan.plan import Plan, Setup
 from sft_play.plan.request import Request
 from sft_play.plan.shape import (
     NOT_STAGED_MODEL_TYPES,
@@ -104,7 +104,7 @@ def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: fl
     """Return the time of an optimizer step's communication over a link of `link` bytes per second.
 
     Replicas reduce gradients once per optimizer step (or per `launch.local_steps`). ZeRO-2, ZeRO-3 and FSDP2
-    reduce-scatter them in every micro-step; ZeRO-3 and FSDP2 also gather weights in every pass, ZeRO-1 and ZeRO-2 after
+    reduce-scatter them in every micro-step; ZeRO-3 and FSDP2 also gather weights, ZeRO-1 and ZeRO-2 after
     the update.
     """
     config, shape, ranks = request.config, request.shape, setup.world_size // setup.copies
@@ -122,7 +122,7 @@ def gathering_seconds(config: Config, shape: ModelShape, setup: Setup, ranks: in
     """Return the time to gather a micro-step's weights under ZeRO-3 and FSDP2; 0 for other strategies."""
     if not setup.gathers:
         return 0.0
-    return gather_seconds(setup.passes * sent_weights(config, shape, setup), ranks, link)
+    return gather_seconds(setup.gatherings * sent_weights(config, shape, setup), ranks, link)
 
 
 def sent_weights(config: Config, shape: ModelShape, setup: Setup) -> float:
@@ -215,37 +215,31 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     weights = sent_weights(request.config, request.shape, setup)
     seconds = gathering_seconds(request.config, request.shape, setup, world, speed)
     return (
-        f"every micro-step waits {figure(seconds)} s for weights = {setup.passes} x {figure(weights / 1e9)}"
+        f"every micro-step waits {figure(seconds)} s for weights = {setup.gatherings} x {figure(weights / 1e9)}"
         f" GB x {world - 1}/{world} / {rate_in_words(speed)}" + ("" if stated else ", if it is 1 Gbit/s")
     )
 
 
-def check_gathering(request: Request, setup: Setup, reasons: dict[str, str]) -> None:
-    """Note that weights travel over a slow network.
+def check_gathering(request: Request, plan: Plan, instead: str) -> Plan:
+    """Return the plan with a note that its weights travel over a slow network, and what sends less `instead`, if any.
 
     Raise `UserError` if each micro-step waits for them longer than `MOST_WAITING` over one of stated speed, unless
     `launch.slow_network: allow` permits it.
     """
     config, speed, slow = request.config, request.hardware.network_bytes_per_second, slow_network(request)
-    if not setup.gathers or not slow:  # computation hides the traffic of a fast network
-        return
-    arithmetic = gathering_arithmetic(request, setup)
+    arithmetic = gathering_arithmetic(request, plan)
     smaller = "TUNING_MODE=qlora, " if may_quantise(config) else ""
-    waits = speed is not None and gathering_seconds(config, request.shape, setup, setup.world_size, speed)
+    instead = instead or (
+        f"neither replicas nor a pipeline would fit and be faster; {smaller}shorter rows or a smaller model help"
+    )
+    waits = speed is not None and gathering_seconds(config, request.shape, plan, plan.world_size, speed)
     if waits > MOST_WAITING and config.launch.slow_network != "allow":
         raise UserError(
-            f"{setup.strategy} over {slow} would mostly wait for weights: {arithmetic}",
-            hint=(
-                f"replicas send gradients alone: LAUNCH_STRATEGY=ddp (make train-distributed); {smaller}shorter rows or"
-                " a smaller model make them fit; LAUNCH_SLOW_NETWORK=allow runs it anyway"
-            ),
+            f"{plan.strategy} over {slow} would mostly wait for weights: {arithmetic}",
+            hint=f"{instead}; LAUNCH_SLOW_NETWORK=allow runs it anyway",
         )
     who = "`launch.strategy`" if config.launch.strategy != "auto" else "the command"
-    reasons["slow"] = (
-        f"SLOW: {who} forces {setup.strategy} over {slow}: {arithmetic}. Replicas (`ddp`) would send gradients alone:"
-        f" {smaller}shorter rows or a smaller model make them fit. A pipeline (`LAUNCH_STRATEGY=pipeline`) sends hidden"
-        " states alone"
-    )
+    return plan.with_reason("slow", f"SLOW: {who} forces {plan.strategy} over {slow}: {arithmetic}. {instead}")
 
 
 # Ranks that train the same rows together, each with a slice of the sequences or layers, or a stage of the model.

@@ -171,6 +171,13 @@ class Setup:
         return 3 if self.gradient_checkpointing else 2
 
     @property
+    def gatherings(self) -> int:
+        """How often a micro-step gathers sharded weights: ZeRO-3 for each pass; FSDP2 for forward and backward, within
+        which they stay gathered for the recomputation (torch 2.13: `FSDPState._pre_forward`, and measured).
+        """
+        return 2 if self.strategy == "fsdp2" else self.passes
+
+    @property
     def width(self) -> int:
         """Bytes of an operand of a matrix multiplication."""
         return 4 if self.precision == "fp32" and self.weights_dtype == "float32" else 2

@@ -258,10 +258,13 @@ class Remedy:
     fits: bool
     host_bytes: int = 0
     """Host memory for what is offloaded."""
+    recomputes: bool = False
+    """Whether it fits by recomputation, which its variables do not name."""
 
     def __str__(self) -> str:
         host = f" and {self.host_bytes / GIB:.1f} GiB of the machine's memory" if self.host_bytes else ""
         typed = f"{self.command} CONFIG=... {self.variables}".strip() if self.command else self.variables
+        host += " with recomputation" if self.recomputes else ""
         return f"{typed}: {self.need_bytes / GIB:.1f} GiB{host} ({self.saving_bytes / GIB:.1f} less)" + (
             "" if self.fits else ", still too much"
         )

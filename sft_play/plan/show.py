@@ -175,7 +175,11 @@ def show_misfit(error: DoesNotFitError) -> str:
     lines = [f"needs {gib(need)}, may use {gib(error.capacity_bytes)}", *_part_bars(error.parts, need), ""]
     fits = any(remedy.fits for remedy in error.remedies)
     rows = plural(error.micro_batch, "row")
-    lines.append(f"to make {rows} a micro-batch fit (a plan takes more if it can)" if fits else "no single change fits")
+    lines.append(
+        f"to make {rows} a micro-batch fit (a plan takes more if it can)"
+        if fits
+        else "no change fits, nor do two together"
+    )
     return typed_here("\n".join([*lines, *(f"  {remedy}" for remedy in error.remedies)]))
 
 

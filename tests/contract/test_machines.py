@@ -105,9 +105,10 @@ def test_training_is_refused_before_a_run_exists(in_process: Program, tmp_path: 
 def test_the_plan_says_what_torch_cannot_use(program: Program, tmp_path: Path) -> None:
     done = program("plan", *QLORA, env=emulated(tmp_path, "v100", torch=True))
     assert done.code == 0 and done.json["device"] == "cuda"
-    assert (
-        "warning: torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0)\nhint: " in done.err
-    )
+    warning = "warning: torch 2.13.0+cu130 has no code for Tesla V100-SXM2-16GB (compute capability 7.0)\nhint: "
+    assert warning in done.err
+    job = program("slurm", QLORA[0], f"OUT={tmp_path / 'job.sh'}", env=emulated(tmp_path, "v100", torch=True))
+    assert job.code == 0 and warning in job.err, job.err
     fine = program("plan", *QLORA, env=emulated(tmp_path, "t4", torch=True))
     assert fine.code == 0 and "warning" not in fine.err
 

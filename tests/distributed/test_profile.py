@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
+from sft_play.plan.plan import Plan
 from sft_play.training.profiling import where_time_goes
 from tests.conftest import Program, metrics
 from tests.launcher import Launcher
@@ -47,6 +50,28 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 4
     none = launcher("profile", "RUN=plain")
     assert none.code == 2 and "has no profile" in none.err and "TRAIN_PROFILE_STEPS=3" in none.err
+
+
+@pytest.mark.broad
+def test_fsdp2_gathers_a_layer_as_often_as_the_plan_counts(tmp_path: Path) -> None:
+    """Once forward and once backward, within which the layer is recomputed from the same weights."""
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    words = (
+        "TRAIN_GRADIENT_CHECKPOINTING=true",
+        "TRAIN_PROFILE_STEPS=1",
+        "TRAIN_PROFILE_START=2",
+        "TRAIN_MAX_STEPS=3",
+        "RUN_NAME=sharded",
+    )
+    done = launcher("train-fsdp", f"CONFIG={launcher.config}", "NUM_GPUS=2", *words)
+    assert done.code == 0, done.err
+    run = launcher.runs / "sharded"
+    plan = Plan.load(run / "plan.json")
+    trace = json.loads(gzip.decompress((run / "profile" / "rank0.pt.trace.json.gz").read_bytes()))
+    names = [event["name"] for event in trace["traceEvents"]]
+    gathered = Counter(name for name in names if re.fullmatch(r"FSDP::all_gather \(.*layers\.\d+\)", name))
+    assert plan.gradient_checkpointing and gathered
+    assert set(gathered.values()) == {plan.gatherings * plan.ranks[0].accumulation}
 
 
 @pytest.mark.parametrize(

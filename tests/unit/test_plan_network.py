@@ -17,6 +17,7 @@ from sft_play.errors import UserError
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
+from sft_play.text import figure
 from tests.documents import on_page
 from tests.plans import QWEN, SMALL, counts, message, plan_of
 
@@ -89,9 +90,41 @@ def test_weights_over_a_slow_network_are_refused_with_the_arithmetic(hardware: s
     assert re.search(
         r"would mostly wait for weights: every micro-step waits 173 s for weights = .* x 2/3 / 118 MB/s", text
     )
+    assert re.search(r"LAUNCH_STRATEGY=ddp \(make train-distributed\) sends gradients alone: [\d.]+ s a step", text)
     assert on_page("slow-training-over-ethernet", text)
-    assert "LAUNCH_SLOW_NETWORK=allow" in text and "LAUNCH_STRATEGY=ddp" in text
+    assert "LAUNCH_SLOW_NETWORK=allow" in text
     assert plan_of(hardware, **case, slow_network="allow").reasons["slow"].startswith("SLOW: ")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "mode", "network", "offered"),
+    [
+        ("8xH100", "full", "1Gbit", "pipeline"),
+        ("H200", "full", "1Gbit", "pipeline"),
+        ("8xH100", "lora", "1Gbit", "ddp"),
+        ("L4", "full", "50Gbit", ""),
+    ],
+)
+def test_what_is_offered_instead_of_gathering_fits_and_is_faster_by_the_forecast(
+    hardware: str, mode: str, network: str, offered: str
+) -> None:
+    case: dict[str, Any] = {"name": QWEN, "mode": mode, "max_seq_len": 2048, "num_nodes": 2, "network": network}
+    case |= {"name": SMALL, "batch_size": 8, "global_batch_size": 16} if not offered else {}
+    gathering = plan_of(hardware, **case, command_strategy="fsdp2", slow_network="allow")
+    note = gathering.reasons["slow"]
+    assert re.findall(r"LAUNCH_STRATEGY=(\w+)", note) == ([offered] if offered else [])
+    if offered:
+        other = plan_of(hardware, **case, command_strategy="auto", strategy=offered)
+        assert f": {figure(other.seconds_per_step or 0)} s a step instead of" in note
+        assert (other.seconds_per_step or 0) < (gathering.seconds_per_step or 0) / 1.02
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_fsdp2_gathers_as_often_with_recomputation(recomputed: bool) -> None:
+    case: dict[str, Any] = {"name": QWEN, "max_seq_len": 512, "mode": "lora", "gradient_checkpointing": recomputed}
+    for strategy, times in (("fsdp2", 2), ("zero3", 3 if recomputed else 2)):
+        text = message(UserError, "24GB@1Gbit", **case, command_strategy="auto", strategy=strategy, num_nodes=2)
+        assert f"for weights = {times} x 15.2 GB x 1/2" in text
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

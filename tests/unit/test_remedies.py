@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, str, list[str], LaunchRequest]] = {
     "T4": ("run_bnb", "T4", ["TUNING_MODE=lora", "TRAIN_BATCH_SIZE=2"], ONE),
     "accumulation": ("run_bnb", "12GB", ["TRAIN_GRAD_ACCUM=1"], ONE),
     "replicas": ("run_bnb", "8x48GB", ["TUNING_MODE=full", "LAUNCH_STRATEGY=ddp"], AUTO),
+    "only two changes together": ("run_bnb", "4xT4", ["TUNING_MODE=full", "MODEL_MAX_SEQ_LEN=32768"], AUTO),
     "a slow network": ("run_bnb", "2x8GB@1Gbit", ["TUNING_MODE=lora"], AUTO),
 }
 
@@ -86,7 +87,7 @@ def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> 
         return [str(remedy) for remedy in error.value.remedies if "offload" in remedy.variables]
 
     (unknown,) = offloading("24GB")
-    assert re.search(r"[\d.]+ GiB and 1\d\d\.\d GiB of the machine's memory \(", unknown)
+    assert re.search(r"[\d.]+ GiB and 1\d\d\.\d GiB of the machine's memory with recomputation \(", unknown)
     assert offloading(plans.with_ram("24GB", 512)) == [unknown] and offloading(plans.with_ram("24GB", 64)) == []
 
 
@@ -95,3 +96,23 @@ def test_rows_are_shortened_as_far_as_they_must_be() -> None:
         planned("run_bnb", "8GB", ["MODEL_MAX_SEQ_LEN=16384", "TRAIN_BATCH_SIZE=1"], ONE)
     [shorter] = [remedy for remedy in error.value.remedies if remedy.variables.startswith("MODEL_MAX_SEQ_LEN=")]
     assert shorter.fits and shorter.variables < "MODEL_MAX_SEQ_LEN=8192"
+
+
+def test_two_changes_are_offered_as_one_where_no_single_one_fits() -> None:
+    preset, hardware, typed, launch = CASES["only two changes together"]
+    with pytest.raises(DoesNotFitError) as error:
+        planned(preset, hardware, typed, launch)
+    fitting = [remedy for remedy in error.value.remedies if remedy.fits]
+    assert [remedy.variables for remedy in fitting] == ["TRAIN_ACTIVATION_OFFLOAD=on TUNING_MODE=lora"]
+    assert error.value.render().partition("hint: ")[2].startswith(str(fitting[0]))
+
+
+def test_a_remedy_says_that_it_recomputes() -> None:
+    """So that less memory with `lora` than with `qlora`, which fits without, does not surprise."""
+    with pytest.raises(DoesNotFitError) as error:
+        planned("run_bnb", "24GB", ["TUNING_MODE=full"], ONE)
+    shown = {remedy.variables: str(remedy) for remedy in error.value.remedies}
+    for mode, recomputes in (("lora", True), ("qlora", False)):
+        typed = [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=1"]
+        assert planned("run_bnb", "24GB", typed, ONE).gradient_checkpointing is recomputes
+        assert ("with recomputation" in shown[f"TUNING_MODE={mode}"]) is recomputes
