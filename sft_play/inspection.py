@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sft_play.config.call import Call
+from sft_play.config.reader import closest_word
 from sft_play.data import IGNORED, WEIGHTS
 from sft_play.data.rows import Rows
 from sft_play.data.summary import counted_as, left_out_of, rows_cut, summary
@@ -45,7 +46,8 @@ def main(call: Call) -> int:
     config = call.load_config().config
     split = call.options.get("SPLIT", "train")
     if split not in SPLITS:
-        raise UserError(f"`SPLIT` is `{split}`; expected {' or '.join(f'`{name}`' for name in SPLITS)}")
+        hint = f"did you mean `{close}`?" if (close := closest_word(split, SPLITS)) else None
+        raise UserError(f"`SPLIT` is `{split}`; expected {' or '.join(f'`{name}`' for name in SPLITS)}", hint=hint)
     as_page = call.flag("HTML")
     if "OUT" in call.options and not as_page:
         raise UserError("`OUT` is where the page goes, and no page is written", hint="add HTML=1")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shlex
 import sys
 import threading
@@ -46,6 +47,15 @@ def list_some(parts: Sequence[str], most: int) -> str:
 def numbered(noun: str, numbers: Sequence[int], most: int = 16) -> str:
     """Return `rank 1`, `ranks 0, 2`, `rows 0, 1 and 3 more`."""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {list_some(list(map(str, numbers)), most)}"
+
+
+BITS = re.compile(r"(\d+(?:\.\d+)?)\s*([GMgm])(?:[Bb]its?(?:ps)?|bps|b/s|bE)?")
+
+
+def meant_speed(text: str) -> str | None:
+    """Return the hint with the speed that `1Gbps`, `10GbE` or `10G` means; nothing for `1GB`, which counts bytes."""
+    match = BITS.fullmatch(text.strip())
+    return f"write `{match[1]}{match[2].upper()}bit`" if match else None
 
 
 def plural(count: int, noun: str) -> str:

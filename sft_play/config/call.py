@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from sft_play.config import names
 from sft_play.config.keys import find_key, sections, variable_name, variables
 from sft_play.config.layers import Override, config_path, preset_path
 from sft_play.config.load import LoadedConfig, flatten, load_config, modes_with, override_config, read_config
 from sft_play.config.names import OWN_VARIABLES, VARIABLES
+from sft_play.config.reader import Range, meant_number
 from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, mask, raise_all, without_secret
 from sft_play.runs.adapters import settle_parents
@@ -183,7 +184,8 @@ class Call:
         if text is None:
             return None
         if not re.fullmatch(r"[0-9]{1,10}", text.strip()) or int(text) < minimum:
-            raise UserError(f"`{name}` is `{text}`; expected an integer >= {minimum}")
+            hint = meant_number(text, Annotated[int, Range(minimum=minimum)])
+            raise UserError(f"`{name}` is `{text}`; expected an integer >= {minimum}", hint=hint)
         return int(text)
 
 
@@ -255,10 +257,11 @@ STANDS_FOR = {
     "SEED": "train.seed",
     "STRATEGY": "launch.strategy",
     "RANK": "NODE_RANK",
-    "RUN": "RUNS",
-    "RUNS": "RUN",
+    "RUN": "RUNS RUN_NAME",
+    "RUNS": "RUN RUN_NAME",
+    "RUN_NAME": "RUN RUNS",
 }
-"""Variables that only some commands take -> the key or variable that others take instead."""
+"""Variables that only some commands take -> the keys or variables that others take instead, the nearest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,8 +472,8 @@ class _Parser:
     def unknown(self, word: _Word) -> UserError:
         """Return the error for a name that this command does not take."""
         if word.name in self.known:
-            better, text = STANDS_FOR.get(word.name, ""), f"`{self.make}{self.command}` takes no `{word.name}`"
-            if self.takes(better) or (self.row.overrides and find_key(better)):
+            better, text = self.instead(word.name), f"`{self.make}{self.command}` takes no `{word.name}`"
+            if better:
                 return UserError(text, hint=_did_you_mean(better))
             return UserError(text, hint=f"it is for {self.takers(word.name)}")
         if word.make and int(os.environ.get("MAKELEVEL") or 1) > 1:
@@ -488,7 +491,7 @@ class _Parser:
         if names.OF_PROGRAMS.fullmatch(word.name) and word.name.lower() not in names.ALIASES:
             return f"it is read from the environment: `export {word.name}={mask(word.name, word.text)}`"
         better = names.suggest(word.name, options=self.known - ({"RANK"} - self.row.options))  # elsewhere `NODE_RANK`
-        better = STANDS_FOR.get(better, better) if better and not self.takes(better) else better
+        better = self.instead(better) or better if better and not self.takes(better) else better
         if better in self.known and not self.takes(better):
             return f"did you mean `{better}`? It is for {self.takers(better)}"
         if better:
@@ -499,6 +502,11 @@ class _Parser:
         keys = ["`SECTION_KEY` for each key in `docs/configuration.md`"] if self.row.overrides else []
         takes = ", and ".join([*filter(None, [_listed(self.row.options)]), *keys])
         return f"`{self.make}{self.command}` takes {takes or 'no variables'}"
+
+    def instead(self, option: str) -> str | None:
+        """Return the key or variable that this command takes instead of an option of others."""
+        ways = STANDS_FOR.get(option, "").split()
+        return next((way for way in ways if self.takes(way) or (self.row.overrides and find_key(way))), None)
 
     def takers(self, option: str) -> str:
         takers = [f"`{self.make}{name}`" for name, row in self.commands.items() if option in row.options]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.keys import variable_name
-from sft_play.config.reader import Conflict, kind_of, names_of
+from sft_play.config.reader import KINDS, Conflict, kind_of, names_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.errors import DataError, MissingColumn
 
@@ -318,21 +318,14 @@ SYNTAX = (
     'conditions look like `lang == "en" and score >= 3`, `source in ["a", "b"]`, `not blank(text)`, `len(answer) <'
     " 2000`"
 )
+OF_OTHERS = {"=": "==", "===": "==", "<>": "!=", "&&": "and", "||": "or", "!": "not", "“": '"', "”": '"', "„": '"'}
+OF_OTHERS |= {"AND": "and", "OR": "or", "NOT": "not", "IN": "in"}
+OTHER = re.compile(r"===|<>|&&|\|\||[“”„]|\b(?:AND|OR|NOT|IN)\b|(?<![<>=!])=(?!=)|!(?!=)")
+"""Operators and quotes of other languages."""
 PARTS = (
-    ast.Expression,
-    ast.BoolOp,
-    ast.boolop,
-    ast.Not,
-    ast.USub,
-    ast.Compare,
-    ast.cmpop,
-    ast.Constant,
-    ast.expr_context,
-    ast.UnaryOp,
-    ast.List,
-    ast.Tuple,
-    ast.Set,
-)
+    ast.Expression, ast.BoolOp, ast.boolop, ast.Not, ast.USub, ast.Compare, ast.cmpop, ast.Constant, ast.expr_context,
+    ast.UnaryOp, ast.List, ast.Tuple, ast.Set,
+)  # fmt: skip
 FUNCTIONS = ("len", "blank", "number", "has", "column")
 """The last two take a column's name and not its value."""
 MISSING = object()
@@ -388,6 +381,7 @@ class Condition:
         self.expression = expression.strip()
         try:
             columns = _Columns()
+            self._columns = columns.names
             tree = columns.visit(ast.parse(self.expression, mode="eval"))
             self.names = {part for name in columns.names | columns.sought for part in (name, name.partition(".")[0])}
             """Names of columns; of dotted ones also what stands before the dot."""
@@ -398,7 +392,12 @@ class Condition:
             self.near: set[tuple[str, str]] = set()
             """Values of its columns that differ from its texts only by case or blanks, with these."""
             self._code = compile(ast.fix_missing_locations(tree), "filter", "eval")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except SyntaxError as error:
+            rest = (error.text or "")[(error.offset or 1) - 1 :].strip()
+            other = OTHER.search(re.sub(r"\"[^\"]*\"|'[^']*'", "", self.expression))
+            hint = f"write `{OF_OTHERS[other[0]]}` for `{other[0]}`; {SYNTAX}" if other else SYNTAX
+            raise self._error(error.msg + (f" at `{rest[:40]}`" if rest else ""), hint) from None
+        except (ValueError, RecursionError, MemoryError) as error:
             raise self._error(str(error) or "it is nested too deeply") from None
 
     def __call__(self, row: Row, shown: Iterable[str] = ()) -> bool:
@@ -426,7 +425,7 @@ class Condition:
         names = {
             "__builtins__": {},
             "len": len,
-            "blank": lambda value: value is None or not value.strip(),
+            "blank": lambda value: value is None or (isinstance(value, str) and not value.strip()),
             "number": _number,
             "text": _Text,
             "has": lambda name: look_up(row, name) not in (None, MISSING),
@@ -434,15 +433,27 @@ class Condition:
         }
         try:
             verdict = eval(self._code, names)
-        except (TypeError, ValueError, AttributeError) as error:
+        except UnfitError as error:
             raise self._error(str(error)) from None
+        except (TypeError, ValueError, AttributeError):
+            raise self._unfit(row) from None
         if not isinstance(verdict, bool):
             gives = "text" if isinstance(verdict, str) else kind_of(verdict)
             raise self._error(f"it gives {gives}, not true or false")
         return verdict
 
-    def _error(self, problem: str) -> DataError:
-        return DataError(f"`filter` cannot be used: {problem}: `{self.expression[:200]}`", hint=SYNTAX)
+    def _unfit(self, row: Row) -> DataError:
+        """Return the error for values that a function or an order does not take."""
+        cells = {name: look_up(row, name) for name in sorted(self._columns)}
+        kinds = {name: kind_of(cell) for name, cell in cells.items() if cell is not MISSING}
+        empty = [name for name, kind in kinds.items() if kind == KINDS["NoneType"]]
+        text = ", ".join(f"`{name}` is {kinds[name]}" for name in empty or kinds)
+        has = " and ".join(f"has({in_filter(name)})" for name in empty)
+        hint = f"`{has} and ...` leaves out such rows" if empty else SYNTAX
+        return self._error(f"it does not fit the row, where {text}", hint)
+
+    def _error(self, problem: str, hint: str = SYNTAX) -> DataError:
+        return DataError(f"`filter` cannot be used: {problem}: `{self.expression[:200]}`", hint=hint)
 
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?|true|false", re.IGNORECASE)
@@ -463,8 +474,12 @@ TRUTHS = (
 """What tables write for true and false."""
 
 
+class UnfitError(Exception):
+    """A condition does not fit a row; the message says so in a user's words."""
+
+
 class _Text(str):
-    """A text, of a column or in quotes. What would keep wrong rows raises `TypeError`: comparing it with a number that
+    """A text, of a column or in quotes. What would keep wrong rows raises `UnfitError`: comparing it with a number that
     it writes or with no text at all, ordering numbers and dates by their letters, and taking `no` for true.
     """
 
@@ -474,10 +489,10 @@ class _Text(str):
         if isinstance(other, str):
             return str.__eq__(self, other)
         if other is None and not self.strip():
-            raise TypeError("an empty text is compared with null: write `blank(...)`, which is true of both")
+            raise UnfitError("an empty text is compared with null: write `blank(...)`, which is true of both")
         if other is None or (isinstance(other, (bool, int, float)) and not NUMBER.fullmatch(self)):
             return False
-        raise TypeError(
+        raise UnfitError(
             f'`"{self}"` is text and is compared with {kind_of(other)}: quotes mean text, and `number(...)` reads the'
             " number in a column's text"
         )
@@ -487,20 +502,20 @@ class _Text(str):
 
     def __bool__(self) -> bool:
         if any(self.lower() in pair for pair in TRUTHS):
-            raise TypeError(f'`"{self}"` is text, and neither true nor false: compare it, `NAME == "{self}"`')
+            raise UnfitError(f'`"{self}"` is text, and neither true nor false: compare it, `NAME == "{self}"`')
         return len(self) > 0
 
     def _ordered(self, other: object, order: Callable[[Any, Any], bool]) -> bool:
         if not isinstance(other, str):
-            raise TypeError(f'`"{self}"` is text and is compared with {kind_of(other)}: write `number(...)`')
+            raise UnfitError(f'`"{self}"` is text and is compared with {kind_of(other)}: write `number(...)`')
         if DATE.fullmatch(self) or DATE.fullmatch(other):
-            raise TypeError(f'dates are ordered by their letters, which only `"2024-12-31"` allows, not `"{self}"`')
+            raise UnfitError(f'dates are ordered by their letters, which only `"2024-12-31"` allows, not `"{self}"`')
         try:
             numbers = order(float(self), float(other))
         except ValueError:
             numbers = order(str(self), str(other))
         if numbers != order(str(self), str(other)):
-            raise TypeError(f'`"{self}"` and `"{other}"` are ordered by their letters: write `number(...)`, no quotes')
+            raise UnfitError(f'`"{self}"` and `"{other}"` are ordered by their letters: write `number(...)`, no quotes')
         return numbers
 
     def __lt__(self, other: object) -> bool:
@@ -577,4 +592,7 @@ def _quoted(node: ast.AST) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None or value == "" else float(value)
+    try:
+        return None if value is None or value == "" else float(value)
+    except ValueError:
+        raise UnfitError(f"`number(...)` reads numbers, and not `{str(value)[:40]}`") from None

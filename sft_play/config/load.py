@@ -8,10 +8,11 @@ together, each with its place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from json import JSONDecodeError
 from pathlib import Path
@@ -228,6 +229,7 @@ def _finish(
         for key in NO_EFFECT
         if key in values and converted[key] != schema_keys()[key].default
     ]
+    notices += _beside_file(config, values)
     of_run = frozenset(key for key, value in values.items() if value.of_run)
     return LoadedConfig(
         config=config,
@@ -236,6 +238,23 @@ def _finish(
         notices=tuple(dict.fromkeys(notices)),
         of_run=of_run,
     )
+
+
+def _beside_file(config: Config, values: Mapping[str, Value]) -> Iterator[str]:
+    """Yield a notice for each path in a file that leads somewhere from the file's folder only, and not from here."""
+    data, held_out = config.data, config.data.validation
+    paths = {
+        **{key: [source.path for source in data.sources] for key in TRAINING},
+        **{key: [source.path for source in held_out] for key in VALIDATION if isinstance(held_out, list)},
+        "model.name": [config.model.name],
+        "data.chat_template": [data.chat_template or ""],
+    }
+    for key in (key for key in paths if key in values and not values[key].of_run):
+        file = Path(values[key].origin.rpartition(":")[0])
+        for path in paths[key] if file.is_file() else ():
+            with contextlib.suppress(OSError):  # of a name that no disk takes
+                if path and not Path(path).exists() and (there := file.parent / path).exists():
+                    yield f"`{path}` counts from the folder in which you typed the command; `{there}` exists"
 
 
 def _convert(values: Mapping[str, Value], path: Path | None, problems: list[UserError]) -> dict[str, Any]:

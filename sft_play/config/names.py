@@ -170,13 +170,26 @@ INSTEAD: dict[str, str] = REMOVED | {
     "dataset": "`data.train_path` takes a file, a folder or a hub dataset, and `data.sources` several",
     **dict.fromkeys(("model_type", "tokenizer_type"), "omit it: the files of the model say it"),
     "pad_to_sequence_len": "omit it: the plan chooses between padded, flattened and packed rows (`train.packing`)",
+    **dict.fromkeys(
+        ("overwrite_output_dir", "overwrite_cache"),
+        "omit it: each run has a new folder, and data are prepared again when they or their settings change",
+    ),
+    "plot_loss": "omit it: `report.html` of each run plots its losses",
+    "dataset_dir": "paths of `data.sources` count from the folder in which you type the command",
     "special_tokens": "omit it: a tokenizer brings its own, and `data.new_tokens` adds others",
     "dataset_text_field": "`columns: {text: NAME}` of an entry of `data.sources` names the column",
     **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name"), TRACKERS),
     "sft_play_cache": "`export SFT_PLAY_CACHE=folder` moves all caches",
 }
 """Names and values that are neither key nor variable here -> what to use instead."""
-VALUES: Mapping[str, str] = INSTEAD | {"deepspeed": OF_ZERO}
+VALUES: Mapping[str, str] = INSTEAD | {
+    "deepspeed": OF_ZERO,
+    "alpaca": "`format: instruction` is that, and `auto` finds it by the columns",
+    **dict.fromkeys(
+        ("chat_template", "chatml", "openai"), "`format: messages` is that, and `auto` finds it by the columns"
+    ),
+    "completion": "`format: text` is learnt completely (`tuning.task: cpt`), `prompt_completion` has answers",
+}
 OF_PROGRAMS = re.compile(r"(CUDA|NCCL|GLOO|OMP|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|WANDB|MLFLOW|COMET|AIM)_\w+")
 """Variables that other programs read from the environment."""
 OWN_VARIABLES = frozenset({

@@ -13,6 +13,7 @@ import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from difflib import get_close_matches
 from functools import cache
 from typing import (
@@ -232,7 +233,9 @@ def convert(node: YamlNode, annotation: Any, key: str, problems: list[Mismatch])
     if str in parts and value is not None and text is not None:
         return text
     quote = f"`{shown(node)}`" if shown(node) else "empty"
-    problems.append(Mismatch(key, node, f"is {quote}; expected {describe(annotation)}", _value_hint(node, annotation)))
+    problems.append(
+        Mismatch(key, node, f"is {quote}; expected {describe(annotation)}", _value_hint(node, annotation, key))
+    )
     return INVALID
 
 
@@ -331,14 +334,36 @@ def _finite(node: YamlNode, key: str, problems: list[Mismatch]) -> Any:
         return INVALID
 
 
-def _value_hint(node: YamlNode, annotation: Any) -> str | None:
+NUMBER = re.compile(
+    r"([-+]?(?:\d{1,3}(?:[,_]\d{3})+|\d{1,15})(?:\.\d{1,15})?(?:e\d{1,2})?)\s*([a-z]*|%)", re.IGNORECASE
+)
+UNITS = {"": Decimal(1), "%": Decimal("0.01"), "k": Decimal(1000), "m": Decimal(10**6)}
+SECONDS = {"s": Decimal(1), "min": Decimal(60), "m": Decimal(60), "h": Decimal(3600), "d": Decimal(86400)}
+"""Units of keys that end in `_seconds`."""
+
+
+def meant_number(text: str, annotation: Any, key: str = "") -> str | None:
+    """Return the hint with the number that `10%`, `2k`, `1,000`, `2e3` or `30min` means, if `annotation` takes it."""
+    match, parts = NUMBER.fullmatch(text.strip()), options(annotation)
+    unit = match[2].lower() if match else None
+    factor = (UNITS | SECONDS if key.endswith("_seconds") else UNITS).get(unit or "")
+    if not match or factor is None or (unit == "%" and float not in parts):
+        return None
+    number = Decimal(re.sub("[,_]", "", match[1])) * factor
+    value = _number(int(number) if number == int(number) else float(number), annotation)
+    return f"write {scalar_text(int(value) if value == int(value) else value)}" if value is not INVALID else None
+
+
+def _value_hint(node: YamlNode, annotation: Any, key: str) -> str | None:
     value, parts = node.value, options(annotation)
+    if isinstance(value, float):
+        return meant_number(node.text or "", annotation)
     if not isinstance(value, str):
         return None
     if node.text is None and (int in parts or float in parts) and FLOAT.fullmatch(value.strip()):
         return "write the number without quotes"
     word = closest_word(value, [str(word) for word in literals(annotation)])
-    return f"did you mean `{word}`?" if word else None
+    return f"did you mean `{word}`?" if word else meant_number(value, annotation, key)
 
 
 def closest_word(value: str, words: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ from sft_play.config.reader import Conflict, quoted
 from sft_play.config.schema import Config, ProfileSettings
 from sft_play.errors import HUB_LOGIN, TOKEN, UserError, mask, without_tokens
 from sft_play.files import is_file_name, typed_path
-from sft_play.text import plural
+from sft_play.text import meant_speed, plural
 
 Origins = Mapping[str, str]
 """Dotted key -> where its value was written, or `default`."""
@@ -241,7 +241,8 @@ def launch(config: Config) -> Iterator[Conflict]:
     text = config.launch.network
     match = SPEED.fullmatch(text.strip()) if text is not None else None
     if text is not None and not (match and float(match[1]) > 0):
-        yield Conflict("launch.network", "; expected a speed such as `1Gbit`", "LAUNCH_NETWORK=1Gbit, or 250Mbit")
+        hint = meant_speed(text) or "LAUNCH_NETWORK=1Gbit, or 250Mbit"
+        yield Conflict("launch.network", "; expected a speed such as `1Gbit`", hint)
 
 
 def network_keys(config: Config) -> list[tuple[str, str]]:

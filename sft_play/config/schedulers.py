@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -175,6 +175,17 @@ def seconds_of(time: str) -> int | None:
     return first * 60 + second
 
 
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b?", re.IGNORECASE)
+"""A number of bytes as people write it."""
+
+
+def _meant_amount(text: str, fits: Callable[[str], object]) -> str | None:
+    """Return the hint with what `64GB` or `200 GiB` means in the way of a scheduler."""
+    match = AMOUNT.fullmatch(text)
+    ways = [match[1] + match[2].upper() + end for end in (match[3].lower(), "")] if match else []
+    return next((f"write `{way}`" for way in ways if fits(way)), None)
+
+
 def texts(section: SlurmConfig | KubernetesConfig) -> Iterator[Conflict]:
     """Check names, amounts and indices against the scheduler's patterns."""
     record: Any = type(section)
@@ -182,7 +193,7 @@ def texts(section: SlurmConfig | KubernetesConfig) -> Iterator[Conflict]:
     for key, annotation in fields_of(record).items():
         text, pattern = getattr(section, key), pattern_of(annotation)
         if pattern and text is not None and not pattern.regex.fullmatch(text):
-            yield Conflict(f"{name}.{key}", f"; expected {pattern.words}")
+            yield Conflict(f"{name}.{key}", f"; expected {pattern.words}", _meant_amount(text, pattern.regex.fullmatch))
 
 
 def times(slurm: SlurmConfig) -> Iterator[Conflict]:
@@ -297,7 +308,11 @@ def sizes(kubernetes: KubernetesConfig) -> Iterator[Conflict]:
     for key in ("memory", "shm", "storage_size"):
         text = getattr(kubernetes, key)
         if text != "auto" and (quantity(text) or 0) < LEAST_BYTES:
-            yield Conflict(f"kubernetes.{key}", "; expected a quantity such as `64Gi`; a number alone is in bytes")
+            yield Conflict(
+                f"kubernetes.{key}",
+                "; expected a quantity such as `64Gi`; a number alone is in bytes",
+                _meant_amount(text, quantity),
+            )
 
 
 def together(kubernetes: KubernetesConfig) -> Iterator[Conflict]:

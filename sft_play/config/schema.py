@@ -140,6 +140,7 @@ class DataSource:
             **dict.fromkeys(("type", "formatting"), "format"),
             **dict.fromkeys(("field_messages", "message_property_mappings", "message_field_role", "tags"), "columns"),
             "subset": "config",
+            **dict.fromkeys(("share", "ratio", "proportion"), "weight"),
             "num_samples": "rows",
         }
     )

@@ -91,6 +91,7 @@ def compare(sides: Sequence[Side], metric_name: str | None, count: int) -> dict[
         "scores": {name: [side.metrics.get(name) for side in sides] for name in metrics},
         "labels": _labels(sides),
         "differences": {name: _differences(sides, rows, name) for name in metrics} if rows else {},
+        "against": answered[0].name if answered else None,
         "metric": metric,
         "rows": _rows_apart(answered, rows, metric, count) if metric else [],
         "notes": notes,
@@ -185,10 +186,12 @@ def show(result: Mapping[str, Any]) -> None:
     console = Console(
         width=None if sys.stdout.isatty() else max(LEAST_WIDTH, 34 + 48 * len(result["runs"])), highlight=False
     )
+    paired = any(any(differences) for differences in result["differences"].values())
+    differ = f"; paired differences are from {result['against']}" if paired else ""
     tables = {
         "Configuration: keys that differ": result["settings"],
         "Training": result["facts"],
-        "Scores (95 % intervals)": _score_lines(result),
+        f"Scores (95 % intervals{differ})": _score_lines(result),
     }
     for title, lines in tables.items():
         if not lines:

@@ -82,7 +82,8 @@ def start_run(
             return existing, _resume(again, existing, loaded)
     job = job_of(call, loaded, options)
     refuse_early(job)
-    name, rank, again_too = choose_name(options.run_name, loaded.path), job.node.rank, loaded.config.launch.auto_resume
+    name, rank = choose_name(options.run_name, loaded.path, call.command), job.node.rank
+    again_too = loaded.config.launch.auto_resume
     with end_by_signals(), contextlib.ExitStack() as stack:
         if rank > 0:  # on a shared disk node 0 makes the folder
             job = stack.enter_context(join_machines(job, RunFolder(runs_folder() / name)))

@@ -64,14 +64,18 @@ LAUNCH: Mapping[str, Any] = {
 """Types of the fields of an event, and of a launch in it."""
 
 
-def choose_name(run_name: str | None, config_path: Path | None) -> str:
-    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`).
+MEASURING = ("bench", "profile")
+"""Commands whose runs are made for their measurements, and named so."""
+
+
+def choose_name(run_name: str | None, config_path: Path | None, command: str = "") -> str:
+    """Return `RUN_NAME`, or the config's name and the time (`quickstart-20261121-051500`, `quickstart-bench-...`).
 
     Raise `UserError` for a name that is not valid.
     """
     if run_name is None:
         stem = re.sub(r"[^\w.+=-]", "-", config_path.stem if config_path else "run").lstrip("._-+=") or "run"
-        return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return "-".join([stem, *(word for word in MEASURING if word == command), time.strftime("%Y%m%d-%H%M%S")])
     if not NAME_PATTERN.fullmatch(run_name):
         raise UserError(
             f"`RUN_NAME` is `{run_name}`; expected up to 120 letters, digits and `_ . + = -`, the first a letter or"

@@ -24,7 +24,7 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import DataError, UserError, first_line
 from sft_play.files import read_json, text_sha256, write_json
 from sft_play.plan.shape import DEFAULT_ATTENTION, FORMULA_MODEL_TYPES, TIED_BY_DEFAULT, ModelShape
-from sft_play.runs.folder import OFFLINE, cache_folder, hint_gone, hub_cache, is_offline, meant_run, model_folder
+from sft_play.runs.folder import OFFLINE, cache_folder, hint_gone, hub_cache, is_offline, meant_model, model_folder
 from sft_play.runs.prepared import Prepared
 
 LONG_POSITIONS = 4096
@@ -322,7 +322,7 @@ def hub_refusal(model: ModelConfig, error: Exception | None = None) -> DataError
         hint = f"accept its licence at {page}, then set HF_TOKEN to a token from https://huggingface.co/settings/tokens"
         return DataError(f"the model is gated, and {token}", place=model.name, hint=hint)
     if unknown:
-        hint = f"{meant_run(model.name)}check the name at {page}; for a private or gated model set HF_TOKEN"
+        hint = f"{meant_model(model.name)}check the name at {page}; for a private or gated model set HF_TOKEN"
         return DataError("the hub has no such model, or it is private", place=model.name, hint=hint)
     if isinstance(error, errors.RevisionNotFoundError):
         return DataError(f"the model has no revision `{model.revision}`", place=model.name)
@@ -333,7 +333,7 @@ def hub_refusal(model: ModelConfig, error: Exception | None = None) -> DataError
         f" needs no more than a folder with its `config.json`, or for these nothing: {', '.join(known_models())}"
     )
     return DataError(
-        "no such folder, and the hub cannot be reached", place=model.name, hint=meant_run(model.name) + hint
+        "no such folder, and the hub cannot be reached", place=model.name, hint=meant_model(model.name) + hint
     )
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from sft_play.errors import HardwareError
 from sft_play.files import read_json
 from sft_play.runs.origin import processor
-from sft_play.text import figure
+from sft_play.text import figure, meant_speed
 
 GIB = 2**30
 USABLE = 0.98
@@ -139,7 +139,7 @@ def network_speed(text: str, place: str, named: str = "`HARDWARE` names the netw
     """Return the bytes per second that a network such as `1Gbit` carries. Raise `HardwareError`."""
     match = NETWORK.fullmatch(text.strip())
     if not match or float(match.group(1)) <= 0:
-        raise HardwareError(f"{named} `{text}`; expected a speed such as `1Gbit`", place=place)
+        raise HardwareError(f"{named} `{text}`; expected a speed such as `1Gbit`", place=place, hint=meant_speed(text))
     # Ethernet and TCP headers leave 94 % of the line rate.
     return float(match.group(1)) * (1e9 if match.group(2).upper() == "G" else 1e6) / 8 * 0.94
 
@@ -210,7 +210,7 @@ CATALOGUE: Mapping[str, Device] = {
     for name, figures in source.items()
 }
 """Nominal figures for a forecast before anything is measured, by their sources; laptop parts are separate."""
-OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gb)")
+OTHER_MODEL = re.compile(r"ti|super|\d(?!\d*gi?b)")
 """Suffixes that make a longer name another card: L40 is not an L4, but `H100 80GB` is an H100."""
 
 

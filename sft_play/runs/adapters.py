@@ -16,7 +16,7 @@ from sft_play.config.schema import Config, LoraSettings
 from sft_play.errors import CheckpointError, UserError, first_line
 from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.runs.checkpoints import kind_of, weights_folder
-from sft_play.runs.folder import RunFolder, cache_folder, meant_run, model_folder, run_path
+from sft_play.runs.folder import RunFolder, cache_folder, meant_model, model_folder, run_path
 from sft_play.runs.prepared import ParentAdapter
 from sft_play.runs.stamp import MADE, Stamp, own_stamp
 from sft_play.text import as_typed
@@ -230,7 +230,7 @@ def _from_hub(name: str, place: str | None) -> Path:
     hint = "a run's name, a folder, or the hub id of an adapter; paths count from where you typed the command"
     if name.count("/") != 1 or name[0] in "./~":
         text = f"the adapter `{name}` is neither a run nor a folder (any more)"
-        raise UserError(text, place=place, hint=meant_run(name) + hint)
+        raise UserError(text, place=place, hint=meant_model(name) + hint)
     for offline in (True, False):
         try:
             return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], local_files_only=offline))

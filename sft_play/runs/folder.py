@@ -65,6 +65,12 @@ def meant_run(name: str) -> str:
     return f"did you mean the run `{close[0]}`? " if (close := get_close_matches(name, runs, n=1, cutoff=0.75)) else ""
 
 
+def meant_model(name: str) -> str:
+    """Return the same for a model, with the folder that `RUN/merged` leads to if it is in `RUNS_DIR`."""
+    folder = runs_folder() / name
+    return f"did you mean `{folder}`? " if "/" in name and folder.is_dir() else meant_run(name)
+
+
 def is_offline() -> bool:
     """Return whether `HF_HUB_OFFLINE` restricts the hub's libraries to files on this machine."""
     return os.environ.get(OFFLINE[0], "").lower() in ("1", "true", "yes", "on")

@@ -197,6 +197,11 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[StampDifference]:
                 {key: _fixed_extra(part) if key == EXTRA else part for key, part in settings.items()}
                 for settings in (before, after)
             )
+        if name == "machine":  # the number of its devices is `world_size`
+            before, after = (
+                facts and {**facts, "devices": [str(device).partition(" x ")[2] for device in facts.get("devices", ())]}
+                for facts in (before, after)
+            )
         if name == "base_model":  # one that was made may be in another cache
             before, after = (Path(base).name if f"/{MADE}-" in base else base for base in (before, after))
         verdict: Verdict = getattr(rule, purpose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_bench_shows_its_steps_next_to_the_plan_and_corrects_it(
     assert before["speed_basis"].startswith("a guess: ") and "a guess: " in call("plan").out
     report = call("bench", "JSON=1", "TRAIN_MAX_STEPS=6").json
     measured, run = report["measured"], Path(report["run"])
+    assert re.fullmatch(r"tiny-bench-\d{8}-\d{6}", run.name), "`make runs` shows what it is"
     assert all(value > 0 for value in measured.values()) and len(measured) == 4
     assert report["plan"]["basis"].startswith("a guess: ") and report["plan"]["peak_memory_bytes"] > 0
     assert (tmp_path / run / "training_metrics.json").is_file() and not (tmp_path / run / "checkpoints").exists()

@@ -119,6 +119,23 @@ CASES = {
     ),
     "another tool's checkpoint": (GOOD + "resume_from_checkpoint: x\n", [], "`model.adapter: RUN` starts another"),
     "another tool's adapter": (GOOD + "train:\n  adapter: x\n", [], "`MODEL_ADAPTER=RUN` trains on from"),
+    "a number in thousands": (GOOD, ["TRAIN_MAX_STEPS=2k"], "-1 or an integer >= 1\n\nhint: write 2000"),
+    "a number with separators": (GOOD + "train: {max_steps: 1_500}\n", [], "hint: write 1500"),
+    "an integer with an exponent": (GOOD, ["TRAIN_SAVE_STEPS=2e3"], "hint: write 2000"),
+    "a share in percent": (GOOD + "train: {warmup_ratio: 15%}\n", [], ">= 0 and <= 1\n\nhint: write 0.15"),
+    "a percentage of rows": (GOOD, ["DATA_VALIDATION=10%"], "hint: write 0.1"),
+    "a time in minutes": (GOOD, ["LAUNCH_TIMEOUT_SECONDS=30min"], "hint: write 1800"),
+    "bytes in gigabytes": (GOOD, ["SLURM_MEMORY=200GiB"], "such as `200G`\n\nhint: write `200G`"),
+    "bytes of a pod": (GOOD, ["KUBERNETES_MEMORY=64GiB"], "hint: write `64Gi`"),
+    "a speed of others": (GOOD, ["LAUNCH_NETWORK=10Gbps"], "expected a speed such as `1Gbit`\n\nhint: write `10Gbit`"),
+    "another tool's plots": (GOOD + "plot_loss: true\n", [], "omit it: `report.html` of each run"),
+    "another tool's overwriting": (GOOD + "train: {overwrite_output_dir: true}\n", [], "omit it: each run has a new"),
+    "another tool's folder of data": (GOOD + "dataset_dir: data\n", [], "paths of `data.sources` count from"),
+    "another tool's name of a format": (TWO + "format: alpaca}]\n", [], "`format: instruction` is that, and `auto`"),
+    "another tool's share": (TWO + "share: 1}]\n", [], "did you mean `weight`?"),
+    "another language's filter": (
+        TWO + "filter: 'lang = \"en\"'}]\n", [], '`= "en"`: `lang = "en"`\n\nhint: write `==` for `=`; conditions'
+    ),
     "another tool's DFT": (GOOD + "train:\n  use_dft: true\n", [], "did you mean `train.loss`?"),
     "another tool's limit of rows": (GOOD + "max_samples: 9\n", [], "`rows` of an entry of `data.sources` limits"),
     "a tracker's project": (GOOD + "train: {project: x}\n", [], "such as `export WANDB_PROJECT=...`"),
@@ -135,7 +152,7 @@ CASES = {
     "another tool's datasets": (GOOD + "dataset: one,two\n", [], "and `data.sources` several"),
     "another tool's format": (
         GOOD, ["DATA_SOURCES=[{path: a, type: chat_template}]"],
-        "`data.sources[0].type` is not a known key\n\nhint: did you mean `format`?"
+        "`data.sources[0].type` is not a known key\n\nhint: `format: messages` is that, and `auto` finds it"
     ),
     "another tool's columns": (
         GOOD, ["DATA_SOURCES=[{path: a, field_messages: m}]"], "did you mean `columns`?"

@@ -159,6 +159,7 @@ def test_bins_of_a_histogram_hold_every_row(values: list[int]) -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
+        ("SPLIT=val", "expected `train` or `validation`\n\nhint: did you mean `validation`?"),
         ("SPLIT=test", "`SPLIT` is `test`; expected `train` or `validation`"),
         ("HTML=maybe", "`HTML` is `maybe`"),
         ("OUT=x.html", "no page is written"),

@@ -68,6 +68,11 @@ def test_a_plan_without_network_needs_a_known_name_or_a_config_json(
     refused = in_process(*words, "MODEL_NAME=nobody/nothing", env=env)
     refused.refused(4, "nobody/nothing: no such folder, and the hub cannot be reached", hint)
     assert "Qwen/Qwen2.5-7B-Instruct" in refused.err.partition(hint)[2]
+    merged = tmp_path / "runs" / "mine" / "merged"
+    merged.mkdir(parents=True)
+    in_process(*words, "MODEL_NAME=mine/merged", env=env).refused(
+        4, f"hint: did you mean `{merged}`? check the network"
+    )
     (tmp_path / "bare").mkdir()
     shutil.copy(tiny / "config.json", tmp_path / "bare")
     done = in_process(*words, f"MODEL_NAME={tmp_path / 'bare'}", env=env)

@@ -177,7 +177,10 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     )
     assert three["scores"]["chrf"] == [None, *pair["scores"]["chrf"]]
     assert three["differences"]["chrf"] == [None, *pair["differences"]["chrf"]] and three["rows"] == pair["rows"] != []
-    assert re.search(r"paired difference +[+-]\d", place.call("compare", "RUNS=unscored one@base one").out)
+    assert three["against"] == pair["against"] == "one@base"
+    listed = place.call("compare", "RUNS=unscored one@base one").out
+    assert re.search(r"paired difference +[+-]\d", listed)
+    assert "Scores (95 % intervals; paired differences are from one@base)\n" in listed
     printed = place.call("compare", "RUNS=one unscored")
     assert re.search(r"chrF .*n = 7 +- *\n", printed.out), printed.out
     assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored\n" in printed.err

@@ -210,6 +210,23 @@ def test_spellings_of_other_tools_are_accepted(write: Write) -> None:
     assert load(path, "TUNING_LORA_TARGET_MODULES=q_proj").config.tuning.lora.target_modules == ["q_proj"]
 
 
+def test_a_path_that_leads_somewhere_from_the_file_only_is_noted(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "there.jsonl").touch()
+    notices = [
+        load(write(text), *words).notices
+        for text, *words in (
+            ("data: {train_path: data/there.jsonl}\n",),
+            ("data: {sources: [{path: data/absent.jsonl}], validation: [{path: data/there.jsonl}]}\n",),
+            ("data: {train_path: data/absent.jsonl}\n", "DATA_TRAIN_PATH=data/there.jsonl"),
+            (f"data: {{train_path: {tmp_path}/data/there.jsonl}}\n",),
+        )
+    ]
+    there = tmp_path / "data" / "there.jsonl"
+    note = f"`data/there.jsonl` counts from the folder in which you typed the command; `{there}` exists"
+    assert notices == [(note,), (note,), (), ()]
+
+
 def test_settings_that_keep_logits_in_evaluation_are_reported_as_without_effect(write: Write) -> None:
     typed = "train: {eval_accumulation_steps: 4, eval_do_concat_batches: true}\n"
     loaded = override_config(load(write(typed)), [])

@@ -68,6 +68,10 @@ def test_no_two_keys_share_a_variable() -> None:
         (["CONFIG=x"], "expected a command, not `CONFIG=x`"),
         (["compare", "RUN=a"], "`RUNS=...`"),
         (["eval", "RUNS=a"], "`RUN=...`"),
+        (["eval", "RUN_NAME=a"], "`RUN=...`"),
+        (["compare", "RUN_NAME=a"], "`RUNS=...`"),
+        (["train", "RUN=a"], "`RUN_NAME=...`"),
+        (["eval", "job_name=a"], "`RUN=...`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -35,7 +35,7 @@ ROW = {
         ('"long" in text', True),
         ("none is None and score is not None", True),
         ("len(text) == 11 and len(tags) == 2", True),
-        ("blank(none) and not blank(text)", True),
+        ("blank(none) and not blank(text) and not blank(score)", True),
         ('has(lang) and not has(none) and not has(elsewhere) and not has("my name x")', True),
         ("number(n) > 12", True),
         ("meta.by.age == 3 and has(meta.by) and not has(meta.x) and not has(meta.y) and not has(lang.x)", True),
@@ -90,12 +90,39 @@ def test_a_misspelt_column_is_answered_with_the_one_that_is_there() -> None:
 
 
 @pytest.mark.parametrize(
+    ("expression", "hint"),
+    [
+        ('lang === "en"', "write `==` for `===`;"),
+        ('lang <> "a = b"', "write `!=` for `<>`;"),
+        ('lang == "en" && score > 2', "write `and` for `&&`;"),
+        ('lang == "en" OR score > 2', "write `or` for `OR`;"),
+        ("!blank(lang)", "write `not` for `!`;"),
+        ("lang == “en”", 'write `"` for `“`;'),
+        ('lang != "a = b" "', "conditions look like"),
+    ],
+)
+def test_an_operator_of_another_language_is_answered_with_ours(expression: str, hint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Condition(expression)
+    assert caught.value.hint and caught.value.hint.startswith(hint)
+    assert "<unknown>" not in caught.value.message
+
+
+def test_a_condition_on_an_empty_cell_is_answered_with_how_to_leave_it_out() -> None:
+    with pytest.raises(DataError) as caught:
+        Condition("none > 3 and score > 1")(ROW)
+    assert caught.value.hint == "`has(none) and ...` leaves out such rows"
+    assert Condition("has(none) and none > 3")(ROW) is False
+
+
+@pytest.mark.parametrize(
     ("expression", "message"),
     [
         ("missing == 1", "the column `missing`, which is missing; the columns are `lang`, `score`"),
-        ("none > 3", "not supported between"),
+        ("none > 3", "it does not fit the row, where `none` is empty"),
+        ("len(score) > 3", "it does not fit the row, where `score` is a number"),
         ("score", "it gives a number, not true or false"),
-        ("number(lang) > 1", "could not convert"),
+        ("number(lang) > 1", "`number(...)` reads numbers, and not `en`"),
         ("n != 12.5", '`"12.5"` is text and is compared with a number: quotes mean text, and `number(...)`'),
         ("n not in [0, 1]", "is text and is compared with a number"),
         ("n > 3", "is text and is compared with a number"),

@@ -47,6 +47,19 @@ def test_a_size_beside_a_named_card_says_whether_it_is_memory_or_a_gpu() -> None
     assert len(parse_hardware("RTX4090+1x64GB").devices) == 2
 
 
+def test_a_speed_as_others_write_it_is_answered_with_ours() -> None:
+    for text, hint in {
+        "1Gbps": "write `1Gbit`",
+        "10 GbE": "write `10Gbit`",
+        "100Mb/s": "write `100Mbit`",
+        "1GB/s": None,
+    }.items():
+        with pytest.raises(HardwareError) as error:
+            parse_hardware(f"2x24GB@{text}")
+        assert error.value.hint == hint
+    assert parse_hardware("H100 96GiB").devices == parse_hardware("H100 96GB").devices
+
+
 def test_every_row_of_the_catalogue_is_found_by_its_own_name() -> None:
     for name, card in CATALOGUE.items():
         assert parse_hardware(name).devices[0].name == name

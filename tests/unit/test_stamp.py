@@ -45,6 +45,16 @@ def test_a_stamp_holds_what_a_reproduction_needs() -> None:
     assert written.code is not None and re.fullmatch("[0-9a-f]{64}", written.code)
 
 
+def test_another_number_of_the_same_devices_is_another_world_size_and_no_other_machine() -> None:
+    alone, pair, unlike = (
+        stamp(ranks=tuple(rank_plan(rank, device_name=name) for rank, name in enumerate(names)), world_size=len(names))
+        for names in (("a card",), ("a card", "a card"), ("a card", "another"))
+    )
+    assert [difference.field for difference in compare(alone, pair, "resume")] == ["world_size"]
+    assert [difference.field for difference in compare(pair, unlike, "resume")] == ["machine"]
+    assert not compare(pair, replace(pair, machine={}), "resume")
+
+
 def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:
     old = replace(stamp(), data_files={"train:nobody/small": "hub:" + "1" * 40, "train:x.jsonl": "c" * 64})
     new = replace(old, train_data="f" * 64, data_files={**old.data_files, "train:nobody/small": "hub:" + "2" * 40})
