@@ -165,7 +165,8 @@ JUDGED: Mapping[str, Keep] = {
     "label": _label,
     (
         r"(?:\w+_)?(?:status|state|verdict|decision|preference|feedback|quality|csat|satisfaction|outcome|result"
-        r"|resolution|visibility)(?:_code)?|(?:message_|part_|comment_)(?:sub_?)?type|sub_?type|(?:re)?action|thumbs|vote"
+        r"|resolution|visibility)(?:_code)?|(?:message_|part_|comment_)(?:sub_?)?type|sub_?type|(?:re)?action|thumbs"
+        r"|vote"
     ): _verdict,
     "(?:finish|stop)_?reason": _ended_early,
 }
