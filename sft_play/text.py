@@ -55,7 +55,7 @@ BITS = re.compile(r"(\d+(?:\.\d+)?)\s*([GMgm])(?:[Bb]its?(?:ps)?|bps|b/s|bE)?")
 def meant_speed(text: str) -> str | None:
     """Return the hint with the speed that `1Gbps`, `10GbE` or `10G` means; nothing for `1GB`, which counts bytes."""
     match = BITS.fullmatch(text.strip())
-    return f"write `{match[1]}{match[2].upper()}bit`" if match else None
+    return f"write `{match[1]}{match[2].upper()}bit`" if match and float(match[1]) else None
 
 
 def plural(count: int, noun: str) -> str:
