@@ -34,13 +34,17 @@ class AnswerParts(NamedTuple):
     text: str
     thought: str = ""
     calls: tuple[str, ...] = ()
-    """Each call as JSON of its `name` and `arguments`, the same for the same call; as written where it cannot be read.
-    """
+    """Each call as JSON of its `name` and `arguments`, in the model's order; as written where it cannot be read."""
 
     @property
     def shown(self) -> str:
         """Text, and a line for each call."""
         return "\n".join(part for part in (self.text, *self.calls) if part)
+
+    @property
+    def compared(self) -> AnswerParts:
+        """The same for the same answer: arguments in alphabetical order, whole numbers as 2 and not 2.0."""
+        return self._replace(calls=tuple(map(_settled, self.calls)))
 
 
 Read = Callable[[str], "list[tuple[str, Any]] | None"]
@@ -140,8 +144,11 @@ def _read(form: CallForm, text: str) -> tuple[str, ...]:
 
 
 def call_text(name: str, arguments: Any) -> str:
-    """Return a call as text: the same for arguments in another order, and for whole numbers written as 2 or 2.0."""
+    """Return a call as text."""
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
+
+def _settled(call: str) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: plain(inner) for key, inner in sorted(value.items())}
@@ -149,7 +156,7 @@ def call_text(name: str, arguments: Any) -> str:
             return [plain(inner) for inner in value]
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    return json.dumps({"name": name, "arguments": plain(arguments)}, ensure_ascii=False)
+    return json.dumps(plain(value), ensure_ascii=False) if isinstance(value := _decoded(call), dict) else call
 
 
 @lru_cache(maxsize=4)

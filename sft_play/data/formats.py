@@ -99,9 +99,18 @@ class Example:
 
     @property
     def key(self) -> str:
-        """A hash of the content, without weights: a row keeps its side of a split when they change."""
-        content = [self.messages, self.tools, self.text, self.input_ids, self.labels]
+        """A hash of the content, without weights: a row keeps its side of a split when they change.
+
+        Also without ids of calls, which a log draws anew for the same conversation.
+        """
+        messages = None if self.messages is None else list(map(_without_ids, self.messages))
+        content = [messages, self.tools, self.text, self.input_ids, self.labels]
         return text_sha256(json.dumps(content, ensure_ascii=False, sort_keys=True))
+
+
+def _without_ids(turn: Message) -> Message:
+    calls = [{key: part for key, part in call.items() if key != "id"} for call in turn.get("tool_calls", ())]
+    return {key: calls if key == "tool_calls" else part for key, part in turn.items() if key != "tool_call_id"}
 
 
 AFTER = "turns after the last answer of their conversation, left out"

@@ -49,9 +49,9 @@ from sft_play.runs.prepared import (
     Prepared,
     PreparedSplit,
     ResolvedModel,
-    count_trained,
     preparation_code,
     settings_that_matter,
+    trained_too,
 )
 from sft_play.text import bar, tell
 
@@ -332,12 +332,12 @@ def _prepare_in_one_pass(
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             manifest["split"]["system"] = None if len(gatherer.systems) > 1 else next(iter(gatherer.systems), None)
             if part.name == "validation":
-                rows = count_trained(bytes(writer.keys), train.folder)
-                asked = count_trained(bytes(writer.questions), train.folder, QUESTIONS) - rows
+                repeated = trained_too(bytes(writer.keys), train.folder)
+                asked = trained_too(bytes(writer.questions), train.folder, QUESTIONS)
                 manifest["overlap"] = {
                     "with": "train",
-                    "rows": rows,
-                    "questions": max(0, asked),
+                    "rows": sum(repeated),
+                    "questions": sum(question > row for question, row in zip(asked, repeated, strict=True)),
                     "labels": labels_only_here(manifest, train.folder),
                 }
             writer.publish(manifest)

@@ -303,9 +303,9 @@ class SplitWriter:
         self._asked = array("Q")
         """Half a hash, in less memory, of what is read before each answer that is learnt."""
         self.questions = bytearray()
-        """`KEY_BYTES` of a hash of what is read before the last answer, for each row that has one."""
+        """`KEY_BYTES` for each row: of a hash of what is read before its last answer, or its key where nothing is."""
         self.keys = bytearray()
-        """`KEY_BYTES` for each example that gave a row."""
+        """`KEY_BYTES` of each row's example."""
 
     def __enter__(self) -> SplitWriter:
         return self
@@ -342,8 +342,8 @@ class SplitWriter:
                 self._longest, self._longest_answers = len(row.reference), set()
             if len(row.reference) == self._longest:
                 self._longest_answers.add(row.reference)
+            self.questions += _hash(row.prompt_ids) if len(row.prompt_ids) else example.key
             if len(row.prompt_ids):
-                self.questions += _hash(row.prompt_ids)
                 learnt = row.labels != IGNORED
                 starts = {len(row.prompt_ids), *(np.flatnonzero(learnt[1:] & ~learnt[:-1]) + 1)}
                 self._asked.extend(int.from_bytes(_hash(row.input_ids[:start])[:8]) for start in starts)
@@ -352,8 +352,7 @@ class SplitWriter:
             self._tokens_waiting += int(length)
             if len(self._waiting) >= BATCH_ROWS or self._tokens_waiting >= BATCH_TOKENS:
                 self._flush()
-        if example.rows:
-            self.keys += example.key
+        self.keys += example.key * len(example.rows)
 
     def _flush(self) -> None:
         if self._waiting:

@@ -29,7 +29,7 @@ from sft_play.runs.folder import (
     runs_folder,
 )
 from sft_play.runs.manifest import is_state_file
-from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, count_trained
+from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, trained_too
 from sft_play.runs.stamp import Stamp, compare, own_stamp, refuse
 from sft_play.text import as_typed, tell
 
@@ -458,7 +458,7 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRo
 def _rows_trained(split: PreparedSplit, train: PreparedSplit | None) -> int | None:
     """Return how many of the rows were trained; `None` if the cache has lost what tells them."""
     try:
-        return count_trained((Path(split.path) / KEYS).read_bytes(), train.path) if train else 0
+        return sum(trained_too((Path(split.path) / KEYS).read_bytes(), train.path)) if train else 0
     except OSError:
         return None
 

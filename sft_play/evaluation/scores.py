@@ -117,11 +117,14 @@ score of all answers.
 """
 
 
-def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
-    """Return per-answer scores and their mean, which is the score of all answers."""
+def single_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float | None], Interval]:
+    """Return per-answer scores and their mean, which is the score of all answers. Raise `DataError` if none has one."""
     score = OF_SINGLE_ANSWERS.get(name) or (lambda reference, answer: rouge(reference, answer)[name])
     each = [score(reference, answer) for reference, answer in zip(references, answers, strict=True)]
-    return each, share_interval(each)
+    scores = [value for value in each if value is not None]
+    if not scores:
+        raise DataError("no reference is JSON")
+    return each, share_interval(scores)
 
 
 def corpus_scores(name: str, references: Sequence[str], answers: Sequence[str]) -> tuple[list[float], Interval]:
@@ -203,12 +206,13 @@ def valid_json(_reference: str, answer: str) -> float:
     return float(_parsed(answer) is not NOT_JSON)
 
 
-def json_match(reference: str, answer: str) -> float:
-    """Return 1 where the answer is the reference's JSON value, whatever the order of keys and the white space.
+def json_match(reference: str, answer: str) -> float | None:
+    """Return 1 where the answer is the reference's JSON value, whatever the order of keys and the white space; `None`
+    where the reference is none, as in conversations that may end without a call.
 
     Numbers must be written alike: 1 and 1.0 differ.
     """
-    return float(_parsed(answer) is not NOT_JSON and _parsed(answer) == _parsed(reference))
+    return None if _parsed(reference) is NOT_JSON else float(_parsed(answer) == _parsed(reference))
 
 
 NOT_JSON = object()
@@ -308,7 +312,7 @@ def _labels(references: Sequence[str]) -> dict[str, str]:
     return dict(sorted(labels.items()))
 
 
-OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float]] = {
+OF_SINGLE_ANSWERS: Mapping[str, Callable[[str, str], float | None]] = {
     "exact_match": exact_match,
     "f1": token_f1,
     "valid_json": valid_json,
@@ -553,7 +557,8 @@ def score_answers(
 
 def score_parts(names: Sequence[str], pairs: Sequence[tuple[AnswerParts, AnswerParts]]) -> Scored:
     """Score (reference, answer) pairs by their words and by their tool calls, each as a line of JSON."""
-    shown = [(reference.shown, answer.shown, reference.calls != answer.calls) for reference, answer in pairs]
+    compared = [(reference.compared, answer.compared) for reference, answer in pairs]
+    shown = [(reference.shown, answer.shown, reference.calls != answer.calls) for reference, answer in compared]
     references, answers, other = zip(*shown, strict=True)
     return score_answers(names, references, answers, other_calls=other)
 

@@ -287,17 +287,17 @@ def row_integers(split: PreparedSplit, name: RowFile) -> array[int] | None:
 
 
 KEYS, QUESTIONS, KEY_BYTES = "keys.bin", "questions.bin", 16
-"""File with a hash of each example's content, one after the other, and the bytes of one: a chance meeting among 10
-million has a probability of 1e-25.
+"""File with a hash of the content of each row's example, one after the other, and the bytes of one: a chance meeting
+among 10 million has a probability of 1e-25.
 """
 
 
-def count_trained(keys: bytes, train: str | Path, file: str = KEYS) -> int:
-    """Return how many of these `keys`, or hashes of questions, the prepared split in the folder `train` has too. Raise
-    `OSError`.
+def trained_too(keys: bytes, train: str | Path, file: str = KEYS) -> list[bool]:
+    """Return for each of these `keys`, or hashes of questions, whether the prepared split in the folder `train` has it
+    too. Raise `OSError`.
     """
     trained = set(_each((Path(train) / file).read_bytes()))
-    return sum(key in trained for key in _each(keys))
+    return [key in trained for key in _each(keys)]
 
 
 def _each(keys: bytes) -> Iterator[bytes]:

@@ -135,6 +135,39 @@ def test_what_may_be_no_answer_and_questions_that_come_again_are_counted(tmp_pat
     assert done.json["train"]["asked_again"] == 1
 
 
+def called(number: int, question: str) -> dict[str, Any]:
+    call = {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": f"call_{number}", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    return {"messages": turns}
+
+
+def test_copies_are_known_whatever_the_ids_of_their_calls(tmp_path: Path, data: Data) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [called(i, f"q{i % 3}") for i in range(6)])
+    held_out = write_rows(tmp_path / "held.jsonl", [called(9, "q0"), called(10, "q3")])
+    lines = (f"data.train_path: {train}", f"data.val_path: {held_out}", "data.chat_template: qwen3")
+    done = data(*lines, words=("JSON=1", "MODEL_MAX_SEQ_LEN=256"))
+    assert done.json["train"]["sources"][0]["duplicates"] == 3
+    validation = done.json["validation"]  # `qwen3` needs a row for each answer
+    assert (validation["split"]["rows"], validation["overlap"]["rows"]) == (4, 2)
+
+
+def test_trained_documents_are_counted_by_their_rows_like_others(tmp_path: Path, data: Data) -> None:
+    document = write_rows(tmp_path / "docs.jsonl", [{"text": "A pump moves water. " * 60}])
+    chat = write_rows(tmp_path / "chat.jsonl", [{"prompt": "q", "completion": "a"}])
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": "q", "completion": "b"}])
+    source = '{"path": "%s"}'
+    trained = f"data.sources: [{source % document}, {source % chat}]"
+    done = data(trained, f"data.validation: [{source % document}, {source % other}]", "tuning.task: mixed")
+    rows = done.json["validation"]["split"]["rows"]
+    assert rows > 2 and done.json["validation"]["overlap"]["rows"] == rows - 1
+    assert done.json["validation"]["overlap"]["questions"] == 1
+
+
 def test_answers_in_conversations_that_grow_and_answers_of_one_length_are_said(tmp_path: Path, data: Data) -> None:
     turns = [{"role": role, "content": f"{role} {i}" + " the" * 25} for i in range(3) for role in ("user", "assistant")]
     train = write_rows(tmp_path / "log.jsonl", [{"messages": turns[:end]} for end in (2, 4, 6)])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sft_play.data.answers import AnswerParts, Marks, marks_of, parts_of
+from sft_play.evaluation.scores import score_parts
 from tests.chat_families import CHAT_FAMILIES, TOOL, asked, call, save_family
 from tests.chat_tokenizers import load_with, rows_of
 
@@ -81,7 +82,7 @@ def test_calls_are_read_in_every_form(name: str, tokenizers: dict[str, Any]) -> 
         (
             "qwen3",
             '<tool_call>{"arguments": {"b":1.0,"a":[true]},"name":"f"}</tool_call>',
-            AnswerParts("", calls=('{"name": "f", "arguments": {"a": [true], "b": 1}}',)),
+            AnswerParts("", calls=('{"name": "f", "arguments": {"b": 1.0, "a": [true]}}',)),
         ),
         ("qwen3", '<tool_call>{"name": "f", }', AnswerParts("", calls=('<tool_call>{"name": "f", }',))),
         ("qwen3", "Oslo<|im_start|>", AnswerParts("Oslo")),
@@ -90,6 +91,15 @@ def test_calls_are_read_in_every_form(name: str, tokenizers: dict[str, Any]) -> 
 def test_answers_of_any_form_are_parsed(name: str, raw: str, expected: AnswerParts, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     assert parts_of(tokenizer, tokenizer(raw, add_special_tokens=False)["input_ids"]) == expected
+
+
+def test_the_same_call_in_another_order_is_the_same_answer() -> None:
+    calls = ('{"name": "f", "arguments": {"b": 2.0, "a": {"d": 1, "c": 0}}}', '{"arguments": {"b": 2}, "name": "g"}')
+    others = ('{"arguments": {"a": {"c": 0, "d": 1}, "b": 2}, "name": "f"}', '{"name": "g", "arguments": {"b": 2}}')
+    pairs = [(AnswerParts("", calls=calls), AnswerParts("", calls=others))]
+    assert score_parts(["exact_match"], pairs).each == ({"exact_match": 1.0},)
+    pairs = [(AnswerParts("", calls=calls), AnswerParts("", calls=others[::-1]))]
+    assert score_parts(["exact_match"], pairs).each == ({"exact_match": 0.0},)
 
 
 def test_a_template_that_fails_leaves_answers_unchanged(tmp_path: Path) -> None:

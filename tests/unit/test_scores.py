@@ -87,8 +87,11 @@ def test_answers_in_json_are_compared_as_values() -> None:
     }
     scored = score_answers(["valid_json", "json_match"], [reference] * len(answers), list(answers))
     assert [(row["valid_json"], row["json_match"]) for row in scored.each] == list(answers.values())
-    [unlike] = score_answers(["json_match"], ["not JSON"], ["not JSON"]).each
-    assert unlike["json_match"] == 0
+    mixed = score_answers(["json_match"], [reference, "It is sunny."], [reference, "It is sunny."])
+    assert mixed.each == ({"json_match": 1.0}, {}) and mixed.intervals["json_match"].n == 1
+    assert mixed.warnings == ("`json_match` covers 1 of 2 answers: it cannot score the other 1",)
+    none = score_answers(["json_match"], ["not JSON"], ["not JSON"])
+    assert none.each == ({},) and none.warnings == ("`json_match` is skipped: no reference is JSON",)
 
 
 def test_answers_that_are_all_wrong_or_all_right_are_not_certain() -> None:
