@@ -178,11 +178,18 @@ def refuse_wide(start: bytes, place: str) -> None:
         )
 
 
-def to_utf8(path: str) -> str:
-    """Return how a file is converted that is most likely in the encoding of Excel in Western Europe."""
-    old = Path(path)
-    new = as_typed(old.with_name(f"{old.stem}-utf8{old.suffix}"))
-    return f"convert it: `iconv -f WINDOWS-1252 -t UTF-8 {as_typed(old)} > {new}`, with the encoding it was written in"
+def to_utf8(path: str, text: bytes = b"") -> str:
+    """Return how a file is converted that is most likely in the encoding of Excel in Western Europe, unless a `text` of
+    it cannot be.
+    """
+    old, new = as_typed(path), as_typed(f"{path}.new")  # which a folder does not yield
+    try:
+        text.decode("cp1252")
+    except UnicodeDecodeError:
+        way = f"iconv -c -f UTF-8 -t UTF-8 {old} > {new}; mv {new} {old}"
+        return f"it seems to be damaged there; `{way}` deletes such bytes"
+    way = f"iconv -f WINDOWS-1252 -t UTF-8 {old} > {new} && mv {new} {old}"
+    return f"convert it: `{way}`, with the encoding it was written in"
 
 
 def utf8(line: bytes, place: str) -> str:
@@ -193,5 +200,5 @@ def utf8(line: bytes, place: str) -> str:
         raise DataError(
             f"is not UTF-8 text: byte {error.start + 1} of the line",
             place=place,
-            hint=to_utf8(place.rpartition(":")[0] or place),
+            hint=to_utf8(place.rpartition(":")[0] or place, line),
         ) from None

@@ -208,7 +208,7 @@ def valid_json(_reference: str, answer: str) -> float:
 
 def json_match(reference: str, answer: str) -> float | None:
     """Return 1 where the answer is the reference's JSON value, whatever the order of keys and the white space; `None`
-    where the reference is none, as in conversations that may end without a call.
+    where the reference is not JSON, as of conversations that end without a call.
 
     Numbers must be written alike: 1 and 1.0 differ.
     """

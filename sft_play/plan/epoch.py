@@ -100,11 +100,13 @@ class Mixture:
         """Return lines that describe each source's part of an epoch, and warnings."""
         tokens = [times * source.tokens for times, source in zip(self.repeats, self.sources, strict=True)]
         sizes: Sequence[float] = tokens if self.by == "tokens" else self.epoch_rows
+        trained = [times * source.label_tokens for times, source in zip(self.repeats, self.sources, strict=True)]
         lines, warnings = list[str](), list[str]()
         for index, (source, times) in enumerate(zip(self.sources, self.repeats, strict=True)):
             lines.append(
                 f"{source.name}: {self.epoch_rows[index]:,} rows an epoch ({times:.3g} x its {source.rows:,}), about"
-                f" {tokens[index]:,.0f} tokens, {sizes[index] / max(1.0, sum(sizes)):.1%} of the {self.by}"
+                f" {tokens[index]:,.0f} tokens, {sizes[index] / max(1.0, sum(sizes)):.1%} of the {self.by},"
+                f" {trained[index] / max(1.0, sum(trained)):.1%} of the trained tokens"
             )
             if times >= MANY_TIMES:
                 warnings.append(

@@ -424,6 +424,21 @@ TWICE = "the key `question` appears more than once"
 
 
 @pytest.mark.parametrize(
+    ("content", "read"), [(b"caf\xe9 or \x93tea\x94\n", "café or “tea”"), (b"a \x81pump\n", "a pump")]
+)
+def test_the_command_that_converts_a_text_leaves_one_file_that_can_be_read(
+    content: bytes, read: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my text.txt").write_bytes(content)
+    source = DataSource(path=str(tmp_path))
+    with pytest.raises(DataError, match="is not UTF-8") as caught:
+        raise next(row for _, row in read_source(source) if isinstance(row, DataError))
+    command = re.findall("`(iconv.*?)`", caught.value.hint or "")[0]
+    subprocess.run(["bash", "-c", command], check=False, capture_output=True)
+    assert [row["text"] for _, row in read_source(source) if not isinstance(row, DataError)] == [read]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "place", "message", "hint"),
     [
         ("a.jsonl", b"[1]", ":1", "the row is a list", None),

@@ -4,6 +4,7 @@ dry.
 
 from __future__ import annotations
 
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,16 @@ def test_an_epoch_ends_when_a_source_is_exhausted() -> None:
     assert mixture([100, 50], [10_000, 10_000], [1, 0]).epoch_rows == (100, 0)
     assert mixture([100, 50], [10_000, 20_000], [0.1, 0.2]).epoch_rows == (100, 50)
     lines = mixture([100, 50], [10_000, 10_000], [3, 1]).describe()
-    assert lines[0] == "s0: 300 rows an epoch (3 x its 100), about 30,000 tokens, 75.0% of the tokens"
+    assert lines[0].startswith("s0: 300 rows an epoch (3 x its 100), about 30,000 tokens, 75.0% of the tokens, ")
+
+
+def test_a_mixture_says_the_share_of_what_is_trained() -> None:
+    chat = SourceFacts(name="chat", rows=100, tokens=8_000, label_tokens=1_000, weight=0.8)
+    documents = SourceFacts(name="documents", rows=10, tokens=2_000, label_tokens=2_000, weight=0.2)
+    mixed = mixture_of(DataConfig(), [chat, documents])
+    assert mixed is not None
+    shares = [re.findall(r"[\d.]+%", line) for line in mixed.describe()]
+    assert shares == [["80.0%", "33.3%"], ["20.0%", "66.7%"]]
 
 
 def test_a_source_that_is_repeated_many_times_causes_a_warning() -> None:
