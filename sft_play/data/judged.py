@@ -378,8 +378,8 @@ DOCUMENTS: Marks = {
     r"\d\d[,.]\d{3} --> \d\d:\d": "documents with the times of subtitles (`00:01,000 --> 00:04,000`)",
     (
         r"(?m:^(?:\\documentclass\b|diff --git |@@ -\d|\*\*\* START OF |\S+ [A-Z]{2,4} (?:\S+ )?[BI]-[A-Z]+$))"
-        r"|\A---\n\w+:"
-    ): "documents with the marks of a program or a publisher (LaTeX, `diff`, the head of a page or a book)",
+    ): "documents with the marks of a program or a publisher (LaTeX, `diff`, the head of a book)",
+    r"\A---\n\w+:": "documents that begin with front matter (`---`), which is learnt",
     (
         r"\[\[[A-Z][^\]\n|]*\|[^\]\n]+\]\]|\{\{(?:cite|Infobox) "
     ): "documents with the marks of a wiki (`[[Paris|the city]]`)",
@@ -431,7 +431,7 @@ SHAPES = tuple(
             r"\[(?<![\w\])\\]\[)\[?(?:[\d:.]+|[^\[\]\n,]{0,12}[^\W\d_][^\[\]\n,]{0,12})\]{1,2}(?!\()",
             r"\{(?<![\w\\^_}$]\{)\{?%? ?[^\W\d][\w .|:]{0,23}%?\}{1,2}",
             r":(?<![\w:]:)[a-zA-Z_+]\w{1,20}(?::(?![\w:])|\[)",
-            r"\d(?<!\w\d)\d?:\d\d\b",
+            r"(?m:^)\d\d?:\d\d\b",
             "%[A-Z_]{3,20}%",
             r"[A-Z](?<!\w[A-Z])[A-Z]{2,}(?:(?::| -)(?=\s)|_\d+\b)",
             r"\([^\W\d][^()\n]{0,23}\)\s*\Z",

@@ -332,6 +332,8 @@ def _prepare_in_one_pass(
             manifest["split"]["day"] = day.isoformat() if (day := getattr(tokenizer, DAY, None)) else None
             manifest["split"]["system"] = None if len(gatherer.systems) > 1 else next(iter(gatherer.systems), None)
             if part.name == "validation":
+                share = {"share": gatherer.examples / groups.total(), "asked": fraction}
+                manifest["held_out"] = share if fraction else None
                 repeated = trained_too(bytes(writer.keys), train.folder)
                 asked = trained_too(bytes(writer.questions), train.folder, QUESTIONS)
                 manifest["overlap"] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from sft_play.text import list_some, plural
 
 SHOWN_SPELLINGS, SHOWN_LABELS, SHOWN_UNREAD = 5, 20, 12
 """Of what the manifest has all."""
+OFTENER, ALIKE, LEAST_LETTERS, DIGIT = 5, 0.85, 5, re.compile(r"\d")
+"""Of a label that may be misspelt: how much more frequent the right one is at least, and how alike, by
+`difflib.SequenceMatcher.ratio`; shorter labels, and those with digits, may differ by a letter.
+"""
 LEAST_OF_EACH = 2
 """Rows for each answer, on average, from which on answers are labels."""
 NAMED_FILES = 3
@@ -52,7 +58,9 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
             f"  warning: {gone:,} of {read:,} rows are left out for their length; raise MODEL_MAX_SEQ_LEN{other}"
         )
     if groups := manifest["groups"]:
-        lines.append(f"  groups of `data.group_by`: {groups:,}")
+        held_out = manifest.get("held_out")
+        share = f", with {held_out['share']:.0%} of the rows, {held_out['asked']:.0%} asked" if held_out else ""
+        lines.append(f"  groups of `data.group_by`: {groups:,}{share}")
     lines += _lost_or_unread(sources, name)
     if weighted := manifest["weighted_rows"]:
         purpose = "" if name == "training" else ", which scores do not use"
@@ -103,10 +111,24 @@ def _about_labels(labels: Mapping[str, int]) -> list[str]:
     for text, rows in labels.items():
         alike.setdefault(label_of(unicodedata.normalize("NFKC", text)), {})[text] = rows
     apart = [_counted(spelt) for spelt in alike.values() if len(spelt) > 1][:SHOWN_SPELLINGS]
+    rare = [(text, _misspelt(text, labels)) for text in labels]
+    likely = [f"`{text}` ({labels[text]:,}) for `{other}` ({labels[other]:,})" for text, other in rare if other]
     return [
         *([f"  answers are labels, {len(labels)} in all: {_counted(labels)}"] if are_labels(labels) else []),
         *(f"  warning: answers that differ only by case, blanks or Unicode's form, learnt apart: {a}" for a in apart),
+        *(
+            [f"  labels that may be misspelt: {list_some(likely, SHOWN_SPELLINGS)}"]
+            if are_labels(labels) and likely
+            else []
+        ),
     ]
+
+
+def _misspelt(text: str, labels: Mapping[str, int]) -> str | None:
+    """Return the label that a rare one may stand for: one with nearly the same letters, several times as frequent."""
+    others = [other for other, rows in labels.items() if rows >= OFTENER * labels[text]]
+    close = get_close_matches(text, others, n=1, cutoff=ALIKE) if len(text) >= LEAST_LETTERS else []
+    return close[0] if close and label_of(close[0]) != label_of(text) and not DIGIT.search(text) else None
 
 
 def _counted(labels: Mapping[str, int]) -> str:
@@ -126,7 +148,7 @@ def _lost_or_unread(sources: Sequence[Mapping[str, Any]], name: str) -> list[str
         if columns:
             lines.append(f"  not read of {source['name']}: {list_some(columns, SHOWN_UNREAD)}")
         if marks := ", ".join(f"`{mark}` {rows:,}" for mark, rows in source["marks"].items()):
-            lines.append(f"  in texts of {source['name']}, rows with: {marks}")
+            lines.append(f"  in texts of {source['name']}, learnt as they are if a program put them there: {marks}")
     doubts = sum((Counter(source["doubts"]) for source in sources), Counter[str]())
     first = {doubt: place for source in reversed(sources) for doubt, place in source["doubt_places"].items()}
     return [

@@ -237,7 +237,10 @@ def test_a_group_is_wholly_on_one_side(data: Data, tmp_path: Path) -> None:
     ]
     assert sides[0] | sides[1] == set(range(7))
     assert not sides[0] & sides[1]
-    assert "  groups of `data.group_by`: 5\n" in done.err and done.json["validation"]["groups"] == 2
+    assert (
+        re.search(r"  groups of `data.group_by`: 2, with [2-6]\d% of the rows, 40% asked\n", done.err)
+        and done.json["validation"]["groups"] == 2
+    )
     missing = data(f"data.train_path: {file}", "data.validation: 0.4", "data.group_by: writer")
     assert missing.code == 4
     assert f"error: {file}:1: `data.group_by` names the column `writer`" in missing.err
@@ -505,6 +508,7 @@ def test_labels_that_differ_by_case_or_blanks_are_named_and_columns_by_the_files
         "learnt apart: `billing` (2), `Billing` (2), `billing ` (2)\n" in done.err
         and "answers that begin" not in done.err
     )
+    assert "may be misspelt" not in done.err
     assert "answers are labels, 4 in all: `billing` (2), `Billing` (2), `billing ` (2), `delivery` (2)\n" in done.err
     tests = write_rows(
         tmp_path / "tests.jsonl", [{"body": f"Test {i}", "kind": ["delivery", "refund"][i % 2]} for i in range(5)]
@@ -512,6 +516,9 @@ def test_labels_that_differ_by_case_or_blanks_are_named_and_columns_by_the_files
     held_out = source.replace(str(file), str(tests)).removeprefix("data.sources: ")
     done = data(source, f"data.validation: {held_out}")
     assert "  labels that no row of the training data has: `refund` (2)\n" in done.err
+    kinds = [*["Rechnung"] * 6, "Rechnug", *["Lieferung"] * 6, *["Lieferant"] * 2, *["level 12", "level 13"]]
+    write_rows(file, [{"body": f"Ticket {i}", "kind": kind} for i, kind in enumerate(kinds)])
+    assert "  labels that may be misspelt: `Rechnug` (1) for `Rechnung` (6)\n" in data(source).err
     file.write_text('{"body": "Ticket 1", "kind": ""}\n')
     data(source).refused(4, "`kind` is empty, so there is nothing to learn")
     write_rows(file, [{"body": f"Ticket {i}", "kind": f"{'Yes' if i % 2 else 'yes'}, {i // 2}."} for i in range(220)])
@@ -691,7 +698,8 @@ def test_values_of_what_is_not_read_and_lines_that_come_again_are_shown(data: Da
     rows += [{"prompt": "q", "completion": word} for word in ("<b>+1</b>", "ok")]
     done = data(f"data.sources: [{{path: {write_rows(path, rows)}}}]", words=())
     assert f"not read of {path}: kind (3: `note` 3)\n" in done.err
-    assert f"in texts of {path}, rows with: `<b>` 1\n" in done.err and "shortest answers: `ok`, `<b>+1</b>`" in done.err
+    assert f"in texts of {path}, learnt as they are if a program put them there: `<b>` 1\n" in done.err
+    assert "shortest answers: `ok`, `<b>+1</b>`" in done.err
 
 
 def test_rows_with_doubts_are_counted(data: Data, tmp_path: Path) -> None:
