@@ -156,6 +156,7 @@ INSTEAD: dict[str, str] = REMOVED | {
         "a job has the fixed number of pods that NUM_NODES says, and `kubernetes.max_restarts` starts them again",
     ),
     "adapter": "`MODEL_ADAPTER=RUN` trains on from an adapter, and `TUNING_MODE=lora` trains a new one",
+    "tools": 'they are given with each row, `{"messages": [...], "tools": [...]}`: make infer INPUT=rows.jsonl',
     "pipeline": STAGES,
     "pp": STAGES,
     "zero": OF_ZERO,

@@ -236,7 +236,7 @@ def find_run(name: str, *, writes: bool = False) -> RunFolder:
         hint = f"RUN={as_typed(stem)}; {OF_CHECKPOINT}{as_typed(step)}"
         raise CheckpointError(f"`{name}` is a checkpoint, not a run", hint=hint)
     listing = list_some([run.name for run in all_runs()], 10) or "none"
-    hint = f"{meant_run(name)}runs in `{runs_folder()}`, newest first: {listing}"
+    hint = f"{meant_run(name)}runs in `{runs_folder()}`, newest first: {listing}; RUN= also takes a folder"
     raise CheckpointError(f"there is no run `{name}`", hint=hint)
 
 
