@@ -18,6 +18,7 @@ user; all other values are quoted. What `slurm.sh` does about signals and requeu
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -29,10 +30,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent
-from sft_play.config.load import own_words, save_config
+from sft_play.config.load import own_words, saved_form
 from sft_play.config.schedulers import SlurmConfig, quantity, seconds_of
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
@@ -137,18 +139,22 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
         if "RUN_NAME" not in call.options:
             name = stack.enter_context(reserve_folder(name, unnamed=True)).name
         script = _script(call, name)
-        job = replace(_job(rehearsal, name, script, environment), tasks=tasks or {})
-        _write(rehearsal, script, render(job))
+        frozen = _frozen(rehearsal, script)
+        job = replace(_job(rehearsal, name, script, environment, frozen), tasks=tasks or {})
+        _write(rehearsal, {**frozen, script: render(job)})
     for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld, tasks)]:
         tell(f"note: {notice}")
     if not call.json:
-        print(f"{show_plan(rehearsal.plan, why=wants_reasons(call))}\n\n{_show(job, script)}", flush=True)
+        print(
+            f"{show_plan(rehearsal.plan, why=wants_reasons(call))}\n\n{_show(job, script, next(iter(frozen)))}",
+            flush=True,
+        )
     number = submit(script) if submitting else None
     if call.json:
         facts = {
             "run": name,
             "script": str(script),
-            "config": str(_next_to(script, "config")),
+            "config": str(next(iter(frozen))),
             "nodes": job.nodes,
             "processes_per_node": job.processes,
             "gpus": job.gpus,
@@ -315,11 +321,12 @@ def _refuse_unlike(rehearsal: Rehearsal) -> None:
         )
 
 
-def _job(rehearsal: Rehearsal, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
-    words = [sys.executable, "-m", "sft_play", _target(rehearsal, name), f"CONFIG={_next_to(script, 'config')}"]
+def _job(
+    rehearsal: Rehearsal, name: str, script: Path, environment: Mapping[str, str], frozen: Mapping[Path, Any]
+) -> BatchJob:
+    words = [sys.executable, "-m", "sft_play", _target(rehearsal, name)]
+    words += [f"{option}={path}" for option, path in zip(("CONFIG", "DEEPSPEED_CONFIG"), frozen, strict=False)]
     words += [f"NUM_GPUS={rehearsal.processes}", NO_DEFAULT_FILE, *own_words(rehearsal.loaded)]
-    if rehearsal.options.deepspeed:
-        words.append(f"DEEPSPEED_CONFIG={_next_to(script, 'deepspeed')}")
     return BatchJob(
         run_name=name,
         nodes=rehearsal.plan.num_nodes,
@@ -356,8 +363,19 @@ def _script(call: Call, name: str) -> Path:
     return script
 
 
-def _next_to(script: Path, what: str) -> Path:
-    return script.with_name(f"{script.stem}.{what}.json")
+def _frozen(rehearsal: Rehearsal, script: Path) -> dict[Path, Mapping[str, Any]]:
+    """Return path -> content of the configuration and, if there is one, the DeepSpeed JSON.
+
+    They are named by their content, so that a job of an earlier script, which reads them when it starts, keeps its own.
+    """
+    contents = {"config": saved_form(rehearsal.loaded)}
+    if rehearsal.options.deepspeed:
+        contents["deepspeed"] = dict(rehearsal.options.deepspeed.settings)
+    digests = {what: hashlib.sha256(json.dumps(content).encode()).hexdigest() for what, content in contents.items()}
+    return {
+        script.with_name(f"{script.stem}.{what}-{digests[what][:8]}.json"): content
+        for what, content in contents.items()
+    }
 
 
 def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -382,7 +400,7 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
     )
 
 
-def _write(rehearsal: Rehearsal, script: Path, text: str) -> None:
+def _write(rehearsal: Rehearsal, files: Mapping[Path, Mapping[str, Any] | str]) -> None:
     """Write configuration, DeepSpeed JSON and, last, the script, so that an existing script is complete. Raise
     `UserError`.
     """
@@ -393,13 +411,11 @@ def _write(rehearsal: Rehearsal, script: Path, text: str) -> None:
         complaint = done.stderr.strip().partition("\n")[0]
         raise UserError(f"`slurm.setup` is not valid shell text: {complaint}", hint="each entry is one line")
     try:
-        save_config(rehearsal.loaded, _next_to(script, "config"))
-        if rehearsal.options.deepspeed:
-            write_json(_next_to(script, "deepspeed"), dict(rehearsal.options.deepspeed.settings))
-        write_text(script, text)
+        for path, content in files.items():
+            write_text(path, content) if isinstance(content, str) else write_json(path, dict(content))
     except OSError as error:
         raise HardwareError(
-            f"`{script}` cannot be written: {error.strerror}",
+            f"`{path}` cannot be written: {error.strerror}",
             hint="OUT= takes a folder or a path on the disk that all nodes share",
         ) from error
 
@@ -457,14 +473,14 @@ def _note_of_time(slurm: SlurmConfig, plan: Plan) -> list[str]:
     ]
 
 
-def _show(job: BatchJob, script: Path) -> str:
+def _show(job: BatchJob, script: Path, config: Path) -> str:
     ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else plural(job.processes, "process")
     limit = duration(seconds_of(job.slurm.time) or 0)
     nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, at most {limit}"
     named = f"{plural(len(job.tasks), 'run')} of the sweep" if job.tasks else f"runs {job.run_name}-INDEX"
     tasks = f", tasks {job.slurm.array}: {named}" if job.slurm.array else ""
     return (
-        f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_next_to(script, 'config')} (frozen: later edits"
+        f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {config} (frozen: later edits"
         " elsewhere change nothing)"
     )
 

@@ -124,7 +124,9 @@ def test_every_pod_gets_only_what_it_needs(kind: str) -> None:
 def test_the_configuration_in_the_map_is_the_resolved_one_and_is_read_back(tmp_path: Path) -> None:
     result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}")
     path = tmp_path / "config.json"
-    path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
+    files = of_kind(documents_of(result.files), "ConfigMap")
+    assert files["immutable"], "an earlier job reads it when its pods start"
+    path.write_text(files["data"]["config.json"])
     again = read_config(path, of_run=False)
     assert again.config.train.learning_rate == 3e-5 and dict(again.config.kubernetes.env) == {
         "NCCL_DEBUG": "INFO",

@@ -401,14 +401,27 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     assert facts["script"] == str(folder / "job.sbatch")
     assert (facts["nodes"], facts["processes_per_node"], facts["job"], facts["plan"]["world_size"]) == (2, 4, None, 8)
     text = (folder / "job.sbatch").read_text()
-    written = text + (folder / "job.config.json").read_text()
+    written = text + Path(facts["config"]).read_text()
     assert TOKEN not in written and "secret-word" not in written
     assert "https_proxy" in done.err
     assert "export HF_HOME=/shared/hf" in text and f"export RUNS_DIR={tmp_path / 'runs'}" in text
     assert "#SBATCH --gpus-per-node=4\n" in text
-    frozen = read_config(folder / "job.config.json")
+    assert Path(facts["config"]).parent == folder and f"CONFIG={facts['config']}" in text
+    frozen = read_config(Path(facts["config"]))
     assert (frozen.config.train.learning_rate, frozen.config.train.seed) == (3e-5, 7)
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
+
+
+def test_a_job_that_waits_keeps_its_configuration_when_its_run_is_written_again(
+    in_process: Program, tmp_path: Path
+) -> None:
+    """sbatch keeps a copy of the script, but the job reads its files only when it starts."""
+    rates = ("3e-5", "1e-4")
+    first, second = (command(in_process, tmp_path, f"TRAIN_LEARNING_RATE={rate}", "JSON=1").json for rate in rates)
+    assert first["script"] == second["script"]
+    for facts, rate in zip((first, second), rates, strict=True):
+        [config] = [word.removeprefix("CONFIG=") for word in facts["command"] if word.startswith("CONFIG=")]
+        assert read_config(Path(config)).config.train.learning_rate == float(rate)
 
 
 def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
@@ -421,7 +434,7 @@ def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, t
         and "1 node, 4 GPUs each, 32 cores each, at most 24.0 h, tasks 0-3: runs demo-INDEX" in done.out
     )
     assert f"submit   sbatch {script}" in done.out
-    assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
+    assert list(script.parent.glob("first.config-*.json")) and not (tmp_path / "runs").exists()
 
 
 def test_tasks_of_an_array_that_train_the_same_are_noted(in_process: Program, tmp_path: Path) -> None:
@@ -479,6 +492,7 @@ def test_refusals_of_sbatch_are_user_errors(in_process: Program, tmp_path: Path)
     done = command(in_process, tmp_path, "SUBMIT=1", "SLURM_QOS=best", env=env)
     message = "job.sbatch: the cluster refuses the job:\nsbatch: error: Invalid qos specification"
     assert done.code == 2 and message in done.err and "`sacctmgr show qos`" in done.err, done.err
+
 
 
 SBATCH = """#!/bin/sh
