@@ -39,6 +39,7 @@ from sft_play.config.schedulers import SlurmConfig, quantity, seconds_of
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
 from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
+from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.architecture import shape_of
@@ -83,6 +84,8 @@ OF_STEPS = {
 """Options of sbatch -> the variables, without `SLURM_`, by which a job passes them to srun."""
 MADE_UNLIKE = re.compile(r"SLURM_ARRAY_|^\s*(source|\.)\s")
 """What a line of `slurm.setup` may make the tasks of an array differ by: the index, or a file that reads it."""
+SETS_KEYS = re.compile(r"SFT_|^\s*(source|\.)\s")
+"""What a line of `slurm.setup` may set keys by, which only the job knows then."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, including the hyphen."""
 REFUSED_HINT = (
@@ -134,6 +137,8 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
     name = choose_name(call.options.get("RUN_NAME"), rehearsal.loaded.path)
     if rehearsal.loaded.config.slurm.array:
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too
+    elif (run := started_run(name)) and not any(map(SETS_KEYS.search, rehearsal.loaded.config.slurm.setup)):
+        refuse_changes(call, rehearsal.loaded, run)  # here, not hours later in the job
     environment, withheld = _environment(os.environ)
     with contextlib.ExitStack() as stack:
         if "RUN_NAME" not in call.options:

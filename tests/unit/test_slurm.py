@@ -28,6 +28,7 @@ from sft_play.schedulers.slurm import BatchJob, options, render
 from tests.conftest import Done, Program
 from tests.programs import need
 
+JOB = Path("runs", "demo", "slurm", "job.sbatch")
 EVIL = "a $(touch x)`touch x` 'single' \"double\" \\ %j #; | & $HOME @JOB@"
 TOKEN = "hf_" + "abcdefghij" * 3
 
@@ -541,9 +542,28 @@ def test_scripts_written_in_the_same_second_have_different_runs(
 
 
 def test_a_started_run_continues_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "runs" / "demo")
-    run.path.mkdir(parents=True)
+    start_run(in_process, tmp_path)
+    assert command(in_process, tmp_path, "JSON=1").json["command"][3] == "train-fsdp"
+
+
+def start_run(program: Program, folder: Path) -> None:
+    """Leave what nodes leave that have started the run `demo`."""
+    run = RunFolder(folder / "runs" / "demo")
+    shutil.copy(command(program, folder, "JSON=1").json["config"], run.config)
     record_event(
         run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2, "deepspeed": None, "fsdp": {}}
     )
-    assert command(in_process, tmp_path, "JSON=1").json["command"][3] == "train-fsdp"
+
+
+def test_what_the_job_would_refuse_of_a_started_run_is_refused_before(in_process: Program, tmp_path: Path) -> None:
+    start_run(in_process, tmp_path)
+    script = (tmp_path / JOB).read_text()
+    refused = command(in_process, tmp_path, "TRAIN_LEARNING_RATE=1e-3")
+    assert refused.code == 2 and "TRAIN_LEARNING_RATE=1e-3: `train.learning_rate` cannot change in" in refused.err
+    assert (tmp_path / JOB).read_text() == script
+    for words in (
+        ("NUM_NODES=2", "NUM_GPUS=2", "SLURM_TIME=2:00:00", "TRAIN_MAX_STEPS=20", "TRAIN_BATCH_SIZE=1"),
+        ("SLURM_SETUP=['export SFT_TRAIN_LEARNING_RATE=1e-3']", "TRAIN_LEARNING_RATE=2e-4"),  # the job decides
+        ("RUN_NAME=other", "TRAIN_LEARNING_RATE=1e-3"),
+    ):
+        assert (done := command(in_process, tmp_path, *words)).code == 0, done.err
