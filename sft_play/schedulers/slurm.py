@@ -296,6 +296,12 @@ def _sbatch(program: str, option: str, script: Path) -> str:
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
+    if shutil.which("squeue") and _run("squeue", "--me", "--noheader").returncode:
+        raise HardwareError(
+            f"Slurm is not set up here, or its controller does not answer:\n{words}",
+            place=str(script),
+            hint=f"`scontrol ping` asks it again; on the cluster's login node: sbatch {script.absolute()}",
+        )
     text = f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}"
     raise UserError(text, place=str(script), hint=REFUSED_HINT)
 

@@ -489,11 +489,18 @@ def test_refusals_of_sbatch_are_user_errors(in_process: Program, tmp_path: Path)
     program = tmp_path / "sbatch"
     program.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2\nexit 1\n")
     program.chmod(0o755)
+    queue = tmp_path / "squeue"
+    queue.write_text("#!/bin/sh\n")
+    queue.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = command(in_process, tmp_path, "SUBMIT=1", "SLURM_QOS=best", env=env)
     message = "job.sbatch: the cluster refuses the job:\nsbatch: error: Invalid qos specification"
     assert done.code == 2 and message in done.err and "`sacctmgr show qos`" in done.err, done.err
 
+    queue.write_text("#!/bin/sh\nexit 1\n")
+    done = command(in_process, tmp_path, "SUBMIT=1", env=env)
+    assert done.code == 3 and "Slurm is not set up here, or its controller does not answer" in done.err, done.err
+    assert "sacctmgr" not in done.err
 
 
 SBATCH = """#!/bin/sh
