@@ -45,7 +45,7 @@ class SlurmConfig:
     gpu_type: Annotated[str, Pattern(ONE_NAME, "the cluster's name of a GPU, such as `h100`")] | None = None
     """GPU type (`--gpus-per-node=TYPE:COUNT`)."""
     cpus_per_gpu: Positive = 8
-    """Cores per GPU; without GPUs per process."""
+    """Cores per GPU; without GPUs per process; unless typed, no more than a node like this one has."""
     memory: (
         Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]"), "a number with `K`, `M`, `G` or `T`, such as `200G`")]
         | None

@@ -19,9 +19,9 @@ from sft_play.config.schedulers import KubernetesConfig, pod_memory, quantity
 from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.config.yaml_files import dump_documents, fill, read_plain_yaml
 from sft_play.errors import TOKEN, HardwareError, UserError
-from sft_play.files import is_file_name, typed_path, write_text
+from sft_play.files import typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, local_paths, rehearse_for_nodes, wants_reasons
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
@@ -30,7 +30,6 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.runs.prepared import sources_of
 from sft_play.text import plural, tell
 
 Document = dict[str, Any]
@@ -43,6 +42,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
 """Kind of job -> its name, the templates of its objects, and the name that it expects of a container."""
 PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
 """Role of a claim -> its mount path in pods."""
+MOUNTED = tuple(f"{place}/" for place in PLACES.values())
 SETTINGS = "/config"
 """Mount path of the configuration."""
 CONFIG_FILE, DEEPSPEED_FILE = "config.json", "deepspeed.json"
@@ -306,19 +306,7 @@ def _notes(spec: Spec, *, named: bool) -> Iterator[str]:
                 f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is"
                 f" {settings.image}"
             )
-    paths = {
-        config.model.name,
-        config.model.tokenizer,
-        config.data.chat_template,
-        *(source.path for source in sources_of(config)),
-    } - {None}
-    seen = (*(f"{place}/" for place in PLACES.values()), "examples/")
-    local = [
-        t
-        for t in paths
-        if t and (t.startswith(("/", "~", "./", "../")) or (is_file_name(t) and typed_path(t).exists()))
-    ]
-    if missing := sorted(text for text in local if not text.startswith(seen)):
+    if missing := [path for path in local_paths(config) if not path.startswith((*MOUNTED, "examples/"))]:
         yield (
             "pods see /models and /runs (claims) and the image's examples/; copy these there and use the paths there:"
             f" {', '.join(missing)}"

@@ -38,7 +38,7 @@ from sft_play.config.load import own_words, saved_form
 from sft_play.config.schedulers import SlurmConfig, quantity, seconds_of
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, local_paths, rehearse_for_nodes, wants_reasons
 from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
@@ -49,7 +49,7 @@ from sft_play.plan.plan import COMMANDS, Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.text import duration, plural, tell
+from sft_play.text import duration, list_some, plural, tell
 
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 TEMPLATE = Path(__file__).with_name("slurm.sh")
@@ -92,6 +92,8 @@ REFUSED_HINT = (
     "`sinfo` lists partitions, times and nodes, `sacctmgr show qos` and `sacctmgr show associations user=$USER` your"
     " limits; SLURM_..., NUM_NODES= and NUM_GPUS= ask for others"
 )
+LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders that each node usually has for itself."""
 Tasks = Mapping[int, tuple[str, Sequence[str]]]
 """Index in a sweep's array -> the run's name and the words of this task's command only. Empty without a sweep, where
 the index ends the run's name.
@@ -147,7 +149,7 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
         frozen = _frozen(rehearsal, script)
         job = replace(_job(rehearsal, name, script, environment, frozen), tasks=tasks or {})
         _write(rehearsal, {**frozen, script: render(job)})
-    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld, tasks)]:
+    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, script, withheld, tasks)]:
         tell(f"note: {notice}")
     if not call.json:
         print(
@@ -338,6 +340,10 @@ def _job(
     words = [sys.executable, "-m", "sft_play", _target(rehearsal, name)]
     words += [f"{option}={path}" for option, path in zip(("CONFIG", "DEEPSPEED_CONFIG"), frozen, strict=False)]
     words += [f"NUM_GPUS={rehearsal.processes}", NO_DEFAULT_FILE, *own_words(rehearsal.loaded)]
+    hardware, slurm = rehearsal.hardware, rehearsal.loaded.config.slurm
+    if (hardware.kind == "cpu" or not hardware.described) and not rehearsal.loaded.typed("slurm.cpus_per_gpu"):
+        there = max(1, hardware.cpu_threads // rehearsal.processes)
+        slurm = replace(slurm, cpus_per_gpu=min(slurm.cpus_per_gpu, there))
     return BatchJob(
         run_name=name,
         nodes=rehearsal.plan.num_nodes,
@@ -347,7 +353,7 @@ def _job(
         words=tuple(words),
         environment=environment,
         logs=script.parent,
-        slurm=rehearsal.loaded.config.slurm,
+        slurm=slurm,
     )
 
 
@@ -431,7 +437,7 @@ def _write(rehearsal: Rehearsal, files: Mapping[Path, Mapping[str, Any] | str]) 
         ) from error
 
 
-def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks | None) -> list[str]:
+def _notes(call: Call, rehearsal: Rehearsal, script: Path, withheld: list[str], tasks: Tasks | None) -> list[str]:
     notes = []
     if not call.options.get("HARDWARE"):
         what = (
@@ -449,6 +455,7 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
             " ends the job"
         )
     notes += _note_of_time(config.slurm, rehearsal.plan)
+    notes += _note_of_disks([Path.cwd(), runs_folder(), cache_folder(), script, *map(typed_path, local_paths(config))])
     if config.slurm.array and not tasks and not any(MADE_UNLIKE.search(line) for line in config.slurm.setup):
         notes.append(
             "the tasks of `slurm.array` train the same, each for itself: a line of `slurm.setup` such as"
@@ -468,6 +475,16 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
             f"HF_TOKEN is not written into the script: {HUB_LOGIN} keeps it in your home, where the job finds it"
         )
     return notes
+
+
+def _note_of_disks(needed: Sequence[Path]) -> list[str]:
+    """Return a note about the paths that probably only this machine has, if there are any."""
+    tops = [Path(top).resolve() for top in (*LOCAL, os.environ.get("TMPDIR")) if top]
+    unshared = {path.absolute() for path in needed if any(path.resolve().is_relative_to(top) for top in tops)}
+    if not unshared:
+        return []
+    listed = list_some(sorted(str(path) for path in unshared if unshared.isdisjoint(path.parents)), 4)
+    return [f"nodes may not see {listed}: `/tmp` and the like are usually a separate disk of each node"]
 
 
 def _note_of_time(slurm: SlurmConfig, plan: Plan) -> list[str]:

@@ -23,6 +23,7 @@ from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import record_event
+from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import RunFolder
 from sft_play.schedulers.slurm import BatchJob, options, render
 from tests.conftest import Done, Program
@@ -423,6 +424,24 @@ def test_a_job_that_waits_keeps_its_configuration_when_its_run_is_written_again(
     for facts, rate in zip((first, second), rates, strict=True):
         [config] = [word.removeprefix("CONFIG=") for word in facts["command"] if word.startswith("CONFIG=")]
         assert read_config(Path(config)).config.train.learning_rate == float(rate)
+
+
+def test_cores_are_at_most_those_of_a_node_unless_typed(in_process: Program, tmp_path: Path) -> None:
+    for words in (("NUM_NODES=2",), ("NUM_GPUS=2",), ("NUM_NODES=1",)):
+        done = command(in_process, tmp_path, "HARDWARE=cpu", *words)
+        cores = re.search(r"^#SBATCH --cpus-per-task=(\d+)$", (tmp_path / JOB).read_text(), re.M)
+        assert done.code == 0 and cores and 1 <= int(cores[1]) <= max(cpu_threads(), 2), done.err
+    command(in_process, tmp_path, "HARDWARE=cpu", "NUM_NODES=2", "NUM_GPUS=2", "SLURM_CPUS_PER_GPU=16")
+    assert "--cpus-per-task=32\n" in (tmp_path / JOB).read_text()
+    command(in_process, tmp_path)
+    assert "--cpus-per-task=32\n" in (tmp_path / JOB).read_text(), "cards as described say nothing about cores"
+
+
+def test_paths_on_a_disk_of_each_node_are_noted(in_process: Program, tmp_path: Path) -> None:
+    done = command(in_process, tmp_path, "DATA_TRAIN_PATH=/shared/rows.jsonl", env={"TMPDIR": str(tmp_path)})
+    assert done.code == 0 and re.search(rf"note: nodes may not see .*{tmp_path}/runs.*: `/tmp`", done.err), done.err
+    assert "/shared" not in re.sub("(?m)^warning: .*", "", done.err)
+    assert f"{tmp_path}/rows.jsonl" in command(in_process, tmp_path, env={"TMPDIR": str(tmp_path)}).err
 
 
 def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
