@@ -183,7 +183,7 @@ def main(call: Call) -> int:
 
 def render(call: Call) -> Rendered:
     """Return the files for a call. Raise `UserError` for what the kind of job cannot express."""
-    rehearsal = rehearse_for_nodes(call)
+    rehearsal = rehearse_for_nodes(call, seen=MOUNTED)
     spec = _spec(call, rehearsal)
     head = f"{spec.kind} of the run {spec.name}, {HEADER}"
     # Claims have a separate file, so that deleting the job by its file keeps what it made.

@@ -10,6 +10,7 @@ import yaml
 
 from sft_play.config.load import read_config
 from sft_play.errors import UserError
+from tests.conftest import Program
 from tests.kubernetes_runs import KINDS, documents, documents_of, of_kind, pods, rendered
 
 TOKEN_LIKE = "hf_" + "AbCdEfGhIjKlMnOpQrSt"
@@ -174,6 +175,16 @@ def test_planned_host_memory_must_fit_the_pod() -> None:
     assert noted(sharded, "a pod's memory"), "each process loads all weights in fp32"
 
 
+def test_data_on_a_claim_need_not_be_on_this_machine(in_process: Program) -> None:
+    words = ("CONFIG=configs/quickstart.yaml", "HARDWARE=L40S", "DATA_VAL_PATH=null", "TRAIN_EVAL_STRATEGY=no")
+    mounted, other = (
+        in_process("kubernetes", *words, f"DATA_TRAIN_PATH={folder}/rows.jsonl") for folder in ("/models", "/elsewhere")
+    )
+    assert mounted.code == other.code == 0, mounted.err + other.err
+    assert "not on this machine" not in mounted.err and "copy these there" not in mounted.err
+    assert "`/elsewhere/rows.jsonl` are not on this machine" in other.err
+
+
 def test_claims_are_in_a_separate_file_and_allow_many_pods() -> None:
     files = rendered(*CLAIMS, "KUBERNETES_TRACKING_CLAIM=aim").files
     claims = [
@@ -223,6 +234,7 @@ def test_pods_go_to_the_nodes_that_are_asked_for() -> None:
             ("KUBERNETES_MEMORY=64",),
             "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes",
         ),
+        (("KUBERNETES_STORAGE_SIZE=500GB",), "hint: write `500G`"),
         (("KUBERNETES_SHM=16",), "`kubernetes.shm` is `16`; expected a quantity such as `64Gi`"),
         (
             ("KUBERNETES_SHM=64Gi",),
