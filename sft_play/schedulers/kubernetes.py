@@ -22,6 +22,7 @@ from sft_play.errors import TOKEN, HardwareError, UserError
 from sft_play.files import typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
 from sft_play.launch.rehearse import Rehearsal, local_paths, rehearse_for_nodes, wants_reasons
+from sft_play.launch.runs import short_path
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
@@ -67,7 +68,7 @@ class Spec:
     card: str
     """The catalogue's name of the pods' GPU, or `cpu`."""
     files: Mapping[str, str]
-    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON
+    """Files of `/config`: the resolved configuration with the origins of typed keys, and a user's DeepSpeed JSON
     verbatim.
     """
 
@@ -213,7 +214,10 @@ def name_of(run_name: str | None, path: Path | None) -> str:
 def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
     """Return the run's facts. Raise `UserError` if the kind of job cannot express it or it contains a token."""
     loaded, plan, settings = rehearsal.loaded, rehearsal.plan, rehearsal.loaded.config.kubernetes
-    files = {CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
+    saved = saved_form(loaded)
+    saved["origins"] = {key: short_path(origin) for key, origin in saved["origins"].items() if loaded.typed(key)}
+    saved["path"] = short_path(saved["path"]) if saved["path"] else None
+    files = {CONFIG_FILE: json.dumps(saved, indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
         # It was read and checked by `read_options`.
         files[DEEPSPEED_FILE] = typed_path(path).read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,9 @@ def test_the_configuration_in_the_map_is_the_resolved_one_and_is_read_back(tmp_p
     assert files["immutable"], "an earlier job reads it when its pods start"
     path.write_text(files["data"]["config.json"])
     again = read_config(path, of_run=False)
+    origins = json.loads(files["data"]["config.json"])["origins"]
+    assert origins.keys() >= {"train.learning_rate", "model.name"} and "default" not in origins.values()
+    assert str(Path.cwd()) not in files["data"]["config.json"]
     assert again.config.train.learning_rate == 3e-5 and dict(again.config.kubernetes.env) == {
         "NCCL_DEBUG": "INFO",
         "A_B": "1",
