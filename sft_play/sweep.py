@@ -104,14 +104,13 @@ def main(call: Call) -> int:
         )
     path, config = typed_path(call.options["SWEEP"]), config_path(call.options["CONFIG"])
     sweep = read_sweep(path)
-    if typed := [
-        override
-        for override in call.overrides
-        if override.key in sweep.keys or (slurm and override.key == "slurm.array")
-    ]:
-        raise UserError(
-            f"`{typed[0].key}` was typed, but it is also a key of the sweep", place=typed[0].origin, hint="give it once"
-        )
+    for override in call.overrides:
+        if override.key in sweep.keys:
+            text = f"`{override.key}` was typed, but it is also a key of the sweep"
+            raise UserError(text, place=override.origin, hint="give it once")
+        if slurm and override.key == "slurm.array" and not override.text.startswith("%"):
+            text = "the indices of a sweep's array are those of its runs"
+            raise UserError(text, place=override.origin, hint="SLURM_ARRAY=%2 trains two runs at a time")
     loaded = load_config(config, call.overrides).config
     if loaded.tuning.backend == "unsloth":
         enter_unsloth("sweep")
@@ -182,7 +181,8 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], longer: Container[s
             f"the sweep `{name}` is in the queue already",
             hint=f"squeue --me --name={name}; when it has ended, type the same command again",
         )
-    array = Override(key="slurm.array", text=",".join(map(str, tasks)), origin=call.options["SWEEP"])
+    throttle = "".join((call.load_config().config.slurm.array or "").partition("%")[1:])
+    array = Override(key="slurm.array", text=",".join(map(str, tasks)) + throttle, origin=call.options["SWEEP"])
     return write_job(_call(call, name, array), tasks)
 
 

@@ -84,8 +84,6 @@ OF_STEPS = {
 """Options of sbatch -> the variables, without `SLURM_`, by which a job passes them to srun."""
 MADE_UNLIKE = re.compile(r"SLURM_ARRAY_|^\s*(source|\.)\s")
 """What a line of `slurm.setup` may make the tasks of an array differ by: the index, or a file that reads it."""
-SETS_KEYS = re.compile(r"SFT_|^\s*(source|\.)\s")
-"""What a line of `slurm.setup` may set keys by, which only the job knows then."""
 LONGEST_INDEX = 11
 """Letters that a task of an array adds to the run's name, including the hyphen."""
 REFUSED_HINT = (
@@ -137,9 +135,12 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
         path, by_hand = rehearsal.absent[0], "if only the nodes see it, omit SUBMIT=1 and submit the script"
         raise DataError(f"not submitted: `{path}` is not on this machine", hint=f"{hint_absent(path)}\n      {by_hand}")
     name = choose_name(call.options.get("RUN_NAME"), rehearsal.loaded.path)
-    if rehearsal.loaded.config.slurm.array:
+    if array := rehearsal.loaded.config.slurm.array:
+        if array.startswith("%") and not tasks:
+            text, place = f"`slurm.array` is `{array}`, without indices", rehearsal.loaded.origins["slurm.array"]
+            raise UserError(text, place=place, hint=f"SLURM_ARRAY=0-3{array}; only `make sweep` knows its own")
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too
-    elif (run := started_run(name)) and not any(map(SETS_KEYS.search, rehearsal.loaded.config.slurm.setup)):
+    elif run := started_run(name):
         refuse_changes(call, rehearsal.loaded, run)  # here, not hours later in the job
     environment, withheld = _environment(os.environ)
     with contextlib.ExitStack() as stack:

@@ -142,6 +142,16 @@ def test_a_mistake_is_found_before_anything_starts(
     in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, message)
 
 
+def test_the_array_of_a_sweep_takes_a_throttle(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "seeds.yaml"
+    path.write_text("keys: {train.seed: [1, 2, 3]}\n")
+    words = ("CONFIG=quickstart", "HARDWARE=1xH100", "SLURM_ARRAY=%2")
+    done = in_process("sweep", *words, f"SWEEP={path}", "SLURM=1")
+    script = tmp_path / "runs" / "quickstart-seeds" / "slurm" / "job.sbatch"
+    assert done.code == 0 and "#SBATCH --array=1,2,3%2\n" in script.read_text(), done.err
+    in_process("slurm", *words).refused(2, "SLURM_ARRAY=%2: `slurm.array` is `%2`, without indices", "0-3%2")
+
+
 def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
@@ -151,7 +161,7 @@ def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_pat
         ("", "needs `SWEEP`"),
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
         (f"SWEEP={mixed} SLURM=1 HARDWARE=2xH100", "train-deepspeed and train-distributed"),
-        (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` was typed"),
+        (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "hint: SLURM_ARRAY=%2 trains two runs at a time"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=epoch", "by `eval_rougeL`, but no answers are generated while"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=no", "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):
