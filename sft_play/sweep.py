@@ -22,19 +22,17 @@ from sft_play.config.names import hint_elsewhere, suggest
 from sft_play.config.reader import INVALID, Mismatch, read_record, shown
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import YamlNode, read_yaml, scalar_text
-from sft_play.errors import UserError, raise_all, typed_here
+from sft_play.errors import DataError, UserError, raise_all, typed_here
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
-from sft_play.launch.job import read_options
 from sft_play.launch.rehearse import rehearse, usual_strategy
+from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.runs import Summary, list_run
-from sft_play.plan.detect import detect
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
-from sft_play.plan.sources import plan_for
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import eval_command
 from sft_play.schedulers.slurm import is_queued
@@ -66,6 +64,9 @@ class Trial:
     name: str
     values: Mapping[str, str]
     origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: " + ", ".join(f"{key}={text}" for key, text in self.values.items())
 
     def overrides(self) -> tuple[Override, ...]:
         """Return its values as overrides, with `launch.auto_resume`, so that a repeated command continues its run."""
@@ -133,8 +134,7 @@ def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric:
         if trial.name in longer:
             results.append(result_of(trial, longer))
             continue
-        words = ", ".join(f"{key}={text}" for key, text in trial.values.items())
-        tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {words}")
+        tell(f"\nsweep: run {place} of {len(trials)}, {trial}")
         trial_call = _call(call, trial.name, *trial.overrides())
         _, outcome = start_run(trial_call, usual_strategy(trial_call))
         if stopped := outcome.late_stop or (outcome.code in STOPPED and outcome.code):
@@ -257,18 +257,22 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> dict[str, int]:
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
     for trial in trials:
         check_unchanged(trial)
-    hardware, seconds, targets = detect(), list[float | None](), set[str]()
+    seconds, targets = list[float | None](), set[str]()
     longer, extended = dict[str, int](), dict[str, int]()
     for trial in trials:
-        ours = _call(call, trial.name, *trial.overrides())
-        if call.flag("SLURM"):
-            plan = rehearse(ours).plan
-        else:
-            options, loaded = read_options(ours, ours.load_config(), "auto")
-            plan = plan_for(loaded, hardware, options.request)
+        try:
+            rehearsal = rehearse(_call(call, trial.name, *trial.overrides()))
+            plan, past = rehearsal.plan, result_of(trial).summary
+            if rehearsal.absent and past.state != "finished" and not call.flag("SLURM"):
+                raise DataError(f"there is no `{rehearsal.absent[0]}`")
+            is_longer = bool(plan.steps) and past.step > (plan.steps or 0)  # `make resume` trained it on
+            if (run := started_run(trial.name)) and not is_longer:
+                refuse_changes(call, rehearsal.loaded, run)
+        except UserError:
+            tell(f"sweep: nothing starts, because of {trial}")
+            raise
         targets.add(command_of(plan.strategy))
-        past = result_of(trial).summary
-        if plan.steps and past.step > plan.steps:  # `make resume` trained it on
+        if is_longer:
             longer[trial.name] = past.step
         elif past.state != "finished" or plan.steps not in (None, past.steps):
             extended |= {trial.name: past.step} if past.state == "finished" else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -300,6 +301,8 @@ def restore_on_error(path: Path) -> Iterator[None]:
         raise
 
 
+SETS_KEYS = re.compile(r"SFT_|^\s*(source|\.)\s")
+"""What a line of `slurm.setup` may set keys by: a variable, or a file that sets it."""
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
 """Options of a first start, whose effects are compared with the run instead."""
 OF_REPLICAS = frozenset({"single", "ddp", "auto"})
@@ -334,7 +337,11 @@ def started_run(name: str) -> RunFolder | None:
 
 
 def refuse_changes(call: Call, loaded: LoadedConfig, run: RunFolder) -> None:
-    """Raise `UserError` if a later start with this configuration would be refused, since it continues `run`."""
+    """Raise `UserError` if a later start with this configuration would be refused, since it continues `run`; leave that
+    to a job whose setup may set keys.
+    """
+    if any(map(SETS_KEYS.search, loaded.config.slurm.setup)):
+        return
     check_overrides(replace(call, overrides=tuple(changes(read_config(run.config), loaded))))
     if newest := newest_valid(run, sizes_only=True)[0]:
         compare_early(newest, loaded.config)

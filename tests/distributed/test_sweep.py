@@ -142,6 +142,15 @@ def test_a_mistake_is_found_before_anything_starts(
     in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, message)
 
 
+def test_a_sweep_counts_processes_as_its_runs_and_names_the_run_that_cannot_be(
+    in_process: Program, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.yaml"
+    path.write_text("keys: {train.batch_size: [8, 16]}\n")
+    done = in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}", "TRAIN_GLOBAL_BATCH_SIZE=8")
+    done.refused(2, "nothing starts, because of quickstart-rows-02: train.batch_size=16\n", "16 rows")
+
+
 def test_the_array_of_a_sweep_takes_a_throttle(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "seeds.yaml"
     path.write_text("keys: {train.seed: [1, 2, 3]}\n")
