@@ -31,6 +31,7 @@ from sft_play.launch.rehearse import rehearse, usual_strategy
 from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.runs import Summary, list_run
+from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, runs_folder
@@ -82,10 +83,17 @@ class Result:
     summary: Summary
     longer: bool = False
     """Whether the run has made more steps than the sweep asks for."""
+    code: int = 0
+    """Exit code of this command's own attempt; a run that failed before its workers started left no files."""
 
     @property
     def complete(self) -> bool:
         return self.longer or self.summary.state == "finished"
+
+    @property
+    def state(self) -> str:
+        """How the run ended, as `make runs` says it."""
+        return f"failed ({self.code})" if self.code else self.summary.state
 
     def score(self, metric: str) -> float | None:
         """Return the run's score, or `None` if it is not complete or has no finite value."""
@@ -126,8 +134,8 @@ def main(call: Call) -> int:
 
 
 def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric: str) -> int:
-    """Train the runs one after the other, except those that have trained `longer`, and rank all. Return the exit
-    code.
+    """Train the runs one after the other, except those that have trained `longer`, and rank all. Return the exit code,
+    that of the first failure if a run failed.
     """
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
@@ -136,16 +144,25 @@ def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric:
             continue
         tell(f"\nsweep: run {place} of {len(trials)}, {trial}")
         trial_call = _call(call, trial.name, *trial.overrides())
-        _, outcome = start_run(trial_call, usual_strategy(trial_call))
+        try:
+            _, outcome = start_run(trial_call, usual_strategy(trial_call))
+        except UserError as error:
+            outcome = Outcome(code=error.exit_code, message=error.render())
+        except SystemExit as error:  # the process that prepares has reported its own error
+            if not isinstance(error.code, int) or error.code in STOPPED:
+                raise
+            outcome = Outcome(code=error.code)
         if stopped := outcome.late_stop or (outcome.code in STOPPED and outcome.code):
             tell("stopped; the same command continues the sweep")
             return stopped
         if outcome.message:
             tell(outcome.message)
-        results.append(result_of(trial, longer))
+        if outcome.code:
+            tell(f"\n{trial.name} failed with code {outcome.code}; the same command tries it again")
+        results.append(replace(result_of(trial, longer), code=outcome.code))
     metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
-    return 0 if any(result.complete for result in results) else 75
+    return next((result.code for result in results if result.code), 0)
 
 
 def _metric(sweep: Sweep, config: Config, path: Path) -> str:
@@ -321,7 +338,8 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
                 "run": result.trial.name,
                 "values": dict(result.trial.values),
                 metric: result.score(metric),
-                "state": result.summary.state,
+                "state": "failed" if result.code else result.summary.state,
+                "code": result.code or result.summary.code,
             }
             for result in results
         ]
@@ -334,7 +352,7 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
             result.trial.name,
             *result.trial.values.values(),
             *("-" if (score := result.score(name)) is None else figure(score, 4) for name in scores),
-            result.summary.state,
+            result.state,
             str(result.summary.step),
             duration(result.summary.seconds or 0.0),
         )

@@ -142,6 +142,21 @@ def test_a_mistake_is_found_before_anything_starts(
     in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, message)
 
 
+@pytest.mark.broad
+def test_a_run_that_fails_does_not_end_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    (tmp_path / "lengths.yaml").write_text("keys:\n  model.max_seq_len: [8, 64]\n")
+    words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=lengths.yaml", "DATA_OVERLONG=error", "TRAIN_EVAL_STEPS=1")
+    words = (*words, "DATA_VAL_PATH=rows.jsonl", "TRAIN_EVAL_STRATEGY=steps")
+    for _ in range(2):
+        done = launcher(*words)
+        assert done.code == 4 and "8 of 8 rows are longer than `model.max_seq_len` 8" in done.err, done.err
+        assert "run 1 of 2, demo-lengths-01: model.max_seq_len=8\n" in done.err
+        assert "demo-lengths-01 failed with code 4; the same command tries it again" in done.err
+        assert re.search(r"^demo-lengths-02 .* finished ", done.out, re.M), done.out
+        assert re.search(r"^demo-lengths-01 .* failed \(4\) ", done.out, re.M), done.out
+
+
 def test_a_sweep_counts_processes_as_its_runs_and_names_the_run_that_cannot_be(
     in_process: Program, tmp_path: Path
 ) -> None:
