@@ -34,8 +34,8 @@ from sft_play.launch.runs import Summary, list_run
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
-from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.runs.gate import eval_command
+from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
+from sft_play.runs.gate import eval_command, read_facts
 from sft_play.schedulers.slurm import is_queued
 from sft_play.schedulers.slurm import main as write_job
 from sft_play.text import duration, figure, list_some, plural, table, tell
@@ -93,7 +93,8 @@ class Result:
     @property
     def state(self) -> str:
         """How the run ended, as `make runs` says it."""
-        return f"failed ({self.code})" if self.code else self.summary.state
+        state = f"failed ({self.code})" if self.code else self.summary.state
+        return f"{state} ({self.summary.risen})" if self.summary.risen else state
 
     def score(self, metric: str) -> float | None:
         """Return the run's score, or `None` if it is not complete or has no finite value."""
@@ -340,6 +341,7 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
                 metric: result.score(metric),
                 "state": "failed" if result.code else result.summary.state,
                 "code": result.code or result.summary.code,
+                "risen": result.summary.risen,
             }
             for result in results
         ]
@@ -360,8 +362,14 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
     ]
     print("", *table([("run", *results[0].trial.values, *scores, "state", "step", "time"), *rows]), sep="\n")
     best = [result.trial.name for result in results if result.score(metric) is not None][:2]
+    if not_best := [text for result in results if (text := _worse_at_its_end(result, metric))]:
+        print(
+            f"\nnote: ranked by the best evaluation, but model/ is that of the last step: {list_some(not_best, 8)};"
+            " `train.load_best_model_at_end: true` keeps the best"
+        )
     if best:
-        print(typed_here(f"\nto train the best on: make resume RUN={best[0]} TRAIN_MAX_STEPS=MORE"))
+        print(typed_here(f"\nto use the best: make infer RUN={best[0]}"))
+        print(typed_here(f"to train the best on: make resume RUN={best[0]} TRAIN_MAX_STEPS=MORE"))
     if len(best) > 1:
         hint = typed_here(f'make compare RUNS="{" ".join(best)}"')
         try:
@@ -377,6 +385,16 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
             print()
             show_comparison(compared)
             print(f"with answers: {hint}")
+
+
+def _worse_at_its_end(result: Result, metric: str) -> str:
+    """Return a run with its last evaluation if its model has those weights and another evaluation was its best."""
+    run, score = RunFolder(runs_folder() / result.trial.name), result.score(metric)
+    keeps_best = read_facts(run.config).get("config", {}).get("train", {}).get("load_best_model_at_end")
+    evaluations = [row[metric] for row in metric_rows(run.metrics) if row.get("kind") == "eval" and metric in row]
+    if score is None or keeps_best or not evaluations or evaluations[-1] == score:
+        return ""
+    return f"{run.name} ({figure(evaluations[-1], 4)})"
 
 
 def _call(call: Call, run_name: str, *ours: Override) -> Call:

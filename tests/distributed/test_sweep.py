@@ -80,6 +80,7 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     )
 
     best = results[0]["run"]
+    assert f"to use the best: make infer RUN={best}\n" in listing and "keeps the best" not in listing
     assert f"to train the best on: make resume RUN={best} TRAIN_MAX_STEPS=MORE" in listing
     assert launcher("resume", f"RUN={best}", "TRAIN_MAX_STEPS=34").code == 0
     append_json_line(RunFolder(launcher.runs / best).events, {"event": "stopped", "node": 0, "time": time.time()})
@@ -155,6 +156,11 @@ def test_a_run_that_fails_does_not_end_the_sweep_and_is_tried_again(tmp_path: Pa
         assert "demo-lengths-01 failed with code 4; the same command tries it again" in done.err
         assert re.search(r"^demo-lengths-02 .* finished ", done.out, re.M), done.out
         assert re.search(r"^demo-lengths-01 .* failed \(4\) ", done.out, re.M), done.out
+
+    run = RunFolder(launcher.runs / "demo-lengths-02")
+    append_json_line(run.metrics, {"kind": "eval", "step": 2, "eval_loss": 60.2})
+    listing = launcher(*words).out
+    assert "but model/ is that of the last step: demo-lengths-02 (60.2);" in listing and "(worse)" in listing, listing
 
 
 def test_a_sweep_counts_processes_as_its_runs_and_names_the_run_that_cannot_be(
