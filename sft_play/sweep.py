@@ -22,21 +22,20 @@ from sft_play.config.names import hint_elsewhere, suggest
 from sft_play.config.reader import INVALID, Mismatch, read_record, shown
 from sft_play.config.schema import Config
 from sft_play.config.yaml_files import YamlNode, read_yaml, scalar_text
-from sft_play.errors import UserError, raise_all, typed_here
+from sft_play.errors import DataError, UserError, raise_all, typed_here
 from sft_play.evaluation.compare import compare, read_sides
 from sft_play.evaluation.compare import show as show_comparison
 from sft_play.files import typed_path
 from sft_play.launch.commands import start_run
-from sft_play.launch.job import read_options
 from sft_play.launch.rehearse import rehearse, usual_strategy
+from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name
 from sft_play.launch.runs import Summary, list_run
-from sft_play.plan.detect import detect
+from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
-from sft_play.plan.sources import plan_for
-from sft_play.runs.folder import RunFolder, runs_folder
-from sft_play.runs.gate import eval_command
+from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
+from sft_play.runs.gate import eval_command, read_facts
 from sft_play.schedulers.slurm import is_queued
 from sft_play.schedulers.slurm import main as write_job
 from sft_play.text import duration, figure, list_some, plural, table, tell
@@ -67,6 +66,9 @@ class Trial:
     values: Mapping[str, str]
     origin: str
 
+    def __str__(self) -> str:
+        return f"{self.name}: " + ", ".join(f"{key}={text}" for key, text in self.values.items())
+
     def overrides(self) -> tuple[Override, ...]:
         """Return its values as overrides, with `launch.auto_resume`, so that a repeated command continues its run."""
         values = {**self.values, "launch.auto_resume": "true"}
@@ -81,10 +83,18 @@ class Result:
     summary: Summary
     longer: bool = False
     """Whether the run has made more steps than the sweep asks for."""
+    code: int = 0
+    """Exit code of this command's own attempt; a run that failed before its workers started left no files."""
 
     @property
     def complete(self) -> bool:
         return self.longer or self.summary.state == "finished"
+
+    @property
+    def state(self) -> str:
+        """How the run ended, as `make runs` says it."""
+        state = f"failed ({self.code})" if self.code else self.summary.state
+        return f"{state} ({self.summary.risen})" if self.summary.risen else state
 
     def score(self, metric: str) -> float | None:
         """Return the run's score, or `None` if it is not complete or has no finite value."""
@@ -104,14 +114,13 @@ def main(call: Call) -> int:
         )
     path, config = typed_path(call.options["SWEEP"]), config_path(call.options["CONFIG"])
     sweep = read_sweep(path)
-    if typed := [
-        override
-        for override in call.overrides
-        if override.key in sweep.keys or (slurm and override.key == "slurm.array")
-    ]:
-        raise UserError(
-            f"`{typed[0].key}` was typed, but it is also a key of the sweep", place=typed[0].origin, hint="give it once"
-        )
+    for override in call.overrides:
+        if override.key in sweep.keys:
+            text = f"`{override.key}` was typed, but it is also a key of the sweep"
+            raise UserError(text, place=override.origin, hint="give it once")
+        if slurm and override.key == "slurm.array" and not override.text.startswith("%"):
+            text = "the indices of a sweep's array are those of its runs"
+            raise UserError(text, place=override.origin, hint="SLURM_ARRAY=%2 trains two runs at a time")
     loaded = load_config(config, call.overrides).config
     if loaded.tuning.backend == "unsloth":
         enter_unsloth("sweep")
@@ -126,27 +135,35 @@ def main(call: Call) -> int:
 
 
 def in_turn(call: Call, trials: Sequence[Trial], longer: Container[str], metric: str) -> int:
-    """Train the runs one after the other, except those that have trained `longer`, and rank all. Return the exit
-    code.
+    """Train the runs one after the other, except those that have trained `longer`, and rank all. Return the exit code,
+    that of the first failure if a run failed.
     """
     results: list[Result] = []
     for place, trial in enumerate(trials, 1):
         if trial.name in longer:
             results.append(result_of(trial, longer))
             continue
-        words = ", ".join(f"{key}={text}" for key, text in trial.values.items())
-        tell(f"\nsweep: run {place} of {len(trials)}, {trial.name}: {words}")
+        tell(f"\nsweep: run {place} of {len(trials)}, {trial}")
         trial_call = _call(call, trial.name, *trial.overrides())
-        _, outcome = start_run(trial_call, usual_strategy(trial_call))
+        try:
+            _, outcome = start_run(trial_call, usual_strategy(trial_call))
+        except UserError as error:
+            outcome = Outcome(code=error.exit_code, message=error.render())
+        except SystemExit as error:  # the process that prepares has reported its own error
+            if not isinstance(error.code, int) or error.code in STOPPED:
+                raise
+            outcome = Outcome(code=error.code)
         if stopped := outcome.late_stop or (outcome.code in STOPPED and outcome.code):
             tell("stopped; the same command continues the sweep")
             return stopped
         if outcome.message:
             tell(outcome.message)
-        results.append(result_of(trial, longer))
+        if outcome.code:
+            tell(f"\n{trial.name} failed with code {outcome.code}; the same command tries it again")
+        results.append(replace(result_of(trial, longer), code=outcome.code))
     metric = usable_metric(metric, results)
     show(call, rank_results(results, metric), metric)
-    return 0 if any(result.complete for result in results) else 75
+    return next((result.code for result in results if result.code), 0)
 
 
 def _metric(sweep: Sweep, config: Config, path: Path) -> str:
@@ -182,7 +199,8 @@ def by_slurm(call: Call, name: str, trials: Sequence[Trial], longer: Container[s
             f"the sweep `{name}` is in the queue already",
             hint=f"squeue --me --name={name}; when it has ended, type the same command again",
         )
-    array = Override(key="slurm.array", text=",".join(map(str, tasks)), origin=call.options["SWEEP"])
+    throttle = "".join((call.load_config().config.slurm.array or "").partition("%")[1:])
+    array = Override(key="slurm.array", text=",".join(map(str, tasks)) + throttle, origin=call.options["SWEEP"])
     return write_job(_call(call, name, array), tasks)
 
 
@@ -257,18 +275,22 @@ def say_plan(call: Call, trials: Sequence[Trial]) -> dict[str, int]:
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
     for trial in trials:
         check_unchanged(trial)
-    hardware, seconds, targets = detect(), list[float | None](), set[str]()
+    seconds, targets = list[float | None](), set[str]()
     longer, extended = dict[str, int](), dict[str, int]()
     for trial in trials:
-        ours = _call(call, trial.name, *trial.overrides())
-        if call.flag("SLURM"):
-            plan = rehearse(ours).plan
-        else:
-            options, loaded = read_options(ours, ours.load_config(), "auto")
-            plan = plan_for(loaded, hardware, options.request)
+        try:
+            rehearsal = rehearse(_call(call, trial.name, *trial.overrides()))
+            plan, past = rehearsal.plan, result_of(trial).summary
+            if rehearsal.absent and past.state != "finished" and not call.flag("SLURM"):
+                raise DataError(f"there is no `{rehearsal.absent[0]}`")
+            is_longer = bool(plan.steps) and past.step > (plan.steps or 0)  # `make resume` trained it on
+            if (run := started_run(trial.name)) and not is_longer:
+                refuse_changes(call, rehearsal.loaded, run)
+        except UserError:
+            tell(f"sweep: nothing starts, because of {trial}")
+            raise
         targets.add(command_of(plan.strategy))
-        past = result_of(trial).summary
-        if plan.steps and past.step > plan.steps:  # `make resume` trained it on
+        if is_longer:
             longer[trial.name] = past.step
         elif past.state != "finished" or plan.steps not in (None, past.steps):
             extended |= {trial.name: past.step} if past.state == "finished" else {}
@@ -317,7 +339,9 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
                 "run": result.trial.name,
                 "values": dict(result.trial.values),
                 metric: result.score(metric),
-                "state": result.summary.state,
+                "state": "failed" if result.code else result.summary.state,
+                "code": result.code or result.summary.code,
+                "risen": result.summary.risen,
             }
             for result in results
         ]
@@ -330,7 +354,7 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
             result.trial.name,
             *result.trial.values.values(),
             *("-" if (score := result.score(name)) is None else figure(score, 4) for name in scores),
-            result.summary.state,
+            result.state,
             str(result.summary.step),
             duration(result.summary.seconds or 0.0),
         )
@@ -338,8 +362,14 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
     ]
     print("", *table([("run", *results[0].trial.values, *scores, "state", "step", "time"), *rows]), sep="\n")
     best = [result.trial.name for result in results if result.score(metric) is not None][:2]
+    if not_best := [text for result in results if (text := _worse_at_its_end(result, metric))]:
+        print(
+            f"\nnote: ranked by the best evaluation, but model/ is that of the last step: {list_some(not_best, 8)};"
+            " `train.load_best_model_at_end: true` keeps the best"
+        )
     if best:
-        print(typed_here(f"\nto train the best on: make resume RUN={best[0]} TRAIN_MAX_STEPS=MORE"))
+        print(typed_here(f"\nto use the best: make infer RUN={best[0]}"))
+        print(typed_here(f"to train the best on: make resume RUN={best[0]} TRAIN_MAX_STEPS=MORE"))
     if len(best) > 1:
         hint = typed_here(f'make compare RUNS="{" ".join(best)}"')
         try:
@@ -355,6 +385,16 @@ def show(call: Call, results: Sequence[Result], metric: str) -> None:
             print()
             show_comparison(compared)
             print(f"with answers: {hint}")
+
+
+def _worse_at_its_end(result: Result, metric: str) -> str:
+    """Return a run with its last evaluation if its model has those weights and another evaluation was its best."""
+    run, score = RunFolder(runs_folder() / result.trial.name), result.score(metric)
+    keeps_best = read_facts(run.config).get("config", {}).get("train", {}).get("load_best_model_at_end")
+    evaluations = [row[metric] for row in metric_rows(run.metrics) if row.get("kind") == "eval" and metric in row]
+    if score is None or keeps_best or not evaluations or evaluations[-1] == score:
+        return ""
+    return f"{run.name} ({figure(evaluations[-1], 4)})"
 
 
 def _call(call: Call, run_name: str, *ours: Override) -> Call:

@@ -14,7 +14,7 @@ NAME = re.compile(r"[\w.,@:+/-]+")
 """A name of the cluster's (partition, account, ...), or several between commas."""
 ONE_NAME = re.compile(r"[\w.-]+")
 ARRAY = Pattern(
-    re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?", re.ASCII),
+    re.compile(r"(?=.)(\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*)?(%[1-9]\d*)?", re.ASCII),
     "indices such as `0-3`, `1,5,7` or `1-10%1`",
 )
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -45,7 +45,7 @@ class SlurmConfig:
     gpu_type: Annotated[str, Pattern(ONE_NAME, "the cluster's name of a GPU, such as `h100`")] | None = None
     """GPU type (`--gpus-per-node=TYPE:COUNT`)."""
     cpus_per_gpu: Positive = 8
-    """Cores per GPU; without GPUs per process."""
+    """Cores per GPU; without GPUs per process; unless typed, no more than a node like this one has."""
     memory: (
         Annotated[str, Pattern(re.compile(r"[0-9]+[KMGT]"), "a number with `K`, `M`, `G` or `T`, such as `200G`")]
         | None
@@ -61,7 +61,7 @@ class SlurmConfig:
     max_requeues: FromZero = 20
     """Most requeues."""
     array: Annotated[str, ARRAY] | None = None
-    """Job array (`0-3`, `1-10%1`): each task is a run `RUN_NAME-INDEX`."""
+    """Job array (`0-3`, `1-10%1`): each task is a run `RUN_NAME-INDEX`; for a sweep `%2`, two runs at a time."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the launch (`module load cuda`)."""
     options: list[str] = field(default_factory=list)

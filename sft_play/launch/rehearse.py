@@ -11,7 +11,9 @@ from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent, is_glob, names_file
 from sft_play.config.layers import Override
 from sft_play.config.load import LoadedConfig, override_config, save_config
+from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError, typed_here
+from sft_play.files import is_file_name, typed_path
 from sft_play.launch.attempt import obtain_prepared, probe
 from sft_play.launch.job import LaunchOptions, job_of, read_options, refuse_early, refuse_files
 from sft_play.launch.process import end_by_signals
@@ -91,10 +93,11 @@ class Rehearsal:
         return command_of(self.plan.strategy)
 
 
-def rehearse(call: Call, source: Source = "known") -> Rehearsal:
+def rehearse(call: Call, source: Source = "known", seen: tuple[str, ...] = ()) -> Rehearsal:
     """Return the configuration and the plan of a call, for `HARDWARE` or for hardware like this machine's.
 
-    Raise `UserError`, after showing the parts of what does not fit.
+    Paths of data that begin with one of `seen` are looked for only where the run trains. Raise `UserError`, after
+    showing the parts of what does not fit.
     """
     price = parse_price(call.options.get("PRICE_PER_HOUR"))
     options, loaded = read_options(call, call.load_config(), "auto", rehearsal=True)
@@ -123,11 +126,22 @@ def rehearse(call: Call, source: Source = "known") -> Rehearsal:
         raise error.without_remedies() from None
     refuse_files(options, plan, loaded.config, shape_of(loaded.config.model))
     paths = [source.path for source in sources_of(loaded.config) if names_file(source.path)]
-    absent = tuple(path for path in paths if not is_glob(path) and not Path(path).expanduser().exists())
+    absent = tuple(path for path in paths if not (is_glob(path) or path.startswith(seen) or typed_path(path).exists()))
     for path in absent:
         tell(f"warning: the data `{path}` are not on this machine\nhint: {hint_absent(path)}")
     plan = with_cost(plan, hardware, price)
     return Rehearsal(loaded=loaded, options=options, hardware=hardware, plan=plan, absent=absent)
+
+
+def local_paths(config: Config) -> list[str]:
+    """Return the paths of data, models and the chat template that are files or folders of this machine, sorted."""
+    sources = (source.path for source in sources_of(config))
+    paths = {config.model.name, config.model.tokenizer, config.data.chat_template, *sources} - {None}
+    return sorted(
+        text
+        for text in paths
+        if text and (text.startswith(("/", "~", "./", "../")) or (is_file_name(text) and typed_path(text).exists()))
+    )
 
 
 def _machines(call: Call, hardware: Hardware, request: LaunchRequest) -> tuple[Hardware, LaunchRequest]:
@@ -152,10 +166,10 @@ def _machines(call: Call, hardware: Hardware, request: LaunchRequest) -> tuple[H
     return replace(hardware, network=None), request
 
 
-def rehearse_for_nodes(call: Call) -> Rehearsal:
+def rehearse_for_nodes(call: Call, seen: tuple[str, ...] = ()) -> Rehearsal:
     """Return the rehearsal whose configuration alone makes this plan when the nodes meet and plan again."""
     try:
-        rehearsal = rehearse(call)
+        rehearsal = rehearse(call, seen=seen)
     except DoesNotFitError as error:
         if "HARDWARE" not in call.options:
             nodes = "planned for nodes like this machine; HARDWARE=4xH100 describes the cluster's"

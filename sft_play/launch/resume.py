@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from sft_play.files import read_json_lines, write_bytes
 from sft_play.launch.deepspeed import settings_from_run
 from sft_play.launch.job import LaunchOptions, check_place, leave_gpus, set_train, without_batch_numbers
 from sft_play.launch.recovery import LESS, remedies_so_far
-from sft_play.launch.run_folder import cannot_continue, has_started, launches, read_events
+from sft_play.launch.run_folder import cannot_continue, has_started, last_plan, launches, read_events
 from sft_play.plan.architecture import label
 from sft_play.plan.batch import rows_each
 from sft_play.plan.plan import COMMANDS, LaunchRequest, Plan, make_stamp
@@ -300,6 +301,8 @@ def restore_on_error(path: Path) -> Iterator[None]:
         raise
 
 
+SETS_KEYS = re.compile(r"SFT_|^\s*(source|\.)\s")
+"""What a line of `slurm.setup` may set keys by: a variable, or a file that sets it."""
 OF_A_START = frozenset({"CONFIG", "RUN_NAME", "ACCELERATE_CONFIG", "DEEPSPEED_CONFIG"})
 """Options of a first start, whose effects are compared with the run instead."""
 OF_REPLICAS = frozenset({"single", "ddp", "auto"})
@@ -320,12 +323,29 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
             place=loaded.origins.get("launch.auto_resume"),
             hint="add RUN_NAME=NAME to the command",
         )
-    run = RunFolder(runs_folder() / options.run_name)
+    return started_run(options.run_name)
+
+
+def started_run(name: str) -> RunFolder | None:
+    """Return the run of this name if its workers ever started. Raise `CheckpointError` if it has no configuration."""
+    run = RunFolder(runs_folder() / name)
     if not run.path.is_dir() or not has_started(run):
         return None
     if not run.config.is_file():
         raise cannot_continue(run, run.config)
     return run
+
+
+def refuse_changes(call: Call, loaded: LoadedConfig, run: RunFolder) -> None:
+    """Raise `UserError` if a later start with this configuration would be refused, since it continues `run`; leave that
+    to a job whose setup may set keys.
+    """
+    if any(map(SETS_KEYS.search, loaded.config.slurm.setup)):
+        return
+    check_overrides(replace(call, overrides=tuple(changes(read_config(run.config), loaded))))
+    if newest := newest_valid(run, sizes_only=True)[0]:
+        compare_early(newest, loaded.config)
+        refuse_fewer_steps(loaded.config, last_plan(run), newest)
 
 
 def as_resume(call: Call, options: LaunchOptions, loaded: LoadedConfig, run: RunFolder) -> Call:

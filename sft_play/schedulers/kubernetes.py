@@ -19,9 +19,10 @@ from sft_play.config.schedulers import KubernetesConfig, pod_memory, quantity
 from sft_play.config.trackers import OWN, PACKAGES, trackers
 from sft_play.config.yaml_files import dump_documents, fill, read_plain_yaml
 from sft_play.errors import TOKEN, HardwareError, UserError
-from sft_play.files import is_file_name, typed_path, write_text
+from sft_play.files import typed_path, write_text
 from sft_play.launch.environment import VARIABLE as KEY
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, local_paths, rehearse_for_nodes, wants_reasons
+from sft_play.launch.runs import short_path
 from sft_play.launch.settings import require_ours
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.hardware import GIB, find_card
@@ -30,7 +31,6 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.runs.prepared import sources_of
 from sft_play.text import plural, tell
 
 Document = dict[str, Any]
@@ -43,6 +43,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
 """Kind of job -> its name, the templates of its objects, and the name that it expects of a container."""
 PLACES = {"models": "/models", "runs": "/runs", "tracking": "/tracking"}
 """Role of a claim -> its mount path in pods."""
+MOUNTED = tuple(f"{place}/" for place in PLACES.values())
 SETTINGS = "/config"
 """Mount path of the configuration."""
 CONFIG_FILE, DEEPSPEED_FILE = "config.json", "deepspeed.json"
@@ -67,7 +68,7 @@ class Spec:
     card: str
     """The catalogue's name of the pods' GPU, or `cpu`."""
     files: Mapping[str, str]
-    """Files of `/config`: the resolved configuration with the origin of each key, and a user's DeepSpeed JSON
+    """Files of `/config`: the resolved configuration with the origins of typed keys, and a user's DeepSpeed JSON
     verbatim.
     """
 
@@ -183,7 +184,7 @@ def main(call: Call) -> int:
 
 def render(call: Call) -> Rendered:
     """Return the files for a call. Raise `UserError` for what the kind of job cannot express."""
-    rehearsal = rehearse_for_nodes(call)
+    rehearsal = rehearse_for_nodes(call, seen=MOUNTED)
     spec = _spec(call, rehearsal)
     head = f"{spec.kind} of the run {spec.name}, {HEADER}"
     # Claims have a separate file, so that deleting the job by its file keeps what it made.
@@ -213,7 +214,10 @@ def name_of(run_name: str | None, path: Path | None) -> str:
 def _spec(call: Call, rehearsal: Rehearsal) -> Spec:
     """Return the run's facts. Raise `UserError` if the kind of job cannot express it or it contains a token."""
     loaded, plan, settings = rehearsal.loaded, rehearsal.plan, rehearsal.loaded.config.kubernetes
-    files = {CONFIG_FILE: json.dumps(saved_form(loaded), indent=2, ensure_ascii=False) + "\n"}
+    saved = saved_form(loaded)
+    saved["origins"] = {key: short_path(origin) for key, origin in saved["origins"].items() if loaded.typed(key)}
+    saved["path"] = short_path(saved["path"]) if saved["path"] else None
+    files = {CONFIG_FILE: json.dumps(saved, indent=2, ensure_ascii=False) + "\n"}
     if path := call.options.get("DEEPSPEED_CONFIG"):
         # It was read and checked by `read_options`.
         files[DEEPSPEED_FILE] = typed_path(path).read_text(encoding="utf-8")
@@ -306,19 +310,7 @@ def _notes(spec: Spec, *, named: bool) -> Iterator[str]:
                 f"`train.report_to` names `{name}`, which is in {built}, not in the default one: kubernetes.image is"
                 f" {settings.image}"
             )
-    paths = {
-        config.model.name,
-        config.model.tokenizer,
-        config.data.chat_template,
-        *(source.path for source in sources_of(config)),
-    } - {None}
-    seen = (*(f"{place}/" for place in PLACES.values()), "examples/")
-    local = [
-        t
-        for t in paths
-        if t and (t.startswith(("/", "~", "./", "../")) or (is_file_name(t) and typed_path(t).exists()))
-    ]
-    if missing := sorted(text for text in local if not text.startswith(seen)):
+    if missing := [path for path in local_paths(config) if not path.startswith((*MOUNTED, "examples/"))]:
         yield (
             "pods see /models and /runs (claims) and the image's examples/; copy these there and use the paths there:"
             f" {', '.join(missing)}"

@@ -18,6 +18,7 @@ user; all other values are quoted. What `slurm.sh` does about signals and requeu
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -29,14 +30,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.call import Call
 from sft_play.config.data_rules import hint_absent
-from sft_play.config.load import own_words, save_config
+from sft_play.config.load import own_words, saved_form
 from sft_play.config.schedulers import SlurmConfig, quantity, seconds_of
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
 from sft_play.files import typed_path, write_json, write_text
-from sft_play.launch.rehearse import Rehearsal, rehearse_for_nodes, wants_reasons
+from sft_play.launch.rehearse import Rehearsal, local_paths, rehearse_for_nodes, wants_reasons
+from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
 from sft_play.launch.settings import NO_DEFAULT_FILE, require_ours
 from sft_play.plan.architecture import shape_of
@@ -46,7 +49,7 @@ from sft_play.plan.plan import COMMANDS, Plan
 from sft_play.plan.show import show_plan
 from sft_play.runs.folder import RunFolder, cache_folder, runs_folder
 from sft_play.runs.gate import check_run
-from sft_play.text import duration, plural, tell
+from sft_play.text import duration, list_some, plural, tell
 
 HEADER = "# Rendered by `make slurm`: docs/slurm.md says what it does."
 TEMPLATE = Path(__file__).with_name("slurm.sh")
@@ -87,6 +90,8 @@ REFUSED_HINT = (
     "`sinfo` lists partitions, times and nodes, `sacctmgr show qos` and `sacctmgr show associations user=$USER` your"
     " limits; SLURM_..., NUM_NODES= and NUM_GPUS= ask for others"
 )
+LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders that each node usually has for itself."""
 Tasks = Mapping[int, tuple[str, Sequence[str]]]
 """Index in a sweep's array -> the run's name and the words of this task's command only. Empty without a sweep, where
 the index ends the run's name.
@@ -130,25 +135,34 @@ def main(call: Call, tasks: Tasks | None = None) -> int:
         path, by_hand = rehearsal.absent[0], "if only the nodes see it, omit SUBMIT=1 and submit the script"
         raise DataError(f"not submitted: `{path}` is not on this machine", hint=f"{hint_absent(path)}\n      {by_hand}")
     name = choose_name(call.options.get("RUN_NAME"), rehearsal.loaded.path)
-    if rehearsal.loaded.config.slurm.array:
+    if array := rehearsal.loaded.config.slurm.array:
+        if array.startswith("%") and not tasks:
+            text, place = f"`slurm.array` is `{array}`, without indices", rehearsal.loaded.origins["slurm.array"]
+            raise UserError(text, place=place, hint=f"SLURM_ARRAY=0-3{array}; only `make sweep` knows its own")
         choose_name(name + "-" + "0" * (LONGEST_INDEX - 1), None)  # a task's name must be valid too
+    elif run := started_run(name):
+        refuse_changes(call, rehearsal.loaded, run)  # here, not hours later in the job
     environment, withheld = _environment(os.environ)
     with contextlib.ExitStack() as stack:
         if "RUN_NAME" not in call.options:
             name = stack.enter_context(reserve_folder(name, unnamed=True)).name
         script = _script(call, name)
-        job = replace(_job(rehearsal, name, script, environment), tasks=tasks or {})
-        _write(rehearsal, script, render(job))
-    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, withheld, tasks)]:
+        frozen = _frozen(rehearsal, script)
+        job = replace(_job(rehearsal, name, script, environment, frozen), tasks=tasks or {})
+        _write(rehearsal, {**frozen, script: render(job)})
+    for notice in [*rehearsal.options.notices, *_notes(call, rehearsal, script, withheld, tasks)]:
         tell(f"note: {notice}")
     if not call.json:
-        print(f"{show_plan(rehearsal.plan, why=wants_reasons(call))}\n\n{_show(job, script)}", flush=True)
+        print(
+            f"{show_plan(rehearsal.plan, why=wants_reasons(call))}\n\n{_show(job, script, next(iter(frozen)))}",
+            flush=True,
+        )
     number = submit(script) if submitting else None
     if call.json:
         facts = {
             "run": name,
             "script": str(script),
-            "config": str(_next_to(script, "config")),
+            "config": str(next(iter(frozen))),
             "nodes": job.nodes,
             "processes_per_node": job.processes,
             "gpus": job.gpus,
@@ -285,6 +299,12 @@ def _sbatch(program: str, option: str, script: Path) -> str:
     if done.returncode == 0:
         return done.stdout
     words = "\n".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
+    if shutil.which("squeue") and _run("squeue", "--me", "--noheader").returncode:
+        raise HardwareError(
+            f"Slurm is not set up here, or its controller does not answer:\n{words}",
+            place=str(script),
+            hint=f"`scontrol ping` asks it again; on the cluster's login node: sbatch {script.absolute()}",
+        )
     text = f"the cluster refuses the job:\n{words or f'sbatch ended with code {done.returncode}'}"
     raise UserError(text, place=str(script), hint=REFUSED_HINT)
 
@@ -315,11 +335,16 @@ def _refuse_unlike(rehearsal: Rehearsal) -> None:
         )
 
 
-def _job(rehearsal: Rehearsal, name: str, script: Path, environment: Mapping[str, str]) -> BatchJob:
-    words = [sys.executable, "-m", "sft_play", _target(rehearsal, name), f"CONFIG={_next_to(script, 'config')}"]
+def _job(
+    rehearsal: Rehearsal, name: str, script: Path, environment: Mapping[str, str], frozen: Mapping[Path, Any]
+) -> BatchJob:
+    words = [sys.executable, "-m", "sft_play", _target(rehearsal, name)]
+    words += [f"{option}={path}" for option, path in zip(("CONFIG", "DEEPSPEED_CONFIG"), frozen, strict=False)]
     words += [f"NUM_GPUS={rehearsal.processes}", NO_DEFAULT_FILE, *own_words(rehearsal.loaded)]
-    if rehearsal.options.deepspeed:
-        words.append(f"DEEPSPEED_CONFIG={_next_to(script, 'deepspeed')}")
+    hardware, slurm = rehearsal.hardware, rehearsal.loaded.config.slurm
+    if (hardware.kind == "cpu" or not hardware.described) and not rehearsal.loaded.typed("slurm.cpus_per_gpu"):
+        there = max(1, hardware.cpu_threads // rehearsal.processes)
+        slurm = replace(slurm, cpus_per_gpu=min(slurm.cpus_per_gpu, there))
     return BatchJob(
         run_name=name,
         nodes=rehearsal.plan.num_nodes,
@@ -329,7 +354,7 @@ def _job(rehearsal: Rehearsal, name: str, script: Path, environment: Mapping[str
         words=tuple(words),
         environment=environment,
         logs=script.parent,
-        slurm=rehearsal.loaded.config.slurm,
+        slurm=slurm,
     )
 
 
@@ -356,8 +381,19 @@ def _script(call: Call, name: str) -> Path:
     return script
 
 
-def _next_to(script: Path, what: str) -> Path:
-    return script.with_name(f"{script.stem}.{what}.json")
+def _frozen(rehearsal: Rehearsal, script: Path) -> dict[Path, Mapping[str, Any]]:
+    """Return path -> content of the configuration and, if there is one, the DeepSpeed JSON.
+
+    They are named by their content, so that a job of an earlier script, which reads them when it starts, keeps its own.
+    """
+    contents = {"config": saved_form(rehearsal.loaded)}
+    if rehearsal.options.deepspeed:
+        contents["deepspeed"] = dict(rehearsal.options.deepspeed.settings)
+    digests = {what: hashlib.sha256(json.dumps(content).encode()).hexdigest() for what, content in contents.items()}
+    return {
+        script.with_name(f"{script.stem}.{what}-{digests[what][:8]}.json"): content
+        for what, content in contents.items()
+    }
 
 
 def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -382,7 +418,7 @@ def _environment(ambient: Mapping[str, str]) -> tuple[dict[str, str], list[str]]
     )
 
 
-def _write(rehearsal: Rehearsal, script: Path, text: str) -> None:
+def _write(rehearsal: Rehearsal, files: Mapping[Path, Mapping[str, Any] | str]) -> None:
     """Write configuration, DeepSpeed JSON and, last, the script, so that an existing script is complete. Raise
     `UserError`.
     """
@@ -393,18 +429,16 @@ def _write(rehearsal: Rehearsal, script: Path, text: str) -> None:
         complaint = done.stderr.strip().partition("\n")[0]
         raise UserError(f"`slurm.setup` is not valid shell text: {complaint}", hint="each entry is one line")
     try:
-        save_config(rehearsal.loaded, _next_to(script, "config"))
-        if rehearsal.options.deepspeed:
-            write_json(_next_to(script, "deepspeed"), dict(rehearsal.options.deepspeed.settings))
-        write_text(script, text)
+        for path, content in files.items():
+            write_text(path, content) if isinstance(content, str) else write_json(path, dict(content))
     except OSError as error:
         raise HardwareError(
-            f"`{script}` cannot be written: {error.strerror}",
+            f"`{path}` cannot be written: {error.strerror}",
             hint="OUT= takes a folder or a path on the disk that all nodes share",
         ) from error
 
 
-def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks | None) -> list[str]:
+def _notes(call: Call, rehearsal: Rehearsal, script: Path, withheld: list[str], tasks: Tasks | None) -> list[str]:
     notes = []
     if not call.options.get("HARDWARE"):
         what = (
@@ -422,6 +456,7 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
             " ends the job"
         )
     notes += _note_of_time(config.slurm, rehearsal.plan)
+    notes += _note_of_disks([Path.cwd(), runs_folder(), cache_folder(), script, *map(typed_path, local_paths(config))])
     if config.slurm.array and not tasks and not any(MADE_UNLIKE.search(line) for line in config.slurm.setup):
         notes.append(
             "the tasks of `slurm.array` train the same, each for itself: a line of `slurm.setup` such as"
@@ -443,6 +478,16 @@ def _notes(call: Call, rehearsal: Rehearsal, withheld: list[str], tasks: Tasks |
     return notes
 
 
+def _note_of_disks(needed: Sequence[Path]) -> list[str]:
+    """Return a note about the paths that probably only this machine has, if there are any."""
+    tops = [Path(top).resolve() for top in (*LOCAL, os.environ.get("TMPDIR")) if top]
+    unshared = {path.absolute() for path in needed if any(path.resolve().is_relative_to(top) for top in tops)}
+    if not unshared:
+        return []
+    listed = list_some(sorted(str(path) for path in unshared if unshared.isdisjoint(path.parents)), 4)
+    return [f"nodes may not see {listed}: `/tmp` and the like are usually a separate disk of each node"]
+
+
 def _note_of_time(slurm: SlurmConfig, plan: Plan) -> list[str]:
     """Return how many turns a run needs by its forecast, if one is not enough."""
     limit, needed = seconds_of(slurm.time) or 0, plan.total_seconds or 0.0
@@ -457,14 +502,14 @@ def _note_of_time(slurm: SlurmConfig, plan: Plan) -> list[str]:
     ]
 
 
-def _show(job: BatchJob, script: Path) -> str:
+def _show(job: BatchJob, script: Path, config: Path) -> str:
     ranks = f"{job.processes} GPU{'s' if job.processes > 1 else ''}" if job.gpus else plural(job.processes, "process")
     limit = duration(seconds_of(job.slurm.time) or 0)
     nodes = f"{plural(job.nodes, 'node')}, {ranks} each, {plural(job.cpus, 'core')} each, at most {limit}"
     named = f"{plural(len(job.tasks), 'run')} of the sweep" if job.tasks else f"runs {job.run_name}-INDEX"
     tasks = f", tasks {job.slurm.array}: {named}" if job.slurm.array else ""
     return (
-        f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {_next_to(script, 'config')} (frozen: later edits"
+        f"slurm: {nodes}{tasks}\n  script   {script}\n  config   {config} (frozen: later edits"
         " elsewhere change nothing)"
     )
 

@@ -80,6 +80,7 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     )
 
     best = results[0]["run"]
+    assert f"to use the best: make infer RUN={best}\n" in listing and "keeps the best" not in listing
     assert f"to train the best on: make resume RUN={best} TRAIN_MAX_STEPS=MORE" in listing
     assert launcher("resume", f"RUN={best}", "TRAIN_MAX_STEPS=34").code == 0
     append_json_line(RunFolder(launcher.runs / best).events, {"event": "stopped", "node": 0, "time": time.time()})
@@ -142,6 +143,45 @@ def test_a_mistake_is_found_before_anything_starts(
     in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}").refused(2, message)
 
 
+@pytest.mark.broad
+def test_a_run_that_fails_does_not_end_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, build_tiny_llama(tmp_path / "model"))
+    (tmp_path / "lengths.yaml").write_text("keys:\n  model.max_seq_len: [8, 64]\n")
+    words = ("sweep", f"CONFIG={launcher.config}", "SWEEP=lengths.yaml", "DATA_OVERLONG=error", "TRAIN_EVAL_STEPS=1")
+    words = (*words, "DATA_VAL_PATH=rows.jsonl", "TRAIN_EVAL_STRATEGY=steps")
+    for _ in range(2):
+        done = launcher(*words)
+        assert done.code == 4 and "8 of 8 rows are longer than `model.max_seq_len` 8" in done.err, done.err
+        assert "run 1 of 2, demo-lengths-01: model.max_seq_len=8\n" in done.err
+        assert "demo-lengths-01 failed with code 4; the same command tries it again" in done.err
+        assert re.search(r"^demo-lengths-02 .* finished ", done.out, re.M), done.out
+        assert re.search(r"^demo-lengths-01 .* failed \(4\) ", done.out, re.M), done.out
+
+    run = RunFolder(launcher.runs / "demo-lengths-02")
+    append_json_line(run.metrics, {"kind": "eval", "step": 2, "eval_loss": 60.2})
+    listing = launcher(*words).out
+    assert "but model/ is that of the last step: demo-lengths-02 (60.2);" in listing and "(worse)" in listing, listing
+
+
+def test_a_sweep_counts_processes_as_its_runs_and_names_the_run_that_cannot_be(
+    in_process: Program, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.yaml"
+    path.write_text("keys: {train.batch_size: [8, 16]}\n")
+    done = in_process("sweep", "CONFIG=quickstart", f"SWEEP={path}", "TRAIN_GLOBAL_BATCH_SIZE=8")
+    done.refused(2, "nothing starts, because of quickstart-rows-02: train.batch_size=16\n", "16 rows")
+
+
+def test_the_array_of_a_sweep_takes_a_throttle(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "seeds.yaml"
+    path.write_text("keys: {train.seed: [1, 2, 3]}\n")
+    words = ("CONFIG=quickstart", "HARDWARE=1xH100", "SLURM_ARRAY=%2")
+    done = in_process("sweep", *words, f"SWEEP={path}", "SLURM=1")
+    script = tmp_path / "runs" / "quickstart-seeds" / "slurm" / "job.sbatch"
+    assert done.code == 0 and "#SBATCH --array=1,2,3%2\n" in script.read_text(), done.err
+    in_process("slurm", *words).refused(2, "SLURM_ARRAY=%2: `slurm.array` is `%2`, without indices", "0-3%2")
+
+
 def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
     path.write_text("metric: rougeL\nkeys: {train.seed: [1, 2]}\n")
@@ -151,7 +191,7 @@ def test_conflicting_options_of_a_sweep_are_refused(in_process: Program, tmp_pat
         ("", "needs `SWEEP`"),
         (f"SWEEP={path} HARDWARE=4xH100", "`HARDWARE` is for a sweep by Slurm"),
         (f"SWEEP={mixed} SLURM=1 HARDWARE=2xH100", "train-deepspeed and train-distributed"),
-        (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "`slurm.array` was typed"),
+        (f"SWEEP={path} SLURM=1 SLURM_ARRAY=1-2", "hint: SLURM_ARRAY=%2 trains two runs at a time"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=epoch", "by `eval_rougeL`, but no answers are generated while"),
         (f"SWEEP={path} TRAIN_EVAL_STRATEGY=no", "ranked by `eval_rougeL`, and `train.eval_strategy` is `no`"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from sft_play.config.load import read_config
 from sft_play.errors import UserError
+from tests.conftest import Program
 from tests.kubernetes_runs import KINDS, documents, documents_of, of_kind, pods, rendered
 
 TOKEN_LIKE = "hf_" + "AbCdEfGhIjKlMnOpQrSt"
@@ -124,8 +126,13 @@ def test_every_pod_gets_only_what_it_needs(kind: str) -> None:
 def test_the_configuration_in_the_map_is_the_resolved_one_and_is_read_back(tmp_path: Path) -> None:
     result = rendered("TRAIN_LEARNING_RATE=3e-5", "KUBERNETES_ENV={NCCL_DEBUG: INFO, A_B: '1'}")
     path = tmp_path / "config.json"
-    path.write_text(of_kind(documents_of(result.files), "ConfigMap")["data"]["config.json"])
+    files = of_kind(documents_of(result.files), "ConfigMap")
+    assert files["immutable"], "an earlier job reads it when its pods start"
+    path.write_text(files["data"]["config.json"])
     again = read_config(path, of_run=False)
+    origins = json.loads(files["data"]["config.json"])["origins"]
+    assert origins.keys() >= {"train.learning_rate", "model.name"} and "default" not in origins.values()
+    assert str(Path.cwd()) not in files["data"]["config.json"]
     assert again.config.train.learning_rate == 3e-5 and dict(again.config.kubernetes.env) == {
         "NCCL_DEBUG": "INFO",
         "A_B": "1",
@@ -170,6 +177,16 @@ def test_planned_host_memory_must_fit_the_pod() -> None:
     shared = documents_of(rendered(*words, "KUBERNETES_SHM=100Gi").files)
     assert any(volume.get("emptyDir", {}).get("sizeLimit") == "100Gi" for volume in pods(shared)[0]["spec"]["volumes"])
     assert noted(sharded, "a pod's memory"), "each process loads all weights in fp32"
+
+
+def test_data_on_a_claim_need_not_be_on_this_machine(in_process: Program) -> None:
+    words = ("CONFIG=configs/quickstart.yaml", "HARDWARE=L40S", "DATA_VAL_PATH=null", "TRAIN_EVAL_STRATEGY=no")
+    mounted, other = (
+        in_process("kubernetes", *words, f"DATA_TRAIN_PATH={folder}/rows.jsonl") for folder in ("/models", "/elsewhere")
+    )
+    assert mounted.code == other.code == 0, mounted.err + other.err
+    assert "not on this machine" not in mounted.err and "copy these there" not in mounted.err
+    assert "`/elsewhere/rows.jsonl` are not on this machine" in other.err
 
 
 def test_claims_are_in_a_separate_file_and_allow_many_pods() -> None:
@@ -221,6 +238,7 @@ def test_pods_go_to_the_nodes_that_are_asked_for() -> None:
             ("KUBERNETES_MEMORY=64",),
             "`kubernetes.memory` is `64`; expected a quantity such as `64Gi`; a number alone is in bytes",
         ),
+        (("KUBERNETES_STORAGE_SIZE=500GB",), "hint: write `500G`"),
         (("KUBERNETES_SHM=16",), "`kubernetes.shm` is `16`; expected a quantity such as `64Gi`"),
         (
             ("KUBERNETES_SHM=64Gi",),

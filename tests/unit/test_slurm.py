@@ -23,11 +23,13 @@ from sft_play.config.schedulers import SlurmConfig
 from sft_play.errors import UserError
 from sft_play.launch.resume import check_overrides
 from sft_play.launch.run_folder import record_event
+from sft_play.plan.hardware import cpu_threads
 from sft_play.runs.folder import RunFolder
 from sft_play.schedulers.slurm import BatchJob, options, render
 from tests.conftest import Done, Program
 from tests.programs import need
 
+JOB = Path("runs", "demo", "slurm", "job.sbatch")
 EVIL = "a $(touch x)`touch x` 'single' \"double\" \\ %j #; | & $HOME @JOB@"
 TOKEN = "hf_" + "abcdefghij" * 3
 
@@ -401,14 +403,45 @@ def test_script_and_frozen_configuration_lie_in_the_runs_folder(in_process: Prog
     assert facts["script"] == str(folder / "job.sbatch")
     assert (facts["nodes"], facts["processes_per_node"], facts["job"], facts["plan"]["world_size"]) == (2, 4, None, 8)
     text = (folder / "job.sbatch").read_text()
-    written = text + (folder / "job.config.json").read_text()
+    written = text + Path(facts["config"]).read_text()
     assert TOKEN not in written and "secret-word" not in written
     assert "https_proxy" in done.err
     assert "export HF_HOME=/shared/hf" in text and f"export RUNS_DIR={tmp_path / 'runs'}" in text
     assert "#SBATCH --gpus-per-node=4\n" in text
-    frozen = read_config(folder / "job.config.json")
+    assert Path(facts["config"]).parent == folder and f"CONFIG={facts['config']}" in text
+    frozen = read_config(Path(facts["config"]))
     assert (frozen.config.train.learning_rate, frozen.config.train.seed) == (3e-5, 7)
     assert frozen.typed("train.learning_rate") and not frozen.typed("train.weight_decay")
+
+
+def test_a_job_that_waits_keeps_its_configuration_when_its_run_is_written_again(
+    in_process: Program, tmp_path: Path
+) -> None:
+    """sbatch keeps a copy of the script, but the job reads its files only when it starts."""
+    rates = ("3e-5", "1e-4")
+    first, second = (command(in_process, tmp_path, f"TRAIN_LEARNING_RATE={rate}", "JSON=1").json for rate in rates)
+    assert first["script"] == second["script"]
+    for facts, rate in zip((first, second), rates, strict=True):
+        [config] = [word.removeprefix("CONFIG=") for word in facts["command"] if word.startswith("CONFIG=")]
+        assert read_config(Path(config)).config.train.learning_rate == float(rate)
+
+
+def test_cores_are_at_most_those_of_a_node_unless_typed(in_process: Program, tmp_path: Path) -> None:
+    for words in (("NUM_NODES=2",), ("NUM_GPUS=2",), ("NUM_NODES=1",)):
+        done = command(in_process, tmp_path, "HARDWARE=cpu", *words)
+        cores = re.search(r"^#SBATCH --cpus-per-task=(\d+)$", (tmp_path / JOB).read_text(), re.M)
+        assert done.code == 0 and cores and 1 <= int(cores[1]) <= max(cpu_threads(), 2), done.err
+    command(in_process, tmp_path, "HARDWARE=cpu", "NUM_NODES=2", "NUM_GPUS=2", "SLURM_CPUS_PER_GPU=16")
+    assert "--cpus-per-task=32\n" in (tmp_path / JOB).read_text()
+    command(in_process, tmp_path)
+    assert "--cpus-per-task=32\n" in (tmp_path / JOB).read_text(), "cards as described say nothing about cores"
+
+
+def test_paths_on_a_disk_of_each_node_are_noted(in_process: Program, tmp_path: Path) -> None:
+    done = command(in_process, tmp_path, "DATA_TRAIN_PATH=/shared/rows.jsonl", env={"TMPDIR": str(tmp_path)})
+    assert done.code == 0 and re.search(rf"note: nodes may not see .*{tmp_path}/runs.*: `/tmp`", done.err), done.err
+    assert "/shared" not in re.sub("(?m)^warning: .*", "", done.err)
+    assert f"{tmp_path}/rows.jsonl" in command(in_process, tmp_path, env={"TMPDIR": str(tmp_path)}).err
 
 
 def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, tmp_path: Path) -> None:
@@ -421,7 +454,7 @@ def test_the_output_names_the_script_and_how_to_submit_it(in_process: Program, t
         and "1 node, 4 GPUs each, 32 cores each, at most 24.0 h, tasks 0-3: runs demo-INDEX" in done.out
     )
     assert f"submit   sbatch {script}" in done.out
-    assert script.with_name("first.config.json").is_file() and not (tmp_path / "runs").exists()
+    assert list(script.parent.glob("first.config-*.json")) and not (tmp_path / "runs").exists()
 
 
 def test_tasks_of_an_array_that_train_the_same_are_noted(in_process: Program, tmp_path: Path) -> None:
@@ -475,10 +508,18 @@ def test_refusals_of_sbatch_are_user_errors(in_process: Program, tmp_path: Path)
     program = tmp_path / "sbatch"
     program.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2\nexit 1\n")
     program.chmod(0o755)
+    queue = tmp_path / "squeue"
+    queue.write_text("#!/bin/sh\n")
+    queue.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = command(in_process, tmp_path, "SUBMIT=1", "SLURM_QOS=best", env=env)
     message = "job.sbatch: the cluster refuses the job:\nsbatch: error: Invalid qos specification"
     assert done.code == 2 and message in done.err and "`sacctmgr show qos`" in done.err, done.err
+
+    queue.write_text("#!/bin/sh\nexit 1\n")
+    done = command(in_process, tmp_path, "SUBMIT=1", env=env)
+    assert done.code == 3 and "Slurm is not set up here, or its controller does not answer" in done.err, done.err
+    assert "sacctmgr" not in done.err
 
 
 SBATCH = """#!/bin/sh
@@ -527,9 +568,28 @@ def test_scripts_written_in_the_same_second_have_different_runs(
 
 
 def test_a_started_run_continues_by_its_own_command(in_process: Program, tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "runs" / "demo")
-    run.path.mkdir(parents=True)
+    start_run(in_process, tmp_path)
+    assert command(in_process, tmp_path, "JSON=1").json["command"][3] == "train-fsdp"
+
+
+def start_run(program: Program, folder: Path) -> None:
+    """Leave what nodes leave that have started the run `demo`."""
+    run = RunFolder(folder / "runs" / "demo")
+    shutil.copy(command(program, folder, "JSON=1").json["config"], run.config)
     record_event(
         run, "started", launch={"command": "fsdp2", "num_gpus": 2, "num_nodes": 2, "deepspeed": None, "fsdp": {}}
     )
-    assert command(in_process, tmp_path, "JSON=1").json["command"][3] == "train-fsdp"
+
+
+def test_what_the_job_would_refuse_of_a_started_run_is_refused_before(in_process: Program, tmp_path: Path) -> None:
+    start_run(in_process, tmp_path)
+    script = (tmp_path / JOB).read_text()
+    refused = command(in_process, tmp_path, "TRAIN_LEARNING_RATE=1e-3")
+    assert refused.code == 2 and "TRAIN_LEARNING_RATE=1e-3: `train.learning_rate` cannot change in" in refused.err
+    assert (tmp_path / JOB).read_text() == script
+    for words in (
+        ("NUM_NODES=2", "NUM_GPUS=2", "SLURM_TIME=2:00:00", "TRAIN_MAX_STEPS=20", "TRAIN_BATCH_SIZE=1"),
+        ("SLURM_SETUP=['export SFT_TRAIN_LEARNING_RATE=1e-3']", "TRAIN_LEARNING_RATE=2e-4"),  # the job decides
+        ("RUN_NAME=other", "TRAIN_LEARNING_RATE=1e-3"),
+    ):
+        assert (done := command(in_process, tmp_path, *words)).code == 0, done.err
