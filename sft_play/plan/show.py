@@ -11,7 +11,7 @@ from typing import Any
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
 from sft_play.plan.hardware import GIB, Hardware
-from sft_play.plan.memory import MOVING, STATES
+from sft_play.plan.memory import LABELS, MOVING, STATES
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
@@ -20,8 +20,6 @@ from sft_play.runs.gate import read_facts
 from sft_play.text import duration, energy, figure, gib, list_some, plural
 
 ORDER = (*STATES, "buffers", *MOVING, "context", "fragmentation")
-LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts": "16-bit copies"}
-"""Parts that are shown by another name."""
 BAR = 40
 MOST_LISTED = 32
 COUNTED = "TRAIN_MAX_STEPS=, or `make data CONFIG=...`"
