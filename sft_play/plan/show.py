@@ -141,15 +141,21 @@ def _parts(rank: RankPlan) -> str:
 
 
 def _bars(plan: Plan) -> list[str]:
-    """Return a block of bars for each kind of rank."""
+    """Return a block of bars for each kind of rank, of the fullest one.
+
+    Inner stages of as many layers are one kind, although the first ones keep more micro-batches.
+    """
     lines: list[str] = []
-    kinds: dict[tuple[str, int, int], list[RankPlan]] = {}
+    kinds: dict[tuple[str, int, int, str], list[RankPlan]] = {}
     for rank in plan.ranks:
-        kinds.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank)
-    for (name, micro, peak), members in kinds.items():
-        capacity, who = members[0].capacity_bytes, _who([rank.rank for rank in members])
-        lines.append(f"  {who}: {name}, micro-batch {micro}, {gib(peak)} of {gib(capacity)}")
-        lines += _part_bars(members[0].memory_bytes, max(capacity, peak, 1))
+        stage, last = rank.rank % plan.stage_count, plan.stage_count - 1
+        inner = f"{plan.stages[stage]} layers" if 0 < stage < last else ""
+        kinds.setdefault((rank.device_name, rank.micro_batch, 0 if inner else rank.peak_bytes, inner), []).append(rank)
+    for (name, micro, _, inner), members in kinds.items():
+        fullest, who = tightest(members), _who([rank.rank for rank in members])
+        peak, capacity, most = fullest.peak_bytes, fullest.capacity_bytes, "at most " if inner and members[1:] else ""
+        lines.append(f"  {who}: {name}, micro-batch {micro}, {most}{gib(peak)} of {gib(capacity)}")
+        lines += _part_bars(fullest.memory_bytes, max(capacity, peak, 1))
     return lines
 
 
