@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -320,6 +321,32 @@ def closest_file(path: Path, folder: Path, typed: str = "configs") -> str | None
     files |= {p.stem.lower(): str(p) for ending in ("yaml", "yml") for p in path.parent.glob(f"*.{ending}")}
     close = get_close_matches(re.sub(r"\.ya?ml$", "", path.name.lower()), files, n=1, cutoff=0.65)
     return files[close[0]] if close else None
+
+
+TEMPLATES = Path(__file__).parent.parent / "data" / "chat_templates"
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+
+
+def template_names() -> list[str]:
+    """Return the names that `data.chat_template` accepts."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
+def unknown_template(value: str, place: str | None = None) -> UserError | None:
+    """Return the error for a `data.chat_template` that is neither a template's name nor a file."""
+    names = template_names()
+    if value in names or "/" in value or value.endswith(TEMPLATE_SUFFIXES):
+        return None
+    with contextlib.suppress(OSError):  # of a name that no disk takes
+        if Path(value).is_file():
+            return None
+    close = get_close_matches(value.lower(), names, n=1) or [name for name in names if value.lower().startswith(name)]
+    meant = f"did you mean `{close[0]}`? " if close else ""
+    return UserError(
+        f"`data.chat_template` is `{value}`, which is neither a template's name nor a file",
+        place=place,
+        hint=f"{meant}names are {', '.join(names)}; anything else is the path of a Jinja file",
+    )
 
 
 def hint_elsewhere(name: str) -> str | None:

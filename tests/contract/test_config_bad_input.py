@@ -57,6 +57,10 @@ CASES = {
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
     "a neighbour": ("extends: x\n", [], "did you mean `x.yaml`, the file next to this one?"),
+    "a template of another tool": (
+        GOOD, ["DATA_CHAT_TEMPLATE=qwen"],
+        "`data.chat_template` is `qwen`, which is neither a template's name nor a file\n\nhint: did you mean `qwen3`?",
+    ),
     "a circle": ("extends: x.yaml\n", [], "forms a cycle"),
     "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is empty; expected a number > 0"),
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
