@@ -351,3 +351,16 @@ def test_operations_of_a_token_are_counted_alike_whatever_shares_it(in_process: 
     whole = operations("LAUNCH_STRATEGY=ddp")
     assert operations("LAUNCH_SEQUENCE_PARALLEL=4") == operations("LAUNCH_STRATEGY=pipeline") == whole
     assert whole <= operations("LAUNCH_TENSOR_PARALLEL=4") < 1.5 * whole, "each card computes the embeddings"
+
+
+def test_an_assumed_network_is_named_with_the_key_that_states_it(in_process: Program) -> None:
+    words = (
+        "CONFIG=run_bnb",
+        "TUNING_MODE=lora",
+        "HARDWARE=8xH100",
+        "NUM_NODES=2",
+        "MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct",
+    )
+    shown = in_process("plan", *words).out
+    assert "plan: tensor parallel 4" in shown and "if it is 1 Gbit/s (LAUNCH_NETWORK= states it)" in shown
+    assert "plan: fsdp2 on 16 x H100" in in_process("plan", *words, "LAUNCH_NETWORK=400Gbit").out
