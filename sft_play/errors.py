@@ -63,7 +63,7 @@ CONFIGURED = re.compile(r"CONFIG=\.\.\.(.*)")
 configured: list[str] = []
 """The words that chose the configuration of this call, as a shell takes them."""
 PAGE = re.compile(r"(?<![\w./-])docs/(?=[a-z-]+\.md)")
-MOST_PROBLEMS = 40
+MOST_PROBLEMS = 120
 """Most problems that are printed."""
 HUB_LOGIN = "`.venv/bin/hf auth login` (or your own environment's `hf`)"
 """Command that saves the hub's token in the user's home; the environment's programs are usually not on the PATH."""

@@ -486,6 +486,9 @@ class _Parser:
 
     def hint(self, word: _Word) -> str:
         """Return what to type instead of an unknown variable."""
+        if same := names.MEANT.get(f"{names.plain_word(word.name)}: {word.text.lower()}"):
+            pairs = [pair.split(": ") for pair in same.split("` and `")]
+            return f"did you mean `{' '.join(f'{variable_name(key)}={value}' for key, value in pairs)}`?"
         if hint := names.hint_elsewhere(word.name):
             return hint
         if names.OF_PROGRAMS.fullmatch(word.name) and word.name.lower() not in names.ALIASES:

@@ -226,7 +226,7 @@ REFUSED: Mapping[str, tuple[str | None, str]] = {
         "`make resume RUN=` continues a run from its newest checkpoint; `model.adapter: RUN` starts another from its"
         " adapter",
     ),
-    "local_rank": (None, "the launcher sets it"),
+    "local_rank": (None, "omit it: the launcher sets it"),
     **dict.fromkeys(
         ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         (None, TRACKERS),

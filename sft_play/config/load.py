@@ -223,7 +223,7 @@ def _finish(
         if converted.get(short) and converted.get(key) is None:
             converted[key], origins[key] = [DataSource(path=converted[short])], origins[short]
     config = _build(converted)
-    raise_all(check_rules(config, origins))
+    raise_all([*check_rules(config, origins), *_template(config, values)])
     notices += [
         f"{origins[key]}: `{key}` has no effect: evaluation adds up losses and keeps no logits, whatever its value"
         for key in NO_EFFECT
@@ -238,6 +238,13 @@ def _finish(
         notices=tuple(dict.fromkeys(notices)),
         of_run=of_run,
     )
+
+
+def _template(config: Config, values: Mapping[str, Value]) -> Iterator[UserError]:
+    """Yield the error of a chat template that does not exist; runs keep the text of theirs."""
+    value, template = values.get("data.chat_template"), config.data.chat_template
+    if value and template and not value.of_run and (error := names.unknown_template(template, value.origin)):
+        yield error
 
 
 def _beside_file(config: Config, values: Mapping[str, Value]) -> Iterator[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from sft_play.config.keys import REFUSED, TRACKERS, extra_keys, find_key, schema_keys, sections, variable_name
-from sft_play.config.reader import fields_of, shown
+from sft_play.config.keys import REFUSED, as_meant, extra_keys, find_key, schema_keys, sections, variable_name
+from sft_play.config.reader import Mismatch, convert, fields_of, shown
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import YamlNode, scalar_text
-from sft_play.errors import HUB_LOGIN, SECRET, UserError
+from sft_play.errors import HUB_LOGIN, SECRET, UserError, mask
 
 SECRETS_HINT = (
     f"tokens and passwords come from the environment (`HF_TOKEN` for the hub) or from {HUB_LOGIN}, and are never"
@@ -87,7 +88,7 @@ ELSEWHERE: Mapping[str, str] = {
     "train.warmup_ratio": "warmup",
     "train.weight_decay": "wd",
     "train.max_steps": "steps num_steps",
-    "train.eval_strategy": "evaluation_strategy evals_per_epoch",
+    "train.eval_strategy": "evaluation_strategy",
     "train.gradient_checkpointing": "use_gradient_checkpointing activation_checkpointing",
     "train.activation_offload": "activation_offloading enable_activation_offloading offload_activations",
     "train.generation_max_new_tokens": "max_new_tokens eval_max_new_tokens",
@@ -95,11 +96,14 @@ ELSEWHERE: Mapping[str, str] = {
     "train.dataloader_num_workers": "num_workers",
     "train.dataloader_pin_memory": "pin_memory",
     "train.bf16": "mixed_precision",
-    "train.packing": "sample_packing",
-    "train.loss_on": "assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only",
+    "train.packing": "sample_packing neat_packing",
+    "train.kernels": "enable_liger_kernel",
+    "train.loss_on": (
+        "assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only roles_to_train"
+        " train_on_prompt mask_history"
+    ),
     "train.save_steps": "save_interval save_every",
     "train.logging_steps": "log_interval",
-    "train.save_strategy": "saves_per_epoch",
     "eval.batch_size": "per_device_eval_batch_size eval_batch_size",
     "eval.samples": "eval.num_samples eval.max_samples max_eval_samples",
     "launch.sequence_parallel": "sequence_parallel_size context_parallel_size sp_size cp_size ulysses_size",
@@ -113,7 +117,7 @@ ELSEWHERE: Mapping[str, str] = {
         "num_gpu gpus n_gpus ngpus gpu_count world_size num_processes nproc_per_node nproc ntasks ntasks_per_node"
         " gpus_per_node launch.num_gpus gres slurm.gres"
     ),
-    "NODE_RANK": "rank node_rank machine_rank local_rank",
+    "NODE_RANK": "rank node_rank machine_rank",
     "NUM_NODES": "nnodes num_machines nodes launch.num_nodes",
     "MASTER_ADDR": "master_address main_process_ip rdzv_endpoint",
     "MASTER_PORT": "main_process_port",
@@ -126,6 +130,47 @@ ELSEWHERE: Mapping[str, str] = {
 """Key or variable -> its names elsewhere (transformers, TRL, PEFT, Axolotl, LLaMA-Factory, launchers): lower case, and
 with a section if they mean it only there.
 """
+MEANT: Mapping[str, str] = {
+    "load_in_4bit: true": "tuning.mode: qlora",
+    "quantization_bit: 4": "tuning.mode: qlora",
+    **dict.fromkeys(
+        ("load_in_8bit: true", "quantization_bit: 8"), "tuning.mode: qlora` and `tuning.quantization: int8"
+    ),
+    **{
+        f"{name}: {mode}": f"tuning.mode: {mode}"
+        for name in ("adapter", "finetuning_type")
+        for mode in ("lora", "qlora", "full")
+    },
+    **dict.fromkeys(("adapter: ", "adapter: null"), "tuning.mode: full"),
+    **dict.fromkeys(("use_peft: true", "use_lora: true", "peft_type: lora"), "tuning.mode: lora"),
+    "use_peft: false": "tuning.mode: full",
+    "use_qlora: true": "tuning.mode: qlora",
+    "use_dora: true": "tuning.lora.variant: dora",
+    "use_dft_loss: true": "train.loss: dft",
+    "stage: pt": "tuning.task: cpt",
+    "lora_target_linear: true": "tuning.lora.target_modules: auto",
+    **{
+        f"{name}: {value}": "train.loss_on: assistant"
+        for name, value in (
+            *(("assistant_only_loss", "true"), ("completion_only_loss", "true"), ("train_on_responses_only", "true")),
+            *(("train_on_inputs", "false"), ("train_on_prompt", "false"), ("roles_to_train", "[assistant]")),
+        )
+    },
+    **dict.fromkeys(("train_on_inputs: true", "train_on_prompt: true"), "train.loss_on: all"),
+    "mask_history: true": "train.loss_on: last",
+    **dict.fromkeys(
+        ("flash_attention: true", "use_flash_attention_2: true", "flash_attn: auto"),
+        "model.attn_implementation: auto",
+    ),
+    "flash_attn: fa2": "model.attn_implementation: flash_attention_2",
+    "flash_attn: sdpa": "model.attn_implementation: sdpa",
+    "gradient_checkpointing: unsloth": "train.gradient_checkpointing: true",
+    "enable_liger_kernel: true": "train.kernels: liger",
+    "use_unsloth: true": "tuning.backend: unsloth",
+    "saves_per_epoch: 1": "train.save_strategy: epoch",
+    "evals_per_epoch: 1": "train.eval_strategy: epoch",
+}
+"""Name and value elsewhere -> key and value that do the same here, where the value is another word."""
 ALIASES = {name.replace(".", "_"): key for key, names in ELSEWHERE.items() for name in names.split()}
 
 REMOVED: dict[str, str] = {
@@ -155,6 +200,11 @@ INSTEAD: dict[str, str] = REMOVED | {
         ("elasticpolicy", "elastic_policy", "kubernetes_elastic_policy"),
         "a job has the fixed number of pods that NUM_NODES says, and `kubernetes.max_restarts` starts them again",
     ),
+    "evals_per_epoch": "`train.eval_steps` counts steps, and `train.eval_strategy: epoch` evaluates after each epoch",
+    "saves_per_epoch": "`train.save_steps` counts steps, and `train.save_strategy: epoch` saves after each epoch",
+    "strict": "omit it: unknown keys are always refused",
+    "dataset_prepared_path": "omit it: prepared rows are cached, and `export SFT_PLAY_CACHE=folder` moves all caches",
+    "trust_remote_code": "omit it, or `model.trust_remote_code: true` for a model that brings code",
     "adapter": "`MODEL_ADAPTER=RUN` trains on from an adapter, and `TUNING_MODE=lora` trains a new one",
     "tools": 'they are given with each row, `{"messages": [...], "tools": [...]}`: make infer INPUT=rows.jsonl',
     "pipeline": STAGES,
@@ -170,7 +220,10 @@ INSTEAD: dict[str, str] = REMOVED | {
     ),
     "dataset": "`data.train_path` takes a file, a folder or a hub dataset, and `data.sources` several",
     **dict.fromkeys(("model_type", "tokenizer_type"), "omit it: the files of the model say it"),
-    "pad_to_sequence_len": "omit it: the plan chooses between padded, flattened and packed rows (`train.packing`)",
+    **dict.fromkeys(
+        ("pad_to_sequence_len", "eval_sample_packing", "group_by_length"),
+        "omit it: the plan chooses between padded, flattened and packed rows (`train.packing`)",
+    ),
     **dict.fromkeys(
         ("overwrite_output_dir", "overwrite_cache"),
         "omit it: each run has a new folder, and data are prepared again when they or their settings change",
@@ -179,7 +232,14 @@ INSTEAD: dict[str, str] = REMOVED | {
     "dataset_dir": "paths of `data.sources` count from the folder in which you type the command",
     "special_tokens": "omit it: a tokenizer brings its own, and `data.new_tokens` adds others",
     "dataset_text_field": "`columns: {text: NAME}` of an entry of `data.sources` names the column",
-    **dict.fromkeys(("wandb_project", "wandb_entity", "wandb_name"), TRACKERS),
+    **{
+        name: f"trackers read their own variables: `export {name.upper()}=...` (docs/watching.md)"
+        for name in ("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_watch", "wandb_log_model")
+    },
+    **dict.fromkeys(
+        ("eos_token", "bos_token", "pad_token", "unk_token"),
+        "omit it: the tokenizer has it, and `data.chat_template` says how turns end",
+    ),
     "sft_play_cache": "`export SFT_PLAY_CACHE=folder` moves all caches",
 }
 """Names and values that are neither key nor variable here -> what to use instead."""
@@ -323,14 +383,61 @@ def closest_file(path: Path, folder: Path, typed: str = "configs") -> str | None
     return files[close[0]] if close else None
 
 
+TEMPLATES = Path(__file__).parent.parent / "data" / "chat_templates"
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+
+
+def template_names() -> list[str]:
+    """Return the names that `data.chat_template` accepts."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
+def unknown_template(value: str, place: str | None = None) -> UserError | None:
+    """Return the error for a `data.chat_template` that is neither a template's name nor a file."""
+    names = template_names()
+    if value in names or "/" in value or value.endswith(TEMPLATE_SUFFIXES):
+        return None
+    with contextlib.suppress(OSError):  # of a name that no disk takes
+        if Path(value).is_file():
+            return None
+    close = get_close_matches(value.lower(), names, n=1) or [name for name in names if value.lower().startswith(name)]
+    meant = f"did you mean `{close[0]}`? " if close else ""
+    return UserError(
+        f"`data.chat_template` is `{value}`, which is neither a template's name nor a file",
+        place=place,
+        hint=f"{meant}names are {', '.join(names)}; anything else is the path of a Jinja file",
+    )
+
+
 def hint_elsewhere(name: str) -> str | None:
     """Return a hint for a name that is neither key nor variable here."""
-    if SECRET.fullmatch(name):
-        return SECRETS_HINT
     word = plain_word(name)
     bare = word.removeprefix(f"{_section_of(word)}_")
-    refused = REFUSED[bare][1] if bare in REFUSED and bare not in ALIASES else None
-    return INSTEAD.get(word) or INSTEAD.get(bare) or refused
+    if instead := INSTEAD.get(word) or INSTEAD.get(bare):
+        return instead
+    if SECRET.fullmatch(name):
+        return SECRETS_HINT
+    return REFUSED[bare][1] if bare in REFUSED and bare not in ALIASES else None
+
+
+def _instead(leaf: str, better: str | None, node: YamlNode) -> str:
+    """Return what to write instead of an unknown key: the key `better`, if any, with the value if it takes that."""
+    if same := MEANT.get(f"{plain_word(leaf)}: {shown(node).lower()}"):
+        return f"did you mean `{same}`?"
+    if node.value is None:
+        return "omit it: it has no value"
+    if elsewhere := hint_elsewhere(leaf):
+        return elsewhere
+    if not better:
+        return "docs/configuration.md lists every key"
+    key = find_key(better)
+    if key and not isinstance(node.value, (dict, list)):
+        takes, problems = as_meant(better, node), list[Mismatch]()
+        written = takes if not isinstance(takes.value, list) else node
+        convert(takes, key.annotation, better, problems)
+        if not problems and not (better == "data.chat_template" and unknown_template(str(node.value))):
+            return f"did you mean `{better}: {mask('', shown(written))}`?"
+    return f"omit it, or set `{better}`" if node.value is False else f"did you mean `{better}`?"
 
 
 def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
@@ -348,5 +455,4 @@ def unknown_key(key: str, place: str, node: YamlNode) -> UserError:
     if isinstance(node.value, dict):  # a section by another name, such as `training`
         named = (n for n in sections() if n not in ("", section) and leaf.lower().startswith(n.rpartition(".")[2]))
         better = next(named, better)
-    hint = hint_elsewhere(leaf) or (f"did you mean `{better}`?" if better else "docs/configuration.md lists every key")
-    return UserError(f"unknown key `{key}`", place=place, hint=hint)
+    return UserError(f"unknown key `{key}`", place=place, hint=_instead(leaf, better, node))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+from sft_play.config.names import TEMPLATES, template_names, unknown_template
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError, first_line
 from sft_play.files import open_plain, read_object, text_sha256
@@ -147,21 +148,14 @@ def base_stops(folder: Path) -> list[int]:
 # The chat template (`data.chat_template`), and what `data.system` and `data.style` add to it.
 
 
-FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
 EOS = "eos"
 """Stands for the tokenizer's end-of-sequence token in a template's first comment."""
-SUFFIXES = (".jinja", ".jinja2", ".j2")
-
-
-def template_names() -> list[str]:
-    """Return the names that `data.chat_template` accepts."""
-    return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def chat_format(data: DataConfig) -> ChatFormat | None:
     """Return the configured chat format, or `None` if the tokenizer's own is used.
 
-    Raise `DataError` for an unknown name, a file that is missing or not text, and a template with a syntax error.
+    Raise `UserError` for an unknown name, a file that is missing or not text, and a template with a syntax error.
     """
     style = {key: value for key, value in asdict(data.style).items() if value}
     if data.chat_template is None and data.system is None and not style:
@@ -176,12 +170,9 @@ def _chosen(value: str) -> tuple[str | None, str]:
     """Return the name (`None` for a file) and the text of `data.chat_template`."""
     if value in template_names():
         return value, _named_text(value)
+    if unknown := unknown_template(value):
+        raise unknown
     path = Path(value).expanduser()
-    if not path.is_file() and not value.endswith(SUFFIXES) and "/" not in value:
-        raise DataError(
-            f"`data.chat_template` is `{value}`, which is neither a template's name nor a file",
-            hint=f"names are {', '.join(template_names())}; anything else is the path of a Jinja file",
-        )
     try:
         with open_plain(path, follow=True) as stream:
             text = stream.read().decode("utf-8").replace("\r\n", "\n")
@@ -254,7 +245,7 @@ def adds_bos(tokenizer: Any) -> bool:
 
 
 def _named_text(name: str) -> str:
-    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def _lacking(text: str, tokenizer: Any) -> list[str]:

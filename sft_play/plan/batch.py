@@ -329,7 +329,11 @@ def divide(request: Request, setup: Setup, fitting: tuple[int, ...], reasons: di
     # greatest length must not refuse a typed value.
     if train.packing == "on" or (launch.early and train.grad_accum != "auto"):
         fitting = (MOST_ROWS,) * len(fitting)
-    slots = choose_batch(train, fitting, _most_together(request, setup), reasons, request.unit)
+    slots = choose_batch(train, fitting, most := _most_together(request, setup), reasons, request.unit)
+    if most < min(MOST_TOGETHER[setup.device], *fitting):
+        reasons["filling"] = (
+            f"pipeline: {FILLS} micro-batches or more per stage keep all busy, so {plural(most, 'row')} at most"
+        )
     division = _with_layout(request, Division(setup=setup, slots=slots, global_batch=request.global_batch), {})
     division = _with_shares(request, _choose_packing(request, division, reasons), reasons)
     division = _with_layout(request, _halve(division, launch.halvings, request.unit, reasons), reasons)

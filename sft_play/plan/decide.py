@@ -22,7 +22,7 @@ from sft_play.plan import choices, network
 from sft_play.plan.architecture import check_length, label
 from sft_play.plan.batch import Division, divide, explain_global_batch, halve, pack_if_typed, rows_each
 from sft_play.plan.epoch import label_share, row_tokens, step_count
-from sft_play.plan.hardware import GIB, HEADROOM
+from sft_play.plan.hardware import GIB, HEADROOM, HOST_SHARE
 from sft_play.plan.memory import (
     NF4_BYTES,
     host_bytes,
@@ -38,8 +38,6 @@ from sft_play.plan.strategies import choose_strategy, has_bitsandbytes, is_autom
 from sft_play.plan.throughput import with_forecast
 from sft_play.text import figure, plural
 
-HOST_SHARE = 0.8
-"""Share of host memory that offloading may take."""
 GAIN = 1.02
 """Speed-ups below this factor count as none."""
 SMALL_OPTIMIZER = "adamw_bnb_8bit"
@@ -472,11 +470,11 @@ def _refusal(
         notes.append(f"CUDA_VISIBLE_DEVICES={names}: {len(whole)} of {setup.world_size} GPUs hold it")
     slow = network.slow_network(request)
     if slow and not setup.gathers:
-        unasked = (
-            "`auto` does not shard weights"
-            if is_automatic(request.config, request.launch)
-            else "weights are not sharded"
-        )
+        typed = request.config.launch.strategy
+        unasked = f"`launch.strategy: {typed}` does not shard weights"
+        if typed == "auto":
+            automatic = is_automatic(request.config, request.launch)
+            unasked = "`auto` does not shard weights" if automatic else "weights are not sharded"
         allowed = " LAUNCH_SLOW_NETWORK=allow" if hardware.network_bytes_per_second else ""
         why = f"{unasked} over {slow}: {network.gathering_arithmetic(request, replace(setup, strategy='fsdp2'))}"
         launch = request.launch.without_json("fsdp2")

@@ -22,6 +22,8 @@ USABLE = 0.98
 """Share of a card's nominal gigabytes (in fact GiB) that programs can use; ECC and driver keep the rest."""
 HEADROOM = {"cuda": 0.94, "cpu": 0.85}
 """Share of the free memory that a plan uses."""
+HOST_SHARE = 0.8
+"""Share of host memory that offloading may take."""
 ASSUMED_THREADS, ASSUMED_RAM = 8, 64 * GIB
 """Assumed for a machine of which only the GPUs are described."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
-from sft_play.plan.decide import GAIN, HOST_SHARE, decide, try_plan
+from sft_play.plan.decide import GAIN, decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
@@ -52,7 +52,8 @@ def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
     )
     ways = remedies(request, error.setup, error.micro_batch, need)
     ways = ways if any(way.fits for way in ways) else (*_pair(request, error), *ways)
-    return error.add(tuple(sorted(ways, key=order)), notes=in_use)
+    others = _fewer_fit(request) or ([] if any(way.fits for way in ways) else _more_fit(request))
+    return error.add(tuple(sorted(ways, key=order)), notes=(*in_use, *others))
 
 
 def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
@@ -61,10 +62,10 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
     """
 
     def remedy_of(command: str, variables: str, changed: Request) -> Remedy | None:
-        """Return the effect of a change; `None` if it is refused for another reason, is not obeyed, saves nothing,
-        or needs more host memory than offloading may take.
-        """
-        plan = try_plan(request, changed)
+        """Return the effect of a change; `None` if it is refused for another reason, is not obeyed or saves nothing."""
+        refused = (plan := try_plan(request, changed)) is None
+        if refused:  # perhaps for its host memory, which the remedy says
+            plan = try_plan(request, replace(changed, hardware=replace(changed.hardware, ram_known=False)))
         if plan is None:
             return None
         if isinstance(plan, DoesNotFitError):
@@ -73,19 +74,23 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
             rank = tightest(plan.ranks)
             need, capacity, other, each = rank.peak_bytes, rank.capacity_bytes, plan, rows
         host = changed.ranks.local * host_bytes(changed.config, changed.shape, other, each)
-        if need >= before or (request.hardware.ram_known and host > HOST_SHARE * request.hardware.ram_bytes):
+        if need >= before:
             return None
         if changed.config.train.optim not in (request.config.train.optim, other.optim):
             return None
-        return Remedy(
+        remedy = Remedy(
             command=command,
             variables=variables,
             need_bytes=need,
             saving_bytes=before - need,
             fits=need <= capacity,
             host_bytes=host,
+            ram_bytes=request.hardware.ram_bytes if request.hardware.ram_known else 0,
             recomputes=need <= capacity and other.gradient_checkpointing and option not in variables,
         )
+        if refused and not remedy.overfills:
+            return None
+        return replace(remedy, fits=remedy.fits and not remedy.overfills)
 
     may_add, option = request.config.train.gradient_checkpointing is False, _typed(RECOMPUTED)
     ways: dict[str, Remedy] = {}
@@ -103,6 +108,31 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
             ways[kind] = remedy
     ordered = sorted(ways.values(), key=lambda way: (not way.fits, 0 if way.fits else way.need_bytes))
     return tuple(ordered[:MOST_REMEDIES])
+
+
+def _fewer_fit(request: Request) -> list[str]:
+    """Return a note on the cards or machines that hold the run without the others: the fastest of such sets."""
+    if not request.hardware.described and request.launch.num_nodes == 1:
+        return []  # CUDA_VISIBLE_DEVICES in the error names them
+    plans = [(words, try_plan(request, fewer)) for words, fewer in _fewer(request)[:MOST_TRIED]]
+    fitting = [(plan.seconds_per_step or math.inf, words) for words, plan in plans if isinstance(plan, Plan)]
+    return [
+        f"{words} it fits" + (f": {figure(seconds)} s a step" if seconds < math.inf else "")
+        for seconds, words in sorted(fitting)[:1]
+    ]
+
+
+def _more_fit(request: Request) -> list[str]:
+    """Return a note on the smallest number of like cards in one machine that would hold the run."""
+    hardware, launch = request.hardware, request.launch.without_json("auto")
+    if hardware.kind == "cpu" or launch.num_nodes > 1 or len(set(hardware.devices)) > 1:
+        return []
+    for count in range(len(hardware.devices) + 1, MOST_TRIED + 1):
+        cards = replace(hardware, devices=hardware.devices[:1] * count, described=True)
+        extended = replace(request, hardware=cards, launch=replace(launch, num_gpus=None))
+        if isinstance(try_plan(request, extended), Plan):
+            return [f"on {count} such cards in one machine it fits (make plan with HARDWARE={count}x...)"]
+    return []
 
 
 def _pair(request: Request, error: DoesNotFitError) -> Iterator[Remedy]:
@@ -199,7 +229,11 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
             if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size
         ]
 
-    fewer = speeds(sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED])
+    smaller = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
+    if plan.activation_offload:  # perhaps only the others need it
+        off = {"train.activation_offload": "off"}
+        smaller += [(f"{words} with {_typed(off)}", changed.with_keys(off)) for words, changed in smaller]
+    fewer = speeds(smaller)
     typed = [(f"with {_typed(keys)}", request.with_keys(keys)) for keys in _instead_of_gathering(request, plan)]
     best, words = min([*fewer, *speeds(typed)], default=(math.inf, ""))
     if now > GAIN * best:

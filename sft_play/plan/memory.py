@@ -61,6 +61,8 @@ STATES = ("frozen", "quant_state", "trained", "adapters", "gradients", "optimize
 """Parts that stay for all of a step."""
 MOVING = ("activations", "recompute", "logits", "casts", "dequantised", "workspace")
 """Parts that come and go within it."""
+LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts": "16-bit copies"}
+"""Parts that are shown by another name."""
 FIRST_RETURNING = 2 / 3
 """Share of a layer's gradients in the backward pass that exist before the layer releases its activations (traced)."""
 

@@ -216,7 +216,8 @@ def gathering_arithmetic(request: Request, setup: Setup) -> str:
     seconds = gathering_seconds(request.config, request.shape, setup, world, speed)
     return (
         f"every micro-step waits {figure(seconds)} s for weights = {setup.gatherings} x {figure(weights / 1e9)}"
-        f" GB x {world - 1}/{world} / {rate_in_words(speed)}" + ("" if stated else ", if it is 1 Gbit/s")
+        f" GB x {world - 1}/{world} / {rate_in_words(speed)}"
+        + ("" if stated else ", if it is 1 Gbit/s (LAUNCH_NETWORK= states it)")
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from sft_play.config.schema import Config, TrainConfig
 from sft_play.errors import HardwareError
-from sft_play.plan.hardware import GIB, HEADROOM, Device, Hardware, network_speed, rate_in_words
-from sft_play.plan.memory import rank_memory
+from sft_play.plan.hardware import GIB, HEADROOM, HOST_SHARE, Device, Hardware, network_speed, rate_in_words
+from sft_play.plan.memory import LABELS, rank_memory
 from sft_play.plan.plan import LaunchRequest, PastRun, Setup
 from sft_play.plan.ranks import RankLayout, group_size, one_each, ranks_of, stages
 from sft_play.plan.shape import ModelShape
@@ -189,7 +189,8 @@ class Request:
             return
         room, parts = self.rank_room[rank], self.parts(setup.on(rank), rows)
         largest = sorted(((n, size) for n, size in parts.items() if size > GIB / 20), key=lambda part: -part[1])
-        listed = ", ".join(f"{n} {size / GIB:.1f}" for n, size in largest[:3]) + (", ..." if len(largest) > 3 else "")
+        listed = ", ".join(f"{LABELS.get(n, n)} {size / GIB:.1f}" for n, size in largest[:3])
+        listed += ", ..." if len(largest) > 3 else ""
         what = f"not even one row of {setup.row_tokens} tokens fits"
         if rows > 1:
             what = f"a micro-batch of {rows} rows of {setup.row_tokens} tokens does not fit"
@@ -258,11 +259,22 @@ class Remedy:
     fits: bool
     host_bytes: int = 0
     """Host memory for what is offloaded."""
+    ram_bytes: int = 0
+    """Memory of the machine; 0 if a description does not state it."""
     recomputes: bool = False
     """Whether it fits by recomputation, which its variables do not name."""
 
+    @property
+    def overfills(self) -> bool:
+        """Whether it needs more host memory than offloading may take."""
+        return 0 < HOST_SHARE * self.ram_bytes < self.host_bytes
+
     def __str__(self) -> str:
         host = f" and {self.host_bytes / GIB:.1f} GiB of the machine's memory" if self.host_bytes else ""
+        if self.overfills:
+            host += f" ({HOST_SHARE * self.ram_bytes / GIB:.1f} of {self.ram_bytes / GIB:.0f} may be used)"
+        elif self.fits and self.host_bytes and not self.ram_bytes:
+            host += f" (enough: HARDWARE=...+{math.ceil(self.host_bytes / HOST_SHARE / GIB)}GB-RAM)"
         typed = f"{self.command} CONFIG=... {self.variables}".strip() if self.command else self.variables
         host += " with recomputation" if self.recomputes else ""
         return f"{typed}: {self.need_bytes / GIB:.1f} GiB{host} ({self.saving_bytes / GIB:.1f} less)" + (

@@ -11,7 +11,7 @@ from typing import Any
 from sft_play.errors import UserError, typed_here
 from sft_play.plan.batch import spans
 from sft_play.plan.hardware import GIB, Hardware
-from sft_play.plan.memory import MOVING, STATES
+from sft_play.plan.memory import LABELS, MOVING, STATES
 from sft_play.plan.network import show_exchanges
 from sft_play.plan.plan import Plan, RankPlan, tightest
 from sft_play.plan.request import DoesNotFitError
@@ -20,8 +20,6 @@ from sft_play.runs.gate import read_facts
 from sft_play.text import duration, energy, figure, gib, list_some, plural
 
 ORDER = (*STATES, "buffers", *MOVING, "context", "fragmentation")
-LABELS = {"quant_state": "quantisation", "recompute": "recomputed layer", "casts": "16-bit copies"}
-"""Parts that are shown by another name."""
 BAR = 40
 MOST_LISTED = 32
 COUNTED = "TRAIN_MAX_STEPS=, or `make data CONFIG=...`"
@@ -143,15 +141,21 @@ def _parts(rank: RankPlan) -> str:
 
 
 def _bars(plan: Plan) -> list[str]:
-    """Return a block of bars for each kind of rank."""
+    """Return a block of bars for each kind of rank, of the fullest one.
+
+    Inner stages of as many layers are one kind, although the first ones keep more micro-batches.
+    """
     lines: list[str] = []
-    kinds: dict[tuple[str, int, int], list[RankPlan]] = {}
+    kinds: dict[tuple[str, int, int, str], list[RankPlan]] = {}
     for rank in plan.ranks:
-        kinds.setdefault((rank.device_name, rank.micro_batch, rank.peak_bytes), []).append(rank)
-    for (name, micro, peak), members in kinds.items():
-        capacity, who = members[0].capacity_bytes, _who([rank.rank for rank in members])
-        lines.append(f"  {who}: {name}, micro-batch {micro}, {gib(peak)} of {gib(capacity)}")
-        lines += _part_bars(members[0].memory_bytes, max(capacity, peak, 1))
+        stage, last = rank.rank % plan.stage_count, plan.stage_count - 1
+        inner = f"{plan.stages[stage]} layers" if 0 < stage < last else ""
+        kinds.setdefault((rank.device_name, rank.micro_batch, 0 if inner else rank.peak_bytes, inner), []).append(rank)
+    for (name, micro, _, inner), members in kinds.items():
+        fullest, who = tightest(members), _who([rank.rank for rank in members])
+        peak, capacity, most = fullest.peak_bytes, fullest.capacity_bytes, "at most " if inner and members[1:] else ""
+        lines.append(f"  {who}: {name}, micro-batch {micro}, {most}{gib(peak)} of {gib(capacity)}")
+        lines += _part_bars(fullest.memory_bytes, max(capacity, peak, 1))
     return lines
 
 

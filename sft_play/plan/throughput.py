@@ -143,7 +143,7 @@ def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
         seconds = guess * run.work.guess / run.steady_tokens_per_second
         basis = f"by run `{run.name}`: {run.steady_tokens_per_second:,.0f} tokens/s"
     elif (setup.device == "cpu" or all(device.peak_flops for device in devices)) and link and not work.offload:
-        seconds, basis = guess, _arithmetic(request, setup, step_flops(config, shape, setup, 1, 1, row) / row.tokens)
+        seconds, basis = guess, _arithmetic(request, setup, row)
     if len(devices) == 1:
         communication = 0.0 if seconds else None
     elif link and not work.offload and (seconds or hardware.network_bytes_per_second):
@@ -179,14 +179,17 @@ def _threads(request: Request) -> float:
     return request.hardware.cpu_threads * request.launch.num_nodes / len(request.ranks.devices)
 
 
-def _arithmetic(request: Request, setup: Setup, flops_per_token: float) -> str:
-    """Return the arithmetic of the estimate in words."""
-    cost, device = f"{figure(flops_per_token / 1e9)} GFLOP a token", request.ranks.devices[0]
+def _arithmetic(request: Request, setup: Setup, row: AverageRow) -> str:
+    """Return the arithmetic of the estimate in words, with the operations of all cards that share a token."""
+    flops = step_flops(request.config, request.shape, setup, 1, 1, row) / row.tokens
+    flops *= setup.tensor_parallel * setup.sequence_parallel
+    cost, device = f"{figure(flops / 1e9)} GFLOP a token", request.ranks.devices[0]
     if setup.device == "cpu":
         threads = figure(_threads(request))
         return f"a guess: {cost} at {threads} threads x {CPU_FLOPS_PER_THREAD / 1e9:.0f} GFLOP/s a rank"
     peak = figure((device.peak_flops or 0.0) / 1e12)
-    return f"a guess: {cost} at {GPU_EFFICIENCY:.2f} x {peak} TFLOP/s ({device.name})"
+    moved = f", activations over PCIe at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s" if setup.activation_offload else ""
+    return f"a guess: {cost} at {GPU_EFFICIENCY:.2f} x {peak} TFLOP/s ({device.name}){moved}"
 
 
 def step_flops(

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.load import load_config, save_config
+from sft_play.config.names import MEANT
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.errors import UserError
 from tests.conftest import Program
@@ -21,7 +22,7 @@ CASES = {
     "missing file": (None, [], "there is no file `"),
     "YAML syntax": ("model: {name: x\ntrain: 1\n", [], "x.yaml:2:6: not YAML"),
     "unknown key": (GOOD + "train:\n  learning_rat: 1\n", [], "x.yaml:4: unknown key `train.learning_rat`"),
-    "key of another tool": (GOOD + "lora_r: 8\n", [], "did you mean `tuning.lora.r`?"),
+    "key of another tool": (GOOD + "lora_r: 8\n", [], "did you mean `tuning.lora.r: 8`?"),
     "datasets": (GOOD + "datasets: [{path: rows.jsonl}]\n", [], "did you mean `data.sources`?"),
     "a file as a section": (
         "model: {name: some/model}\ndata: rows.jsonl\n", [], "`data` is `rows.jsonl`; expected a mapping of its keys"
@@ -48,7 +49,7 @@ CASES = {
     "a filter that is empty": (TWO + "filter: ''}]\n", [], "`data.sources[0].filter` is empty"),
     "a revision that is empty": (TWO + "revision: ' '}]\n", [], "`data.sources[0].revision` is empty"),
     "a section by another name": (GOOD + "training: {epochs: 3}\n", [], "did you mean `train`?"),
-    "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy`?"),
+    "another section": (GOOD + "eval: {strategy: steps}\n", [], "did you mean `train.eval_strategy: steps`?"),
     "nearly a tracker": (
         GOOD + "train: {report_to: wandbb}\n", [],
         "names `wandbb`, which is not a tracker\n\nhint: did you mean `wandb`?"
@@ -57,6 +58,10 @@ CASES = {
     "nearly a preset": ("extends: quikstart\n", [], "did you mean `quickstart`?"),
     "no parent": ("extends: sub/nothing.yaml\n", [], "neither a preset nor a file"),
     "a neighbour": ("extends: x\n", [], "did you mean `x.yaml`, the file next to this one?"),
+    "a template of another tool": (
+        GOOD, ["DATA_CHAT_TEMPLATE=qwen"],
+        "`data.chat_template` is `qwen`, which is neither a template's name nor a file\n\nhint: did you mean `qwen3`?",
+    ),
     "a circle": ("extends: x.yaml\n", [], "forms a cycle"),
     "empty": (GOOD, ["TRAIN_EPOCHS="], "TRAIN_EPOCHS=: `train.epochs` is empty; expected a number > 0"),
     "large": (GOOD, ["TRAIN_MAX_STEPS=99999999999999999999"], "-1 or an integer >= 1"),
@@ -244,6 +249,51 @@ def test_all_problems_of_a_file_are_reported_at_once(in_process: Program, tmp_pa
     for line in (1, 3, 4, 5):
         assert f"x.yaml:{line}: " in done.err
     assert "TRAIN_SEED=s: `train.seed` is `s`" in done.err
+
+
+PASTED = {
+    "load_in_4bit: true": "did you mean `tuning.mode: qlora`?",
+    "load_in_8bit: true": "did you mean `tuning.mode: qlora` and `tuning.quantization: int8`?",
+    "load_in_8bit: false": "omit it, or set `tuning.mode`",
+    "adapter: qlora": "did you mean `tuning.mode: qlora`?",
+    "adapter:": "did you mean `tuning.mode: full`?",
+    "finetuning_type: lora": "did you mean `tuning.mode: lora`?",
+    "quantization_bit: 4": "did you mean `tuning.mode: qlora`?",
+    "train_on_inputs: false": "did you mean `train.loss_on: assistant`?",
+    "roles_to_train: [assistant]": "did you mean `train.loss_on: assistant`?",
+    "lora_target_linear: true": "did you mean `tuning.lora.target_modules: auto`?",
+    "flash_attention: true": "did you mean `model.attn_implementation: auto`?",
+    "gradient_checkpointing: unsloth": "did you mean `train.gradient_checkpointing: true`?",
+    "sample_packing: true": "did you mean `train.packing: on`?",
+    "bf16: true": "did you mean `train.bf16: true`?",
+    "fp16:": "omit it: it has no value",
+    "val_set_size: 0.05": "did you mean `data.validation: 0.05`?",
+    "val_set_size: 500": "did you mean `data.validation`?",
+    "cutoff_len: 2048": "did you mean `model.max_seq_len: 2048`?",
+    "learning_rate: 2e-4": "did you mean `train.learning_rate: 2e-4`?",
+    "chat_template: qwen": "did you mean `data.chat_template`?",
+    "local_rank: 0": "omit it: the launcher sets it",
+    "wandb_entity: me": "`export WANDB_ENTITY=...`",
+    "evals_per_epoch: 4": "`train.eval_steps` counts steps",
+    "strict: false": "omit it: unknown keys are always refused",
+    "trust_remote_code: true": "omit it, or `model.trust_remote_code: true`",
+    "pad_token: x": "omit it: the tokenizer has it",
+    "hf_token: x": "tokens and passwords come from the environment",
+}
+
+
+def test_the_configuration_of_another_tool_is_translated_key_by_key(in_process: Program, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    for line, hint in PASTED.items():
+        file.write_text(f"{GOOD}{line}\n", encoding="utf-8")
+        done = in_process("config", f"CONFIG={file}")
+        done.refused(2, f"x.yaml:3: unknown key `{line.partition(':')[0]}`")
+        assert f"\n\nhint: {hint}" in done.err or (hint.startswith("`export") and hint in done.err), (line, done.err)
+    file.write_text(GOOD, encoding="utf-8")
+    for same in {pair for pairs in MEANT.values() for pair in pairs.split("` and `")}:
+        key, value = same.split(": ")
+        mode = [] if key == "tuning.mode" else ["TUNING_MODE=qlora"]
+        assert in_process("config", f"CONFIG={file}", "DATA_VALIDATION=0.1", *mode, f"{key}={value}").code == 0, same
 
 
 def test_output_of_config_is_a_valid_configuration(in_process: Program, tmp_path: Path) -> None:

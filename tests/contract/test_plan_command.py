@@ -288,7 +288,7 @@ def test_a_pipeline_shows_layers_and_the_rows_that_every_stage_sees(in_process: 
     assert re.search(r"plan: pipeline of 3 stages \(\d+, \d+, \d+ layers\) on RTX4090 \+ RTX3060 \+ RTX3070", shown)
     plan = in_process("plan", "CONFIG=configs/home_lan.yaml", *words, "JSON=1").json
     assert plan["longest_row"] >= plan["row_tokens"] and plan["most_rows"] >= plan["ranks"][0]["micro_batch"]
-    assert "are the most in a micro-batch" in shown, "a pipeline of few micro-batches stands still"
+    assert "are the most in a micro-batch" in shown and "4 micro-batches or more per stage keep all busy" in shown
     assert re.findall(r"^ +\d  RTX\d+ +\d+ +\d+ +(\d+)", shown, re.MULTILINE) == ["24"] * 3, shown
     assert max(map(len, shown.splitlines())) <= 160
 
@@ -332,3 +332,35 @@ def test_a_hub_cache_is_found_without_the_hub(
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc123")
     assert shape_of(ModelConfig(name="some/model")) == shape_of(ModelConfig(name=str(tiny)))
+
+
+def test_alike_stages_of_a_pipeline_are_shown_once(in_process: Program) -> None:
+    words = ("CONFIG=h100_pair", "HARDWARE=16xH100", "LAUNCH_STRATEGY=pipeline", "WHY=0")
+    shown = in_process("plan", *words).out
+    blocks = re.findall(r"^  ranks? ([^:]+): H100, micro-batch \d+, (at most )?[\d.]+ GiB of", shown, re.MULTILINE)
+    assert 3 <= len(blocks) <= 5 and blocks[0] == ("0", "") and blocks[-1] == ("15", ""), shown
+
+
+def test_operations_of_a_token_are_counted_alike_whatever_shares_it(in_process: Program) -> None:
+    typed = ("CONFIG=run_bnb", "TUNING_MODE=lora", "HARDWARE=4xH100", "TRAIN_GRADIENT_CHECKPOINTING=false")
+
+    def operations(words: str) -> float:
+        shown = in_process("plan", *typed, words).out
+        return float(re.findall(r"a guess: ([\d.]+) GFLOP a token", shown)[0])
+
+    whole = operations("LAUNCH_STRATEGY=ddp")
+    assert operations("LAUNCH_SEQUENCE_PARALLEL=4") == operations("LAUNCH_STRATEGY=pipeline") == whole
+    assert whole <= operations("LAUNCH_TENSOR_PARALLEL=4") < 1.5 * whole, "each card computes the embeddings"
+
+
+def test_an_assumed_network_is_named_with_the_key_that_states_it(in_process: Program) -> None:
+    words = (
+        "CONFIG=run_bnb",
+        "TUNING_MODE=lora",
+        "HARDWARE=8xH100",
+        "NUM_NODES=2",
+        "MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct",
+    )
+    shown = in_process("plan", *words).out
+    assert "plan: tensor parallel 4" in shown and "if it is 1 Gbit/s (LAUNCH_NETWORK= states it)" in shown
+    assert "plan: fsdp2 on 16 x H100" in in_process("plan", *words, "LAUNCH_NETWORK=400Gbit").out

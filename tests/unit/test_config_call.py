@@ -59,6 +59,9 @@ def test_no_two_keys_share_a_variable() -> None:
     ("words", "expected"),
     [
         (["train", "--load_in_4bit"], "`TUNING_MODE=...`?"),
+        (["train", "--load_in_8bit", "True"], "`TUNING_MODE=qlora TUNING_QUANTIZATION=int8`?"),
+        (["train", "--eos_token", "<|im_end|>"], "`data.chat_template` says how turns end"),
+        (["train", "--hf_token", "x"], "`HF_TOKEN` for the hub"),
         (["train", "--json"], "`JSON=...`"),
         (["train", "TRAIN_NOTHING=2"], "lists the keys of `train`"),
         (["train", "XYZZY=2"], "hint: `train` takes `ACCELERATE_CONFIG`, `CONFIG`, `JSON`, "),

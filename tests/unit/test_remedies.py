@@ -11,6 +11,7 @@ from sft_play.__main__ import COMMANDS
 from sft_play.config.call import parse_call
 from sft_play.plan.plan import LaunchRequest, Plan
 from sft_play.plan.request import DoesNotFitError, Remedy
+from sft_play.text import figure
 from tests import plans
 from tests.conftest import ROOT
 
@@ -76,7 +77,7 @@ def test_the_example_in_the_docs_matches_the_plan() -> None:
     assert "\n      ".join(map(str, error.value.remedies[:2])) in page
 
 
-def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> None:
+def test_a_remedy_counts_the_machines_memory_and_does_not_fit_without_it() -> None:
     loaded = parse_call(
         ["plan", f"CONFIG={ROOT / 'configs' / 'run_bnb.yaml'}", "TUNING_MODE=full"], COMMANDS
     ).load_config()
@@ -86,9 +87,13 @@ def test_a_remedy_counts_the_machines_memory_and_is_not_offered_without_it() -> 
             plans.planned(loaded, hardware, ONE)
         return [str(remedy) for remedy in error.value.remedies if "offload" in remedy.variables]
 
-    (unknown,) = offloading("24GB")
-    assert re.search(r"[\d.]+ GiB and 1\d\d\.\d GiB of the machine's memory with recomputation \(", unknown)
-    assert offloading(plans.with_ram("24GB", 512)) == [unknown] and offloading(plans.with_ram("24GB", 64)) == []
+    (unstated,) = offloading("24GB")
+    enough = re.search(r"GiB of the machine's memory \(enough: HARDWARE=\.\.\.\+(\d+)GB-RAM\) with", unstated)
+    assert enough
+    stated = unstated.replace(f" (enough: HARDWARE=...+{enough[1]}GB-RAM)", "")
+    assert offloading(plans.with_ram("24GB", int(enough[1]))) == [stated] and "too much" not in stated
+    (short,) = offloading(plans.with_ram("24GB", 64))
+    assert "of the machine's memory (51.2 of 64 may be used)" in short and short.endswith("still too much")
 
 
 def test_rows_are_shortened_as_far_as_they_must_be() -> None:
@@ -116,3 +121,26 @@ def test_a_remedy_says_that_it_recomputes() -> None:
         typed = [f"TUNING_MODE={mode}", "TRAIN_BATCH_SIZE=1"]
         assert planned("run_bnb", "24GB", typed, ONE).gradient_checkpointing is recomputes
         assert ("with recomputation" in shown[f"TUNING_MODE={mode}"]) is recomputes
+
+
+def test_the_machines_that_hold_it_without_the_others_are_named() -> None:
+    cards, typed = "RTX4090+RTX3060+RTX3070@1Gbit", [f"MODEL_NAME={plans.LLAMA}"]
+    launch = LaunchRequest(command_strategy="auto", num_nodes=3)
+    with pytest.raises(DoesNotFitError) as error:
+        planned("home_lan", cards, typed, launch)
+    seconds = figure(planned("home_lan", "RTX4090", [*typed, "LAUNCH_STRATEGY=auto"], ONE).seconds_per_step or 0)
+    assert f"on node 0 (RTX4090) alone it fits: {seconds} s a step" in error.value.notes
+    assert any(note.startswith("`launch.strategy: ddp` does not shard weights") for note in error.value.notes)
+    # What only the small card needs would slow the large one down.
+    offloaded = planned("home_lan", cards, [*typed, "TRAIN_ACTIVATION_OFFLOAD=on"], launch)
+    words = f"FASTER on node 0 (RTX4090) alone with TRAIN_ACTIVATION_OFFLOAD=off: {seconds} s a step"
+    assert any(notice.startswith(words) for notice in offloaded.notices), offloaded.notices
+
+
+def test_the_smallest_number_of_cards_is_named_where_no_change_fits() -> None:
+    typed = ["MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct"]
+    with pytest.raises(DoesNotFitError) as error:
+        planned("run_bnb", "RTX4090", typed, ONE)
+    assert error.value.notes == ("on 3 such cards in one machine it fits (make plan with HARDWARE=3x...)",)
+    assert "quantisation 1.0" in error.value.message, "as the table calls it"
+    assert outcome("run_bnb", "3xRTX4090", typed, AUTO)[0] and not outcome("run_bnb", "2xRTX4090", typed, AUTO)[0]

@@ -94,7 +94,8 @@ def test_offloading_needs_enough_known_memory_of_the_machine() -> None:
     tight = plan_of(with_ram("2x24GB", 160), **FULL_8B | typed)
     assert any("leaves little for loading" in notice for notice in tight.notices), tight.notices
     unfit = message(HardwareError, with_ram("2x24GB", 160), **FULL_8B)
-    assert "adamw_bnb_8bit" not in unfit and "zero3_offload" not in unfit, "neither obeyed nor with a margin"
+    assert "adamw_bnb_8bit" not in unfit, "not obeyed"
+    assert re.search(r"zero3_offload.json: .* \(128.0 of 160 may be used\).*, still too much", unfit), "no margin"
 
 
 def test_one_card_that_is_faster_than_a_pipeline_of_all_is_named() -> None:

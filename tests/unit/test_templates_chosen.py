@@ -12,7 +12,7 @@ from sft_play.config.schema import DataConfig, StyleConfig
 from sft_play.data import Message
 from sft_play.data.chat import Encoded
 from sft_play.data.prepare import ids_of_new_tokens
-from sft_play.errors import DataError
+from sft_play.errors import DataError, UserError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import chat_format, load_tokenizer
 from tests.chat_tokenizers import learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
@@ -43,7 +43,8 @@ def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
 @pytest.mark.parametrize(
     ("data", "message", "hint"),
     [
-        ({"chat_template": "chatlm"}, "is neither a template's name nor a file", "names are alpaca, chatml, "),
+        ({"chat_template": "chatlm"}, "is neither a template's name nor a file", "did you mean `chatml`? names are "),
+        ({"chat_template": "qwen"}, "is neither a template's name nor a file", "did you mean `qwen3`? names are "),
         (
             {"chat_template": "nothing-like-it"},
             "is neither a template's name nor a file",
@@ -56,7 +57,7 @@ def learnt(tokenizer: Any, rows: Sequence[Encoded]) -> list[str]:
 def test_an_unknown_template_and_an_empty_system_turn_are_refused(
     data: dict[str, Any], message: str, hint: str
 ) -> None:
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         chat_format(DataConfig(**data))
     assert hint in (caught.value.hint or "")
 

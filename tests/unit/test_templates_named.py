@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sft_play.config.names import template_names
 from sft_play.data import IGNORED, Message
 from sft_play.errors import DataError
-from sft_play.model.tokenizer import template_names
 from tests.chat_tokenizers import Kind, by_hand, learnt_runs, load_with, rows_of, save_tokenizer
 
 CHAT: list[Message] = [

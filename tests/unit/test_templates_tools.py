@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from sft_play.config.names import template_names
 from sft_play.data import Message
 from sft_play.data.chat import WRITING_CALLS
 from sft_play.data.tokens import DOUBLED, THOUGHTS
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
-from sft_play.model.tokenizer import template_names
 from tests.chat_tokenizers import by_hand, learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
 
 SPECIAL = [
