@@ -23,7 +23,7 @@ from sft_play.config.metrics import LABELS, OF_LOSS
 from sft_play.errors import HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
-from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
+from sft_play.launch.run_folder import FINAL_EVENTS, RECOVERED, RESTARTED, STARTS, find_named_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_scores, runs_folder
@@ -216,7 +216,7 @@ class Summary:
     """Mean speed of the optimizer steps."""
     peak_memory_bytes: int | None = None
     seconds: float | None = None
-    """Time spent on optimizer steps."""
+    """Time of its launches from start to end, with loading, evaluation and saving."""
     energy_kwh: float | None = None
     """Energy of the GPUs as measured by the driver."""
     cost: float | None = None
@@ -269,8 +269,10 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         metric = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), metric)
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
-    seconds = final.get("training_seconds") or trained or None
-    hours = seconds / 3600 if seconds is not None else None
+    of_steps = final.get("training_seconds") or trained or None
+    until = time.time() - (0.0 if state in ("running", "preparing") else age)
+    # Of a launch that was killed and resumed, the events may not say how long it lasted, but its steps do.
+    seconds = max(_wall_seconds(events, until), of_steps or 0.0) or None
     # What was trained last, after a resume, may have needed less.
     peak = max((peak for row in train for peak in row.get("rank_memory_gib") or () if peak), default=0.0)
     return Summary(
@@ -295,15 +297,15 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         tokens_per_second=final.get("tokens_per_second") or (tokens / trained if trained else None),
         peak_memory_bytes=max(final.get("peak_memory_bytes") or 0, int(peak * 2**30)) or None,
         seconds=seconds,
-        energy_kwh=energy_kwh(train, seconds),
-        cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
+        energy_kwh=energy_kwh(train, of_steps),
+        cost=price * plan.get("num_nodes", 1) * seconds / 3600 if price is not None and seconds else None,
         age_seconds=age,
     )
 
 
 def flat_keys(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted key with its value; a list of sections gives keys such as `data.sources[0].path`."""
-    if isinstance(value, dict) and (value or not name):
+    if isinstance(value, dict) and (value or name in ("", "train")):
         for key, inner in value.items():
             yield from flat_keys(inner, name if (name, key) == ("train", "extra") else f"{name}.{key}" if name else key)
     elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
@@ -359,6 +361,20 @@ def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
 def _splits(plan: Mapping[str, Any], way: str) -> bool:
     """Return whether a plan splits each model or row over ranks in this way."""
     return bool(plan.get("stages")) if way == "pipeline" else (plan.get(f"{way}_parallel") or 1) > 1
+
+
+def _wall_seconds(events: Sequence[Mapping[str, Any]], until: float) -> float:
+    """Return the time of a run's launches by its events, with restarts in them; the last lasts to its end, or to
+    `until`.
+    """
+    timed = [*(event for event in events if "time" in event), {"event": "", "time": until}]
+    seconds: float = sum(
+        max(0.0, after["time"] - before["time"])
+        for before, after in itertools.pairwise(timed)
+        if before["event"] not in FINAL_EVENTS
+        and (after["event"] not in STARTS or before["event"] in (RECOVERED, RESTARTED))
+    )
+    return seconds
 
 
 def _trained_so_far(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from sft_play.config.metrics import label_of_metric
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, typed_here
 from sft_play.files import file_sha256, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run
+from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
 from sft_play.runs.adapters import MERGED
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
@@ -21,7 +22,7 @@ from sft_play.runs.folder import RunFolder, metrics_of, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, common_system
 from sft_play.runs.stamp import MADE, Stamp
-from sft_play.text import gib, plural, tell
+from sft_play.text import duration, gib, plural, tell
 
 CARD, ADAPTER = "README.md", "adapter_config.json"
 PUSHED = re.compile(
@@ -193,7 +194,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
         "| | |\n|---|---|",
         *(
             f"| {name} | {_plain(value)} |"
-            for name, value in _facts(stamp, plan, read_facts(run.training_metrics))
+            for name, value in _facts(stamp, plan, read_facts(run.training_metrics), summary_of(run).seconds)
             if value
         ),
         "\n## Results\n",
@@ -230,7 +231,7 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, *, begins: bool) ->
     ]
 
 
-def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any], seconds: float | None) -> Iterator[tuple[str, str]]:
     yield "method", stamp.mode + (f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else "")
     if parent := stamp.parent:
         use = "trained further" if parent["use"] == "continue" else "merged into the base"
@@ -251,8 +252,7 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
     yield "seed", str(stamp.seed)
     devices = ", ".join(dict.fromkeys(rank.device_name for rank in plan.ranks)) or plan.device
     yield "hardware", f"{plan.world_size} x {devices}, {stamp.strategy}"
-    if seconds := final.get("training_seconds"):
-        yield "time", f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    yield "time", duration(seconds) if seconds else ""
     yield "speed", f"{final['tokens_per_second']:,.0f} tokens/s" if final.get("tokens_per_second") else ""
     yield "peak memory", gib(final["peak_memory_bytes"]) if final.get("peak_memory_bytes") else ""
 

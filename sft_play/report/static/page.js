@@ -178,7 +178,7 @@ function planBesideFigures(record) {
   const final = record.final, forecast = final.forecast || {}, plan = record.plan;
   const ratio = (a, b) => known(a) && known(b) && b ? (a / b >= 1 ? "+" : "") + (100 * (a / b - 1)).toFixed(0) + " %" : "";
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
-    ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
+    ["time of steps", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
     ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", "–", energy(final.energy_kwh), ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
   return tableOf([{ name: "" }, { name: "planned", n: true }, { name: "measured", n: true }, { name: "difference", n: true }], rows);
@@ -235,7 +235,7 @@ function runView(record, home) {
     (record.findings || []).map((one) => el("p", { class: "warning" }, `${one.text} – ${one.remedy}`)),
     el("div", { class: "cards" }, card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", number(s.loss)), s.best !== null ? card("best " + s.metric, number(s.best)) : null,
       card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
-      card("time", duration(s.seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
+      card("time", duration(s.seconds), [known(final.training_seconds) && `${duration(final.training_seconds)} of steps`, final.restarts && final.restarts.length && `${final.restarts.length} restarts`].filter(Boolean).join(", ")), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
     el("h2", {}, "Scores"), scoresTable(record), otherRows(record),
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
     whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, whole)] : null,
