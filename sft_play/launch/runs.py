@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from sft_play.config.call import Call
-from sft_play.config.metrics import LABELS, OF_LOSS
+from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
@@ -229,7 +229,7 @@ class Summary:
     def cells(self) -> dict[str, Any]:
         """Return column -> value, with a column for each score."""
         cells = asdict(self)
-        return {**cells, **cells.pop("scores")}
+        return {**cells, "best_of": label_of_metric(self.metric) if self.metric else None, **cells.pop("scores")}
 
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -263,7 +263,8 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     if final.get("steps", 0) < train[-1].get("step", 0):
         final = {}  # of the part before a resume
-    scores = _best_scores([*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)])
+    evaluations = [*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)]
+    scores = _best_scores(evaluations, config.get("train", {}))
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     if metric == "loss":
         metric = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), metric)
@@ -346,14 +347,20 @@ def _scored_later(run: RunFolder) -> Iterator[dict[str, Any]]:
             yield {"step": int(step), **{f"eval_{name}": value["mean"] for name, value in metrics_of(scores).items()}}
 
 
-def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
-    """Return each score's best value from the first step on; step 0 has the weights that training began with."""
+def _best_scores(evaluations: list[dict[str, Any]], train: Mapping[str, Any]) -> dict[str, float]:
+    """Return each score's best value from the first step on; step 0 has the weights that training began with.
+
+    The section `train` says which is better of the one metric that is not ours.
+    """
     scores: dict[str, float] = {}
+    extra, own = train.get("extra"), str(train.get("metric_for_best_model")).removeprefix("eval_")
+    greater = extra.get("greater_is_better") if isinstance(extra, dict) else None
     for row in (row for row in evaluations if row.get("step") != 0):
         for name, value in row.items():
-            kind = name.removeprefix("eval_").partition("/")[0]
-            if isinstance(value, (int, float)) and (kind in OF_LOSS or kind in LABELS):
-                best = min if kind in OF_LOSS else max
+            bare = name.removeprefix("eval_")
+            higher = greater if bare == own and higher_is_better(bare) is None else higher_is_better(bare)
+            if isinstance(value, (int, float)) and isinstance(higher, bool):
+                best = max if higher else min
                 scores[name] = best(scores.get(name, value), value)
     return scores
 
@@ -441,7 +448,7 @@ def _format_row(run: Summary) -> dict[str, str]:
             else str(run.step)
         ),
         "loss": "-" if run.loss is None else f"{run.loss:.4f}{f' ({run.risen})' if run.risen else ''}",
-        "best": f"{run.best:.4f} {run.metric}" if run.best is not None else "-",
+        "best": f"{run.best:.4f} {label_of_metric(run.metric or '')}" if run.best is not None else "-",
         "model": _short_model(run.model or "-"),
         "method": run.method or "-",
         "data": (run.data or "-")[:30],

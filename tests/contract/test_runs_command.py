@@ -95,7 +95,7 @@ def test_runs_in_every_state_are_listed(in_process: Program, tmp_path: Path) -> 
     }
     assert (listed["done"]["step"], listed["done"]["steps"], listed["done"]["loss"]) == (2, 8, 1.5)
     assert (listed["done"]["best"], listed["gone"]["best"]) == (0.2, 3.0)
-    assert "failed (3)" in text and "0.2000 rougeL" in text and "2/8" in text
+    assert "failed (3)" in text and "0.2000 ROUGE-L" in text and "2/8" in text
     assert listed["now"]["peak_memory_bytes"] == 2.25 * 2**30 and "2.25 GiB" in text, "of a run that still trains"
     assert "on node 0; this is node 1" in text
     assert "its steps are recorded on node 0" in in_process("watch", "RUN=second").err
@@ -160,6 +160,11 @@ def test_the_list_has_what_runs_reached_and_cost(in_process: Program, tmp_path: 
     for folder, content in (("step-000000", {}), ("step-000003", scores), ("step-000003-other-0123abcd", {})):
         write_json(run.path / "eval" / folder / "scores.json", content)
     assert "0.7500 accuracy" in in_process("runs").out, "of `make eval`"
+    train = {"metric_for_best_model": "eval_due", "extra": {"greater_is_better": False}}
+    write_json(run.config, {"config": config | {"train": train}, "origins": {}})
+    for step, due in ((4, 0.5), (5, 0.0), (6, 0.25)):
+        append_json_line(run.metrics, {"kind": "eval", "step": step, "eval_due": due})
+    assert "0.0000 due" in in_process("runs").out, "of a metric of the user's, whose better values are lower"
 
 
 def test_the_list_names_origins_and_the_speed_of_a_stopped_run(in_process: Program, tmp_path: Path) -> None:
