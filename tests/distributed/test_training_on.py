@@ -167,6 +167,7 @@ def test_runs_that_were_moved_together_find_their_bases(place: Place, monkeypatc
     assert (over / "merged" / "model.safetensors").is_file()
     done = place.run("resume", "RUN=over", "TRAIN_MAX_STEPS=6")
     assert done.returncode == 0 and metrics(over, "train")[-1]["step"] == 6, done.stderr
+    assert "over/model: step 6 (best eval_loss " in done.stdout
     for words in (["MODEL_ADAPTER=over"], [f"MODEL_ADAPTER={place.folder}/runs/over/model"]):
         done = place.run("train", f"CONFIG={place.config}", f"MODEL_NAME={base}/model", *words, "RUN_NAME=on")
         assert done.returncode == 0 and losses(place.folder / "disk/on")[0] == losses(over)[-1], done.stderr
