@@ -171,9 +171,18 @@ def test_charts_of_a_single_rank_are_folded(runs: Path, tmp_path: Path, in_proce
 
 def test_the_list_is_as_wide_as_the_window_and_names_what_diverged(runs: Path, tmp_path: Path) -> None:
     name = "a-name-of-many-words-as-people-give-them-to-runs"
-    risen = [{"kind": "train", "step": step, "loss": 1.0 + step} for step in range(1, 41)]
+    figures = {
+        "tokens_per_second": 2345.6,
+        "step_seconds": 90.0,
+        "rank_memory_gib": [70.5],
+        "rank_power_watts": [300.0],
+    }
+    risen = [{"kind": "train", "step": step, "loss": 1.0 + step, **figures} for step in range(1, 41)]
     folder = made_run(runs, name, model="a-model-of-a-long-name-8b-instruct")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in risen))
+    config = json.loads((folder / "config.json").read_text())
+    config["config"] |= {"data": {"train_path": "orders_train.jsonl"}}
+    write_json(folder / "config.json", config)
     with served(runs) as url, browser(tmp_path / "profile") as shown:
         for width in (390, 820, 1240, 1440):
             shown.open("about:blank")

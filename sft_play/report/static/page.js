@@ -113,7 +113,11 @@ const legend = (value, digits) => known(value) ? number(value, digits) : "";
 function draw() {
   for (const one of charts) if (!one.drawn && one.space.isConnected && !one.space.closest("details:not([open])")) one.drawn = one.make();
 }
-addEventListener("resize", () => { for (const one of charts) if (one.drawn) one.drawn.setSize({ width: one.space.clientWidth, height: one.drawn.height }); });
+// The list of runs is a table, or where that is wider than the window, a panel for each run.
+function fit() {
+  for (const list of page.querySelectorAll(".list")) { list.classList.remove("panels"); list.classList.toggle("panels", list.scrollWidth > list.parentNode.clientWidth); }
+}
+addEventListener("resize", () => { fit(); for (const one of charts) if (one.drawn) one.drawn.setSize({ width: one.space.clientWidth, height: one.drawn.height }); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
 addEventListener("beforeprint", () => { document.querySelectorAll("details").forEach((d) => { d.open = true; }); draw(); });
 let redraw = () => {};
@@ -124,7 +128,7 @@ function show(...nodes) {
     page.classList.remove("wide");
     page.replaceChildren(...make().flat(Infinity).filter(Boolean));
     page.querySelectorAll("details").forEach((d) => { if (open.has(d.dataset.name)) d.open = true; });
-    draw(); scrollTo(0, top);
+    fit(); draw(); scrollTo(0, top);
   };
 }
 // `open`: until somebody closes it.
@@ -279,8 +283,8 @@ function runView(record, home) {
 
 // ---- All runs, and runs over each other
 let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
-const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "peak memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
-const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => known(r.best) ? `${fixed(r.best)} ${r.best_of}` : "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds) + " ago" : "–" };
+const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
+const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => known(r.best) ? `${fixed(r.best)} ${r.best_of}` : "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds).split(" ").slice(0, 2).join(" ") + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play"; page.classList.add("wide");
   const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || runs.some((run) => known(run[key])));
@@ -310,7 +314,7 @@ function compareView(found) {
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
   const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
   const apart = table.error ? [] : table.rows;
-  const figures = table.error ? [] : Object.entries(table.losses).map(([name, values]) => [name, ...values.map((v) => number(v))]);
+  const figures = table.error ? [] : Object.entries(table.losses).map(([name, values]) => [name, ...values.map(fixed)]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
     el("h2", {}, "Scores"), table.error ? [table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)), outcomesTable(records)] : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map((value) => value ? `${score(value)}, n = ${value.n}` : "–")], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map(difference)]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v ? v.f1.toFixed(3) : "–")])]), table.notes.map((note) => el("p", { class: "note" }, note))],
     apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.place || one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
