@@ -40,6 +40,8 @@ OF_LABELS = ("accuracy", "macro_f1")
 """For answers from a small set of labels: a table of each label goes with them."""
 MOST_LABELS = 100
 """Answers with more distinct values than this are texts, not labels."""
+LEAST_OF_EACH = 2
+"""Rows for each answer, on average, from which on answers are labels."""
 OF_LOSS = ("loss", "perplexity")
 """Lower is better for each; also per source, as `loss/NAME`."""
 
@@ -47,6 +49,11 @@ OF_LOSS = ("loss", "perplexity")
 def label_of(text: str) -> str:
     """Return an answer that is a label as it is compared: in lower case, with single spaces."""
     return " ".join(text.casefold().split())
+
+
+def are_labels(answers: Mapping[str, int]) -> bool:
+    """Return whether answers, each with its rows, come from a small set."""
+    return sum(answers.values()) >= LEAST_OF_EACH * len(answers) > 0
 
 
 def label_of_metric(name: str) -> str:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.metrics import label_of
+from sft_play.config.metrics import are_labels, label_of
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.sources import OTHER_FILE
 from sft_play.data.store import MANIFEST, OF_BOTH
@@ -24,8 +24,6 @@ OFTENER, ALIKE, LEAST_LETTERS, DIGIT = 5, 0.85, 5, re.compile(r"\d")
 """Of a label that may be misspelt: how much more frequent the right one is at least, and how alike, by
 `difflib.SequenceMatcher.ratio`; shorter labels, and those with digits, may differ by a letter.
 """
-LEAST_OF_EACH = 2
-"""Rows for each answer, on average, from which on answers are labels."""
 NAMED_FILES = 3
 """Of the documents that were left out for one reason."""
 
@@ -91,11 +89,6 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
     if shared := manifest.get("overlap", {}).get("rows"):
         lines.append(f"  rows that are in the training data too: {shared:,}; scores on them say little")
     return "\n".join(lines)
-
-
-def are_labels(answers: Mapping[str, int]) -> bool:
-    """Return whether answers, each with its rows, come from a small set."""
-    return sum(answers.values()) >= LEAST_OF_EACH * len(answers) > 0
 
 
 def labels_only_here(manifest: Mapping[str, Any], train: Path) -> dict[str, int]:

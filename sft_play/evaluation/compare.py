@@ -29,7 +29,7 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.gate import eval_command
 from sft_play.runs.prepared import Prepared
-from sft_play.text import energy, tell
+from sft_play.text import duration, energy, tell
 
 if TYPE_CHECKING:
     from sft_play.config.call import Call
@@ -323,7 +323,7 @@ class Side:
             facts |= {
                 "learning rate": plan.learning_rate,
                 "steps": summary.step or None,
-                "training seconds": summary.seconds if summary.step else None,
+                "time": duration(summary.seconds) if summary.step and summary.seconds else None,
                 "tokens/s": summary.tokens_per_second,
                 "peak memory (bytes)": summary.peak_memory_bytes,
                 "energy": None if summary.energy_kwh is None else energy(summary.energy_kwh),

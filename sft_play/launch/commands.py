@@ -47,7 +47,7 @@ from sft_play.runs.checkpoints import newest_valid
 from sft_play.runs.folder import RunFolder, metric_rows, runs_folder
 from sft_play.runs.gate import eval_command, read_facts
 from sft_play.runs.prepared import Prepared, day_of
-from sft_play.runs.progress import end_text, notify, risen_losses, wait_until_sent
+from sft_play.runs.progress import describe_model, end_text, notify, risen_losses, wait_until_sent
 from sft_play.runs.stamp import STAMPED
 from sft_play.text import plural, tell
 
@@ -229,4 +229,7 @@ def _what_is_there(call: Call, run: RunFolder) -> str:
         address = call.options.get("MASTER_ADDR")
         return "  the model is on node 0" + (f" ({address})" if address else "")
     scores = f"\n  scores   {eval_command(run)}" if read_facts(run.prepared).get("validation") else ""
-    return typed_here(f"  model    {run.model}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}{scores}")
+    step = f": {described}" if (described := describe_model(run)) else ""
+    return typed_here(
+        f"  model    {run.model}{step}\n{beside_forecast(run)}  answers  make infer RUN={run.typed}{scores}"
+    )

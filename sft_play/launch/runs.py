@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 
 from sft_play.config.call import Call
-from sft_play.config.metrics import LABELS, OF_LOSS
+from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
-from sft_play.launch.run_folder import FINAL_EVENTS, find_named_run, read_events
+from sft_play.launch.run_folder import FINAL_EVENTS, RECOVERED, RESTARTED, STARTS, find_named_run, read_events
 from sft_play.launch.verdict import CAUSE_VARIABLE, describe_stop
 from sft_play.plan.show import parse_price
 from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, read_scores, runs_folder
@@ -216,7 +216,7 @@ class Summary:
     """Mean speed of the optimizer steps."""
     peak_memory_bytes: int | None = None
     seconds: float | None = None
-    """Time spent on optimizer steps."""
+    """Time of its launches from start to end, with loading, evaluation and saving."""
     energy_kwh: float | None = None
     """Energy of the GPUs as measured by the driver."""
     cost: float | None = None
@@ -229,7 +229,7 @@ class Summary:
     def cells(self) -> dict[str, Any]:
         """Return column -> value, with a column for each score."""
         cells = asdict(self)
-        return {**cells, **cells.pop("scores")}
+        return {**cells, "best_of": label_of_metric(self.metric) if self.metric else None, **cells.pop("scores")}
 
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -263,14 +263,17 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     train = [row for row in rows if row.get("kind") == "train"] or [{}]
     if final.get("steps", 0) < train[-1].get("step", 0):
         final = {}  # of the part before a resume
-    scores = _best_scores([*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)])
+    evaluations = [*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)]
+    scores = _best_scores(evaluations, config.get("train", {}))
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
     if metric == "loss":
         metric = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), metric)
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
-    seconds = final.get("training_seconds") or trained or None
-    hours = seconds / 3600 if seconds is not None else None
+    of_steps = final.get("training_seconds") or trained or None
+    until = time.time() - (0.0 if state in ("running", "preparing") else age)
+    # Of a launch that was killed and resumed, the events may not say how long it lasted, but its steps do.
+    seconds = max(_wall_seconds(events, until), of_steps or 0.0) or None
     # What was trained last, after a resume, may have needed less.
     peak = max((peak for row in train for peak in row.get("rank_memory_gib") or () if peak), default=0.0)
     return Summary(
@@ -295,15 +298,15 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         tokens_per_second=final.get("tokens_per_second") or (tokens / trained if trained else None),
         peak_memory_bytes=max(final.get("peak_memory_bytes") or 0, int(peak * 2**30)) or None,
         seconds=seconds,
-        energy_kwh=energy_kwh(train, seconds),
-        cost=price * plan.get("num_nodes", 1) * hours if price is not None and hours is not None else None,
+        energy_kwh=energy_kwh(train, of_steps),
+        cost=price * plan.get("num_nodes", 1) * seconds / 3600 if price is not None and seconds else None,
         age_seconds=age,
     )
 
 
 def flat_keys(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted key with its value; a list of sections gives keys such as `data.sources[0].path`."""
-    if isinstance(value, dict) and (value or not name):
+    if isinstance(value, dict) and (value or name in ("", "train")):
         for key, inner in value.items():
             yield from flat_keys(inner, name if (name, key) == ("train", "extra") else f"{name}.{key}" if name else key)
     elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
@@ -344,14 +347,20 @@ def _scored_later(run: RunFolder) -> Iterator[dict[str, Any]]:
             yield {"step": int(step), **{f"eval_{name}": value["mean"] for name, value in metrics_of(scores).items()}}
 
 
-def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
-    """Return each score's best value from the first step on; step 0 has the weights that training began with."""
+def _best_scores(evaluations: list[dict[str, Any]], train: Mapping[str, Any]) -> dict[str, float]:
+    """Return each score's best value from the first step on; step 0 has the weights that training began with.
+
+    The section `train` says which is better of the one metric that is not ours.
+    """
     scores: dict[str, float] = {}
+    extra, own = train.get("extra"), str(train.get("metric_for_best_model")).removeprefix("eval_")
+    greater = extra.get("greater_is_better") if isinstance(extra, dict) else None
     for row in (row for row in evaluations if row.get("step") != 0):
         for name, value in row.items():
-            kind = name.removeprefix("eval_").partition("/")[0]
-            if isinstance(value, (int, float)) and (kind in OF_LOSS or kind in LABELS):
-                best = min if kind in OF_LOSS else max
+            bare = name.removeprefix("eval_")
+            higher = greater if bare == own and higher_is_better(bare) is None else higher_is_better(bare)
+            if isinstance(value, (int, float)) and isinstance(higher, bool):
+                best = max if higher else min
                 scores[name] = best(scores.get(name, value), value)
     return scores
 
@@ -359,6 +368,20 @@ def _best_scores(evaluations: list[dict[str, Any]]) -> dict[str, float]:
 def _splits(plan: Mapping[str, Any], way: str) -> bool:
     """Return whether a plan splits each model or row over ranks in this way."""
     return bool(plan.get("stages")) if way == "pipeline" else (plan.get(f"{way}_parallel") or 1) > 1
+
+
+def _wall_seconds(events: Sequence[Mapping[str, Any]], until: float) -> float:
+    """Return the time of a run's launches by its events, with restarts in them; the last lasts to its end, or to
+    `until`.
+    """
+    timed = [*(event for event in events if "time" in event), {"event": "", "time": until}]
+    seconds: float = sum(
+        max(0.0, after["time"] - before["time"])
+        for before, after in itertools.pairwise(timed)
+        if before["event"] not in FINAL_EVENTS
+        and (after["event"] not in STARTS or before["event"] in (RECOVERED, RESTARTED))
+    )
+    return seconds
 
 
 def _trained_so_far(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -425,7 +448,7 @@ def _format_row(run: Summary) -> dict[str, str]:
             else str(run.step)
         ),
         "loss": "-" if run.loss is None else f"{run.loss:.4f}{f' ({run.risen})' if run.risen else ''}",
-        "best": f"{run.best:.4f} {run.metric}" if run.best is not None else "-",
+        "best": f"{run.best:.4f} {label_of_metric(run.metric or '')}" if run.best is not None else "-",
         "model": _short_model(run.model or "-"),
         "method": run.method or "-",
         "data": (run.data or "-")[:30],

@@ -31,6 +31,7 @@ from sft_play.files import read_json, write_json
 from sft_play.model.kernels import compute_dtype
 from sft_play.plan.shape import READ_BY_KERNELS, READ_DIRECTLY, ROUTER, ROUTES
 from sft_play.runs.adapters import ADAPTER_WEIGHTS, CONFIG, MUTATING, embeddings_of, peft_settings
+from sft_play.runs.folder import model_folder
 from sft_play.runs.prepared import ResolvedModel
 from sft_play.text import list_some
 
@@ -297,8 +298,10 @@ def load_weights(adapted: Any, folder: Path) -> None:
 
 
 def _as_trained(adapted: Any, base: ResolvedModel, dtype: torch.dtype) -> Any:
-    # Other tools find the base by this name; the folder that it was read from may be a cache of this machine.
-    adapted.peft_config["default"].base_model_name_or_path = base.name
+    # Other tools find the base by this name, from any folder; where a hub's model was read may be a cache.
+    local = base.source == "folder"
+    name = str(model_folder(base.name).resolve()) if local else base.name
+    adapted.peft_config["default"].base_model_name_or_path = name
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

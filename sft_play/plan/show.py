@@ -257,7 +257,7 @@ def beside_forecast(run: RunFolder) -> str:
     in_all = " in all, also before it was resumed" if measured.get("resumed") else ""
     rows = [
         ("speed", "tokens_per_second", lambda value: f"{value:,.0f} tokens/s"),
-        ("time", "training_seconds", lambda value: f"{duration(value)}{in_all}"),
+        ("time", "training_seconds", lambda value: f"{duration(value)} of steps{in_all}"),
         ("energy", "energy_kwh", energy),
         ("memory", "peak_memory_bytes", lambda value: f"{value / GIB:.2f} GiB"),
     ]

@@ -14,14 +14,15 @@ from sft_play.config.metrics import label_of_metric
 from sft_play.errors import CheckpointError, DataError, HardwareError, UserError, typed_here
 from sft_play.files import file_sha256, read_object, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run
+from sft_play.launch.runs import summary_of
 from sft_play.plan.plan import Plan
-from sft_play.runs.adapters import MERGED
+from sft_play.runs.adapters import MERGED, ancestors_of
 from sft_play.runs.checkpoints import kind_of, label_of, model_files, weight_files, weights_folder
-from sft_play.runs.folder import RunFolder, metrics_of, read_scores
+from sft_play.runs.folder import RunFolder, metric_rows, metrics_of, of_memory, read_scores
 from sft_play.runs.gate import read_facts
 from sft_play.runs.prepared import Prepared, common_system
 from sft_play.runs.stamp import MADE, Stamp
-from sft_play.text import gib, plural, tell
+from sft_play.text import duration, gib, plural, tell
 
 CARD, ADAPTER = "README.md", "adapter_config.json"
 PUSHED = re.compile(
@@ -161,9 +162,12 @@ def card_of(run: RunFolder, weights: Path) -> str:
     config = read_config(run.config).config
     adapter = kind_of(weights) == "adapter"
     base, on_hub = _plain(stamp.public_base[0]), stamp.public_base[1]
-    before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(stamp.step or 0)) or {}
+    ancestors = ancestors_of(run)
+    first, first_on_hub = ancestors[0][1].public_base if ancestors else (base, on_hub)
+    chain = [(older.name, taken.step, Prepared.load(older.prepared)) for older, taken in ancestors]
+    chain.append((run.name, stamp.step, prepared))
     header = ModelCardData(
-        base_model=base if on_hub else None,
+        base_model=base if on_hub else first if first_on_hub and not adapter else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["sft-play", "sft", config.tuning.mode],
@@ -179,25 +183,21 @@ def card_of(run: RunFolder, weights: Path) -> str:
         f"---\n{header.to_yaml()}\n---\n",
         f"# {_plain(run.name)}\n",
         f"{'LoRA adapters for' if adapter else 'All weights, tuned from'} `{base}`, trained with SFT-Play.\n",
-        *([COPY] if prepared.model.source == "embedded" else []),
+        *(_ancestry(_plain(first), chain) if ancestors else []),
+        *([COPY] if chain[0][2].model.source == "embedded" else []),
         "## Use\n",
-        *_use(base, adapter, on_hub, plan, begins=common_system(run) is not None),
+        *_use(base, adapter, on_hub, plan, chats=config.tuning.task != "cpt", begins=common_system(run) is not None),
         "## Data\n",
-        "| split | source | rows | tokens | trained tokens |\n|---|---|---:|---:|---:|",
-        *(
-            f"| {split} | {_name(source.name)} | {source.rows:,} | {source.tokens:,} | {source.label_tokens:,} |"
-            for split, split_data in (("training", prepared.train), ("held out", prepared.validation))
-            for source in (split_data.sources if split_data else ())[:MOST_SOURCES]
-        ),
+        *_data(chain),
         "\n## Training\n",
         "| | |\n|---|---|",
         *(
             f"| {name} | {_plain(value)} |"
-            for name, value in _facts(stamp, plan, read_facts(run.training_metrics))
+            for name, value in _facts(stamp, plan, read_facts(run.training_metrics), summary_of(run).seconds)
             if value
         ),
         "\n## Results\n",
-        *_results(before, after),
+        *_results(run, stamp.step),
         "\n## Versions\n",
         ", ".join(
             _plain(f"{name} {version}") for name, version in stamp.versions.items() if version != "not installed"
@@ -206,8 +206,33 @@ def card_of(run: RunFolder, weights: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, *, begins: bool) -> list[str]:
-    """Return the section; `begins`: all training rows began with one system turn."""
+Link = tuple[str, int, Prepared]
+"""A run's name, the step of its weights, and what it was trained on."""
+
+
+def _ancestry(base: str, chain: list[Link]) -> Iterator[str]:
+    steps = [f"`{_plain(name)}` ({plural(step, 'step')})" for name, step, _ in chain]
+    yield f"Its weights were trained from `{base}` by these runs, one on the other: {', '.join(steps)}.\n"
+
+
+def _data(chain: list[Link]) -> Iterator[str]:
+    """Yield the table of the rows that were trained, of all runs of the chain, and of those that were held out."""
+    splits = [(name, "training", prepared.train) for name, _, prepared in chain]
+    splits += [(name, "held out", prepared.validation) for name, _, prepared in chain[-1:]]
+    sources = [(name, kind, source) for name, kind, split in splits if split for source in split.sources[:MOST_SOURCES]]
+    several, weighted = len(chain) > 1, any(source.weight is not None for *_, source in sources)
+    columns = [*(["run"] if several else []), "split", "source"]
+    numbers = ["rows", "tokens", "trained tokens", *(["weight"] if weighted else [])]
+    yield f"| {' | '.join([*columns, *numbers])} |\n|{'---|' * len(columns)}{'---:|' * len(numbers)}"
+    for name, kind, source in sources:
+        weight = "–" if source.weight is None else f"{source.weight:g}"
+        cells = [*([_plain(name)] if several else []), kind, _name(source.name)]
+        cells += [f"{count:,}" for count in (source.rows, source.tokens, source.label_tokens)]
+        yield f"| {' | '.join([*cells, *([weight] if weighted else [])])} |"
+
+
+def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, *, chats: bool, begins: bool) -> list[str]:
+    """Return the section; `chats`: conversations were trained; `begins`: all began with one system turn."""
     dtype = "bfloat16" if plan.precision == "bf16" else "float32"
     load = (
         "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(FOLDER, "
@@ -218,19 +243,24 @@ def _use(base: str, adapter: bool, on_hub: bool, plan: Plan, *, begins: bool) ->
     note = f"The base, `{base}`, is loaded with it." if adapter else ""
     if adapter and not on_hub:
         note = f"The base, `{base}`, is not published here: put its name or folder into `{ADAPTER}` first."
+    inputs = (
+        f'messages = [{first}{{"role": "user", "content": "..."}}]\n'
+        'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
+        " return_dict=True)\n"
+        if chats
+        else 'inputs = tokenizer("The beginning of a text", return_tensors="pt")\n'
+    )
     return [
         (
             f'```python\nfrom transformers import AutoTokenizer\n{load}dtype="{dtype}")\ntokenizer ='
-            f' AutoTokenizer.from_pretrained(FOLDER)\nmessages = [{first}{{"role": "user", "content": "..."}}]\n'
-            'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",'
-            " return_dict=True)\nanswer = model.generate(**inputs, max_new_tokens=200)\n"
+            f" AutoTokenizer.from_pretrained(FOLDER)\n{inputs}answer = model.generate(**inputs, max_new_tokens=200)\n"
             'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))\n```\n'
         ),
         f"`FOLDER` is this repository's name or a copy of it. {note}\n",
     ]
 
 
-def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any], seconds: float | None) -> Iterator[tuple[str, str]]:
     yield "method", stamp.mode + (f", rank {stamp.lora['r']}, alpha {stamp.lora['alpha']:g}" if stamp.lora else "")
     if parent := stamp.parent:
         use = "trained further" if parent["use"] == "continue" else "merged into the base"
@@ -251,16 +281,26 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any]) -> Iterator[tuple[st
     yield "seed", str(stamp.seed)
     devices = ", ".join(dict.fromkeys(rank.device_name for rank in plan.ranks)) or plan.device
     yield "hardware", f"{plan.world_size} x {devices}, {stamp.strategy}"
-    if seconds := final.get("training_seconds"):
-        yield "time", f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    yield "time", duration(seconds) if seconds else ""
     yield "speed", f"{final['tokens_per_second']:,.0f} tokens/s" if final.get("tokens_per_second") else ""
     yield "peak memory", gib(final["peak_memory_bytes"]) if final.get("peak_memory_bytes") else ""
 
 
-def _results(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def _results(run: RunFolder, step: int) -> Iterator[str]:
+    before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(step)) or {}
+    losses = {row["step"]: row.get("eval_loss") for row in metric_rows(run.metrics) if row.get("kind") == "eval"}
+    losses = {at: loss for at, loss in losses.items() if at <= step and loss is not None}
+    if not after and losses.keys() - {0}:
+        at = max(losses)
+        start = f", {losses[0]:.4f} before training" if 0 in losses else ""
+        yield f"Loss on held-out rows, measured while training: {losses[at]:.4f} at step {at}{start}."
+        return
     if not after:
         yield "This model was not scored on the rows that its run held out."
         return
+    before = before or {"loss": losses.get(0)}
+    if warning := of_memory(after["settings"] if isinstance(after.get("settings"), dict) else {}):
+        yield f"**{warning}.**\n"
 
     def cell(scores: dict[str, Any], name: str) -> str:
         value = scores.get(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.call import Call
-from sft_play.config.metrics import LABELS, label_of_metric
+from sft_play.config.metrics import LABELS, are_labels, higher_is_better, label_of_metric
 from sft_play.errors import typed_here
 from sft_play.files import finite, read_object, tail, typed_path, write_text
 from sft_play.launch.run_folder import find_named_run, read_events
@@ -34,7 +35,7 @@ from sft_play.runs.folder import (
     read_scores,
 )
 from sft_play.runs.gate import read_facts
-from sft_play.runs.progress import findings, seconds_left
+from sft_play.runs.progress import answer_scores, describe_model, findings, seconds_left
 
 POINTS = 1_500
 """Most points of a curve; each stretch keeps its lowest and highest loss, so that no spike is lost."""
@@ -95,6 +96,11 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "plan": read_facts(run.plan),
         "prepared": _prepared(run),
         "stamp": read_object(run.stamp),
+        "model": describe_model(run),
+        "model_step": (model_step := read_object(run.model / "stamp.json").get("step")),
+        "outcomes": outcomes_of(
+            rows, [(step, scores) for _, step, other, scores in evaluated if not other], model_step
+        ),
         "final": read_facts(run.training_metrics),
         "curves": curves_of(rows),
         "findings": [asdict(finding) for finding in findings(rows)],
@@ -102,9 +108,11 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "evaluations": [_evaluation(step, scores) for _, step, other, scores in evaluated if not other],
         "other_rows": [_evaluation(step, scores) for _, step, other, scores in evaluated if other],
         "samples": samples_of([(step, folder) for folder, step, other, _ in evaluated if not other]),
-        "checkpoints": sorted(
-            folder.name for folder in run.path.glob("checkpoints/step-*") if (folder / "manifest.json").is_file()
-        ),
+        "checkpoints": [
+            folder.name + (" (best)" if folder.name == run.best.resolve().name else "")
+            for folder in sorted(run.path.glob("checkpoints/step-*"))
+            if (folder / "manifest.json").is_file()
+        ],
         "logs": {path.stem: _tail(path) for path in _logs(run)},
         "labels": LABELS,
     }
@@ -120,6 +128,36 @@ def _evaluation(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         "labels": scores.get("classification"),
         "scores": {label_of_metric(name): value for name, value in metrics_of(scores).items()},
     }
+
+
+def outcomes_of(
+    rows: Sequence[Mapping[str, Any]], evaluations: Sequence[tuple[int, Mapping[str, Any]]], model_step: Any
+) -> list[dict[str, Any]]:
+    """Return what training changed on held-out rows: a `name` and `points`, each a step and a value.
+
+    The points are step 0 and the step of `model/`, or without a step 0 the first, the best and the last.
+    """
+    values: dict[str, dict[int, float]] = {"loss": {}}
+    measured = [(row["step"], row.get("eval_loss"), answer_scores(row)) for row in rows if row.get("kind") == "eval"]
+    # The training scored each step alike; `make eval` perhaps other samples.
+    scored = [(step, scores.get("loss"), metrics_of(scores)) for step, scores in evaluations]
+    means = [(step, loss, {name: score["mean"] for name, score in scores.items()}) for step, loss, scores in scored]
+    for step, loss, scores in (*means, *measured):
+        for name, value in {"loss": loss, **scores}.items():
+            values.setdefault(name, {})[step] = value
+    outcomes = []
+    for name, by_step in values.items():
+        numbers = {step: by_step[step] for step in sorted(by_step) if isinstance(by_step[step], (int, float))}
+        if not numbers:
+            continue
+        steps, higher = list(numbers), higher_is_better(name)
+        if steps[0] == 0:
+            shown = [0, model_step if model_step in numbers else steps[-1]]
+        else:
+            best = [] if higher is None else [(max if higher else min)(steps, key=lambda step: numbers[step])]
+            shown = sorted({steps[0], *best, steps[-1]})
+        outcomes.append({"name": name, "points": [[step, numbers[step]] for step in dict.fromkeys(shown)]})
+    return outcomes
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,16 +231,19 @@ def _prepared(run: RunFolder) -> dict[str, Any]:
         if split := prepared.get(name):
             rows = Path(split.get("path", "")).resolve()
             ours = any(rows.is_relative_to(folder.resolve()) for folder in (cache_folder(), run.path))
-            sources = read_facts(rows / "manifest.json").get("sources", []) if ours else []
+            manifest = read_facts(rows / "manifest.json") if ours else {}
+            labels, weights = manifest.get("labels", {}), [part.get("weight") for part in split.get("sources", [])]
             splits[name] = {key: split.get(key) for key in ("rows", "tokens", "label_tokens", "longest", "median")} | {
+                "labels": labels if are_labels(labels) else {},
                 "sources": [
                     {
                         key: source.get(key)
                         for key in ("rows_read", "kept", "dropped", "duplicates", "cut", "tokens", "trained_tokens")
                     }
-                    | {"name": short_path(str(source.get("name")))}
-                    for source in sources
-                ]
+                    | {"name": short_path(str(source.get("name"))), "weight": weight}
+                    for source, weight in itertools.zip_longest(manifest.get("sources", []), weights)
+                    if source
+                ],
             }
     return {"model": short_path(str(prepared.get("model", {}).get("name", ""))), "splits": splits}
 

@@ -93,8 +93,15 @@ _FIGURES = (
     "energy_kwh",
     "eval_loss",
     "eval_rougeL",
+    "best_step",
+    "best_metric",
+    "model_step",
 )
-_SPLIT = {"path": str, **dict.fromkeys(("rows", "tokens", "label_tokens", "longest", "median"), Number)}
+_SPLIT = {
+    "path": str,
+    "sources": list[Mapping[str, Any]],
+    **dict.fromkeys(("rows", "tokens", "label_tokens", "longest", "median"), Number),
+}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "config.json": {
         "config": {
@@ -118,7 +125,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "work": Mapping[str, Any] | None,
     },
     "phase.json": {"phase": str},
-    "manifest.json": {"sources": list[Mapping[str, Any]]},
+    "manifest.json": {"sources": list[Mapping[str, Any]], "labels": Mapping[str, int]},
 }
 
 

@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 from sft_play.config.metrics import OF_LOSS, label_of_metric
 from sft_play.errors import without_tokens
-from sft_play.runs.folder import RunFolder
+from sft_play.files import read_object
+from sft_play.runs.folder import RunFolder, metric_rows
 from sft_play.runs.gate import read_facts
-from sft_play.text import Finding, tell
+from sft_play.text import Finding, numbered, tell
 
 Row = Mapping[str, Any]
 PANEL = "SFT_PLAY_PANEL"
@@ -174,12 +175,33 @@ def evaluation_line(logs: Row) -> str:
     ]
     scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
     if "answers" in scores:
-        names = list(scores)[: list(scores).index("answers")]  # the scores of answers precede their number
-        names = [name for name in names if name.partition("/")[0] not in NOT_OF_ANSWERS]
-        parts += [f"{label_of_metric(name)} {scores[name]:.3f}" for name in names]
+        parts += [f"{label_of_metric(name)} {value:.3f}" for name, value in answer_scores(logs).items()]
         if scores["answers"] < scores["answers_asked"]:
             parts.append(f"scored {scores['answers']} of {scores['answers_asked']}")
     return ", ".join(parts)
+
+
+def answer_scores(row: Row) -> dict[str, Any]:
+    """Return the scores of answers in a row of an evaluation: metric -> value."""
+    scores = {name.removeprefix("eval_"): value for name, value in row.items() if name.startswith("eval_")}
+    names = list(scores)[: list(scores).index("answers")] if "answers" in scores else []  # they precede their number
+    return {name: scores[name] for name in names if name.partition("/")[0] not in NOT_OF_ANSWERS}
+
+
+def describe_model(run: RunFolder) -> str | None:
+    """Return which step `model/` is and why: `step 3 (best eval_loss 3.1710)`; `None` if there is none."""
+    step, facts = read_object(run.model / "stamp.json").get("step"), read_facts(run.training_metrics)
+    best, value = facts.get("best_step"), facts.get("best_metric")
+    if type(step) is not int:
+        return None
+    if best is None or value is None or facts.get("model_step") != step:
+        return f"step {step}"
+    metric = str(read_facts(run.config).get("config", {}).get("train", {}).get("metric_for_best_model") or "loss")
+    name = f"eval_{metric.removeprefix('eval_')}"
+    if best != step:
+        return f"step {step}, the last; the best {name}, {value:.4f}, was at step {best}"
+    equal = [row["step"] for row in metric_rows(run.metrics) if row.get(name) == value and row["step"] > best]
+    return f"step {step} (best {name} {value:.4f}" + (f", equal at {numbered('step', equal)})" if equal else ")")
 
 
 # `launch.notify`: a webhook or a command that receives a run's events and its end. It never delays or ends a run.

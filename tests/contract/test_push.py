@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from sft_play.runs.folder import RunFolder
 from tests.conftest import Done, call_program, environment, run_program
 from tests.hub import TOKEN, Repository, serve_repository
 from tests.trained_runs import make_run
@@ -51,7 +52,7 @@ def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     header = yaml.safe_load(text.split("---\n")[1])
     assert (header["library_name"], header["pipeline_tag"]) == ("peft", "text-generation")
     assert "| ROUGE-L | 0.1000 [0.0500, 0.1500] | 0.4000 [0.3500, 0.4500] |" in text and "over 40 answers" in text
-    assert "AutoPeftModelForCausalLM" in text and "1.5 min" in text
+    assert "AutoPeftModelForCausalLM" in text and "| time | 90 s |" in text
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
 
 
@@ -62,6 +63,53 @@ def test_scores_on_other_rows_are_no_results_of_the_card(runs: Path, tmp_path: P
     done = typed(runs, "card", f"RUN={tmp_path / 'tuned'}", f"OUT={tmp_path / 'card.md'}")
     assert done.code == 0, done.err
     assert "was not scored on the rows that its run held out" in (tmp_path / "card.md").read_text()
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def test_the_card_says_what_scores_are_worth(runs: Path, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "tuned")
+    shutil.copytree(runs / "tuned", run.path)
+    scores = json.loads((run.evaluation(5) / "scores.json").read_text())
+    write(run.evaluation(5) / "scores.json", scores | {"settings": {"rows_trained": 8}})
+    words = ("card", f"RUN={run.path}", f"OUT={tmp_path / 'card.md'}")
+    assert typed(runs, *words).code == 0
+    assert "8 of these rows were trained: such scores show memory" in (tmp_path / "card.md").read_text()
+    shutil.rmtree(run.path / "eval")
+    rows = [{"kind": "eval", "step": step, "eval_loss": loss} for step, loss in ((0, 2.5), (5, 0.5766), (9, 0.1))]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = json.loads(run.config.read_text())
+    config["config"]["tuning"]["task"] = "cpt"
+    write(run.config, config)
+    assert typed(runs, *words).code == 0
+    text = (tmp_path / "card.md").read_text()
+    assert "measured while training: 0.5766 at step 5, 2.5000 before training" in text
+    assert 'tokenizer("The beginning of a text"' in text and "messages" not in text, "documents have no turns"
+
+
+def test_the_card_has_the_data_of_all_runs_that_made_the_weights(runs: Path, tiny: Path, tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    for run, source, weight in ((first, "books.txt", None), (second, "chat.jsonl", 0.25)):
+        shutil.copytree(runs / "tuned", run.path)
+        prepared = json.loads(run.prepared.read_text())
+        counts = {"rows": 20, "tokens": 200, "label_tokens": 40}
+        train = {**prepared["validation"], "sources": [{"name": source, "weight": weight, **counts}]}
+        write(run.prepared, {**prepared, "train": train})
+    adapter = {"name": "first", "path": str(first.model), "fingerprint": "0"}
+    write(second.prepared, json.loads(second.prepared.read_text()) | {"adapter": adapter})
+    for run in (second, first):  # and if a run names itself, once
+        assert typed(runs, "card", f"RUN={second.path}", f"OUT={tmp_path / 'card.md'}").code == 0
+        text = (tmp_path / "card.md").read_text()
+        assert "trained from `tiny` by these runs, one on the other: `first` (5 steps), `second` (5 steps)" in text
+        assert "| first | training | books.txt | 20 | 200 | 40 | – |" in text
+        assert "| second | training | chat.jsonl | 20 | 200 | 40 | 0.25 |" in text
+        assert str(tmp_path) not in text
+        write(run.prepared, json.loads(run.prepared.read_text()) | {"adapter": adapter})
+    first.prepared.write_text("{")
+    assert typed(runs, "card", f"RUN={second.path}", f"OUT={tmp_path / 'card.md'}").code == 0, "as far as they are here"
 
 
 def test_the_card_names_the_copy_that_was_trained(runs: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from sft_play.files import write_json
 from sft_play.report.page import POINTS, curves_of, record_of
 from sft_play.runs.folder import RunFolder
 from tests.browser import browser
@@ -108,6 +109,52 @@ def test_a_report_is_one_page_that_needs_nothing_else(runs: Path, tmp_path: Path
         assert not shown.complaints
 
 
+def test_the_first_screen_says_whether_the_training_helped(runs: Path, tmp_path: Path, in_process: Program) -> None:
+    folder = runs / "first"
+    rows = [{"kind": "train", "step": step, "loss": 3.0 / step} for step in range(1, 41)]
+    losses = {0: 3.5, 20: 1.25, 40: 1.25}
+    rows += [{"kind": "eval", "step": step, "eval_loss": loss} for step, loss in losses.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(folder / "training_metrics.json", {"best_step": 20, "best_metric": 1.25, "model_step": 20})
+    write_json(folder / "model" / "stamp.json", {"step": 20})
+    scores = json.loads((folder / "eval/step-000040/scores.json").read_text())
+    write_json(folder / "eval/step-000040/scores.json", scores | {"settings": {"rows_trained": 8}})
+    write_json(folder / "eval/step-000020/scores.json", scores | {"answers": 0, "loss": 1.25})
+    source = {"name": "a.csv", "rows_read": 359, "kept": 322, "duplicates": 15, "cut": 0}
+    source |= {"dropped": {"not in the filter": 21, "bad row": 1}}
+    prepared = {"model": {"name": "m"}}
+    for name, labels in (("train", {"Invoice": 300, "Refund": 22}), ("validation", {"Invoice": 20})):
+        write_json(folder / name / "manifest.json", {"sources": [source], "labels": labels})
+        prepared[name] = {"path": str(folder / name), "rows": 322, "sources": [{"weight": 0.75}]}
+    write_json(folder / "prepared.json", prepared)
+    for step in (20, 40):
+        write_json(folder / f"checkpoints/step-{step:06d}/manifest.json", {})
+    (folder / "checkpoints/best").symlink_to("step-000020")
+    page = Path(in_process("report", "RUN=first", "JSON=1", runs=runs).json["report"])
+    with browser(tmp_path / "profile") as shown:
+        shown.open(page.as_uri())
+        shown.wait("document.querySelector('.chart canvas') !== null", 60)
+        words = shown.value("document.body.innerText").replace("\t", " ")
+        cards = shown.value("[...document.querySelectorAll('.card')].map((one) => one.innerText)")
+        assert cards[0].split("\n") == ["held-out loss", "3.5000 → 1.2500", "before → after step 20 (model/)"]
+        assert cards[1].split("\n")[:2] == ["ROUGE-L", "0.5000 → 0.5000"] and not any("best" in card for card in cards)
+        assert "model/ is step 20 (best eval_loss 1.2500, equal at step 40)" in words
+        assert "step 40: 8 of these rows were trained" in words and "model/ = 20" in words
+        assert "359 322 21 (not in the filter), 1 (bad row), 15 (duplicate) 0" in words and "0.75" in words
+        assert "Invoice 300 20" in words and "Refund 22 0" in words
+        assert "Checkpoints: step-000020 (best), step-000040" in words
+        assert "[object" not in words
+        keys = shown.value("[...document.querySelectorAll('details td:first-child')].map((one) => one.textContent)")
+        assert "train.seed" in keys and "train" not in keys
+        assert shown.value("document.querySelectorAll('.u-legend .faint').length") == 0, "40 points are not smoothed"
+        legend = shown.value("document.querySelector('.u-legend').innerText")
+        assert "held out" in legend and not re.search("step|[–:]", legend), "before the pointer is over a point"
+        assert not shown.complaints
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row.get("step") != 0))
+    points = record_of(RunFolder(folder))["outcomes"][0]["points"]
+    assert points == [[20, 1.25], [40, 1.25]], "the first, the best and the last, each once"
+
+
 def test_charts_of_a_single_rank_are_folded(runs: Path, tmp_path: Path, in_process: Program) -> None:
     plan = json.loads((runs / "first" / "plan.json").read_text())
     (runs / "first" / "plan.json").write_text(json.dumps({**plan, "world_size": 1, "ranks": plan["ranks"][:1]}))
@@ -124,11 +171,20 @@ def test_charts_of_a_single_rank_are_folded(runs: Path, tmp_path: Path, in_proce
 
 def test_the_list_is_as_wide_as_the_window_and_names_what_diverged(runs: Path, tmp_path: Path) -> None:
     name = "a-name-of-many-words-as-people-give-them-to-runs"
-    risen = [{"kind": "train", "step": step, "loss": 1.0 + step} for step in range(1, 41)]
+    figures = {
+        "tokens_per_second": 2345.6,
+        "step_seconds": 90.0,
+        "rank_memory_gib": [70.5],
+        "rank_power_watts": [300.0],
+    }
+    risen = [{"kind": "train", "step": step, "loss": 1.0 + step, **figures} for step in range(1, 41)]
     folder = made_run(runs, name, model="a-model-of-a-long-name-8b-instruct")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in risen))
+    config = json.loads((folder / "config.json").read_text())
+    config["config"] |= {"data": {"train_path": "orders_train.jsonl"}}
+    write_json(folder / "config.json", config)
     with served(runs) as url, browser(tmp_path / "profile") as shown:
-        for width in (390, 1440):
+        for width in (390, 820, 1240, 1440):
             shown.open("about:blank")
             shown.open(url, width=width)
             shown.wait("document.querySelectorAll('tbody tr').length == 2")
@@ -201,6 +257,7 @@ def test_the_page_is_live_and_compares(runs: Path, tmp_path: Path) -> None:
         shown.wait("document.body.innerText.includes('0.0123')")
         shown.open(f"{url}#compare=first,second")
         shown.wait("document.body.innerText.includes('neither a final model nor a checkpoint')")
+        assert "held-out loss\t1.0000, step 40\t1.0000, step 40" in shown.value("document.body.innerText")
         assert shown.value("[...document.querySelectorAll('td')].some((one) => one.textContent == 'tuning.lora.r')"), (
             "one key a line"
         )

@@ -196,7 +196,7 @@ def test_runs_are_compared_side_by_side(place: Place) -> None:
     assert comparison["facts"]["weights"][1].endswith("(step 2)")
     rate = json.loads((place.folder / "runs/one/plan.json").read_text())["learning_rate"]
     assert comparison["facts"]["learning rate"] == [None, rate], "as planned, whatever was typed"
-    assert comparison["facts"]["steps"] == [None, 2] and comparison["facts"]["training seconds"][0] is None
+    assert comparison["facts"]["steps"] == [None, 2] and comparison["facts"]["time"][0] is None
     lines = [{line["row"]: line for line in answers(place.folder_of("one", step))} for step in (0, 2)]
     gaps = {row: lines[1][row]["scores"]["chrf"] - lines[0][row]["scores"]["chrf"] for row in lines[0]}
     difference = comparison["differences"]["chrf"][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,10 @@ def test_a_run_of_all_weights_and_a_merged_model_are_bases(place: Place) -> None
         assert losses(run)[-1] < losses(whole)[-1]
         assert place.scores(f"RUN={name}", "CHECKPOINT=base")["loss"] == pytest.approx(losses(whole)[-1], abs=1e-6)
     place.call("merge", "RUN=first")
-    merged = place.train("merged-on", f"MODEL_NAME={place.folder}/runs/first/merged", "TUNING_LORA_R=2")
+    whole_base = place.folder / "runs/first/merged"
+    merged = place.train("merged-on", f"MODEL_NAME={os.path.relpath(whole_base)}", "TUNING_LORA_R=2")
+    settings = json.loads((merged / "model/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(whole_base), "PEFT finds it from any folder"
     base = place.scores(f"RUN={merged.name}", "CHECKPOINT=base")["loss"]
     assert base == pytest.approx(losses(place.folder / "runs/first")[-1], abs=1e-5)
 
@@ -163,6 +167,7 @@ def test_runs_that_were_moved_together_find_their_bases(place: Place, monkeypatc
     assert (over / "merged" / "model.safetensors").is_file()
     done = place.run("resume", "RUN=over", "TRAIN_MAX_STEPS=6")
     assert done.returncode == 0 and metrics(over, "train")[-1]["step"] == 6, done.stderr
+    assert "over/model: step 6 (best eval_loss " in done.stdout
     for words in (["MODEL_ADAPTER=over"], [f"MODEL_ADAPTER={place.folder}/runs/over/model"]):
         done = place.run("train", f"CONFIG={place.config}", f"MODEL_NAME={base}/model", *words, "RUN_NAME=on")
         assert done.returncode == 0 and losses(place.folder / "disk/on")[0] == losses(over)[-1], done.stderr

@@ -65,7 +65,7 @@ def test_measured_figures_are_shown_next_to_the_forecast(tmp_path: Path) -> None
     lines = "  speed    90 tokens/s, forecast 120 tokens/s (-25%)\n  energy   0.75 kWh\n"
     assert beside_forecast(RunFolder(tmp_path)) == lines
     write_json(RunFolder(tmp_path).training_metrics, {"training_seconds": 90.0, "resumed": True, "forecast": {"x": 1}})
-    assert beside_forecast(RunFolder(tmp_path)) == "  time     90 s in all, also before it was resumed\n"
+    assert beside_forecast(RunFolder(tmp_path)) == "  time     90 s of steps in all, also before it was resumed\n"
     rows = [{"rank_power_watts": watts} for watts in ([100.0, 300.0], [None, 300.0], None, [200.0, 400.0])]
     assert measured_energy(rows, 3600.0) == 0.5 and measured_energy([{}], 3600.0) is None
 

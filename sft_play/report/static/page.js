@@ -12,7 +12,7 @@ function el(tag, attributes, ...children) {
     else if (key === "style") Object.assign(node.style, value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false).map((child) => child instanceof Node ? child : String(child)));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false).map((child) => child instanceof Node ? child : String(child)));
   return node;
 }
 
@@ -35,12 +35,13 @@ function energy(kwh) {
   return `${number(kwh * size)} ${unit}`;
 }
 const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
+const fixed = (value) => typeof value === "number" ? value.toFixed(4) : "–";
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
 const score = (value) => value ? value.mean.toFixed(4) + (value.low < value.high ? ` [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "") : "–";
 const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(4);
 const difference = (d) => d ? `${signed(d.mean)} [${signed(d.low)}, ${signed(d.high)}] ${d.verdict}, n = ${d.n}` : "";
 const setting = (value) => !known(value) || JSON.stringify(value) === "{}" ? "–" : Array.isArray(value) ? value.map(setting).join(", ") || "none" : typeof value === "object" ? Object.entries(value).map(([key, one]) => `${key}: ${setting(one)}`).join(", ") : String(value);
-const card = (name, value, small) => el("div", { class: "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
+const card = (name, value, small, wide) => el("div", { class: wide ? "card wide" : "card" }, el("span", {}, name), el("b", {}, value), small ? el("small", {}, small) : null);
 const state = (summary) => el("span", { class: "badge " + (summary.risen ?? summary.state.split(" ")[0]), title: summary.problem ?? "" }, summary.state + (summary.code && summary.state === "failed" ? ` (${summary.code})` : "") + (summary.risen ? ` (${summary.risen})` : ""));
 // Long names break after a point or a dash below, not within a word.
 const breakable = (cell) => typeof cell === "string" ? cell.split(/(?<=[._/])/).flatMap((part, i) => i ? [el("wbr"), part] : part) : cell;
@@ -52,8 +53,12 @@ function tableOf(headings, rows, matrix) {
 
 // ---- Charts
 const charts = new Set();
-let smoothing = 0.6;
+// Until somebody chooses: none where a curve has few points.
+const SMOOTHED_FROM = 100;
+let chosen = null;
+const smoothingOf = (points) => chosen ?? (points < SMOOTHED_FROM ? 0 : 0.6);
 function smoothed(values) {
+  const smoothing = smoothingOf(values.length);
   let last = null, weight = 0;
   return values.map((value) => {
     if (!known(value)) return null;
@@ -75,7 +80,7 @@ function chart(title, series, options = {}) {
   const lines = [];
   series.forEach((one, index) => {
     const colour = one.colour || COLOURS[index % COLOURS.length];
-    const smooth = one.smooth && smoothing > 0 && one.y.length > 8;
+    const smooth = one.smooth && smoothingOf(one.y.length) > 0;
     lines.push({ ...one, colour, faint: smooth });
     if (smooth) lines.push({ ...one, y: smoothed(one.y), colour });
   });
@@ -89,9 +94,9 @@ function chart(title, series, options = {}) {
     width: 400, height: options.wide ? 300 : 210, cursor: { sync: { key: options.sync || "step" } },
     scales: { x: { time: false, range: options.end ? [0, data_end] : undefined }, y: { range: (u, low, high) => yRange(low, high, Boolean(options.end)) } },
     axes: [{ ...axis(), incrs: WHOLE }, { ...axis(), size: 62, values: (u, ticks) => ticks.map((v) => known(v) ? number(v, 3) : "") }],
-    series: [{ label: options.x || "step", value: (u, v) => options.end > 1 && known(v) ? `${number(v)} to ${number(v + options.end - 1)}` : number(v) }, ...lines.map((one) => ({
-      label: one.name, class: one.faint ? "faint" : undefined, stroke: one.colour, fill: one.bars ? one.colour + "66" : undefined, paths: one.bars ? uPlot.paths.bars({ size: [1, Infinity], align: 1 }) : undefined, width: one.bars || one.faint ? 1 : 2, alpha: one.faint ? 0.35 : 1, spanGaps: true, dash: one.dashed ? [5, 4] : undefined,
-      points: { show: !one.bars && (one.points || one.y.length < 25), size: one.points ? 8 : 5, fill: one.colour }, value: (u, v) => number(v, 5) }))],
+    series: [{ label: options.x || "step", value: (u, v) => options.end > 1 && known(v) ? `${number(v)} to ${number(v + options.end - 1)}` : legend(v) }, ...lines.map((one) => ({
+      label: one.name, class: one.faint ? "faint" : undefined, stroke: one.colour, fill: one.bars ? one.colour + "66" : undefined, paths: one.bars ? uPlot.paths.bars({ size: [1, Infinity], align: 1 }) : undefined, width: one.bars || one.faint ? 1 : 2, alpha: one.faint ? +css("--faint") : 1, spanGaps: true, dash: one.dashed ? [5, 4] : undefined,
+      points: { show: !one.bars && (one.points || one.y.length < 25), size: one.points ? 8 : 5, fill: one.colour }, value: (u, v) => legend(v, 5) }))],
     hooks: { draw: [(u) => {
       for (const mark of marks) {
         const x = u.valToPos(mark.x, "x", true);
@@ -103,10 +108,16 @@ function chart(title, series, options = {}) {
   charts.add({ space, make: () => { return new uPlot({ ...plot, width: space.clientWidth }, data, space); }, drawn: null });
   return box;
 }
+// Empty until the pointer is over a point.
+const legend = (value, digits) => known(value) ? number(value, digits) : "";
 function draw() {
   for (const one of charts) if (!one.drawn && one.space.isConnected && !one.space.closest("details:not([open])")) one.drawn = one.make();
 }
-addEventListener("resize", () => { for (const one of charts) if (one.drawn) one.drawn.setSize({ width: one.space.clientWidth, height: one.drawn.height }); });
+// The list of runs is a table, or where that is wider than the window, a panel for each run.
+function fit() {
+  for (const list of page.querySelectorAll(".list")) { list.classList.remove("panels"); list.classList.toggle("panels", list.scrollWidth > list.parentNode.clientWidth); }
+}
+addEventListener("resize", () => { fit(); for (const one of charts) if (one.drawn) one.drawn.setSize({ width: one.space.clientWidth, height: one.drawn.height }); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
 addEventListener("beforeprint", () => { document.querySelectorAll("details").forEach((d) => { d.open = true; }); draw(); });
 let redraw = () => {};
@@ -115,9 +126,9 @@ function show(...nodes) {
   for (const one of charts) if (one.drawn) one.drawn.destroy();
   charts.clear(); return (make) => {
     page.classList.remove("wide");
-    page.replaceChildren(...make().flat(3).filter(Boolean));
+    page.replaceChildren(...make().flat(Infinity).filter(Boolean));
     page.querySelectorAll("details").forEach((d) => { if (open.has(d.dataset.name)) d.open = true; });
-    draw(); scrollTo(0, top);
+    fit(); draw(); scrollTo(0, top);
   };
 }
 // `open`: until somebody closes it.
@@ -126,8 +137,9 @@ function fold(name, ...content) {
   const open = Boolean(content[0] && content[0].open === true && !(content[0] instanceof Node)) && !closed.has(name);
   return el("details", { "data-name": name, open, ontoggle: (event) => { event.target.open ? closed.delete(name) : closed.add(name); draw(); } }, el("summary", {}, name), content.filter((one) => one instanceof Node || Array.isArray(one)));
 }
-function smoother() {
-  return el("label", {}, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothing, onchange: (event) => { smoothing = +event.target.value; redraw(); } }));
+function smoother(...records) {
+  const points = Math.max(...records.map((record) => record.curves.train.step.length));
+  return el("label", {}, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothingOf(points), onchange: (event) => { chosen = +event.target.value; redraw(); } }));
 }
 
 // ---- A run
@@ -178,7 +190,7 @@ function planBesideFigures(record) {
   const final = record.final, forecast = final.forecast || {}, plan = record.plan;
   const ratio = (a, b) => known(a) && known(b) && b ? (a / b >= 1 ? "+" : "") + (100 * (a / b - 1)).toFixed(0) + " %" : "";
   const rows = [["tokens/s", number(forecast.tokens_per_second ?? plan.tokens_per_second), number(final.tokens_per_second), ratio(final.tokens_per_second, forecast.tokens_per_second)],
-    ["time of training", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
+    ["time of steps", duration(forecast.training_seconds ?? plan.total_seconds), duration(final.training_seconds), ratio(final.training_seconds, forecast.training_seconds)],
     ["peak memory", bytes(forecast.peak_memory_bytes), bytes(final.peak_memory_bytes), ratio(final.peak_memory_bytes, forecast.peak_memory_bytes)],
     ["MFU", share(forecast.mfu ?? plan.mfu), share(final.mfu), ""], ["energy", "–", energy(final.energy_kwh), ""]].filter((row) => row[1] !== "–" || row[2] !== "–");
   return tableOf([{ name: "" }, { name: "planned", n: true }, { name: "measured", n: true }, { name: "difference", n: true }], rows);
@@ -207,21 +219,34 @@ function labelsTable(evaluation) {
 function otherRows(record) {
   return record.other_rows.map((one) => [el("h3", {}, `Other rows, at step ${number(one.step)}: ${one.data}`), one.warning && el("p", { class: "note" }, one.warning), evaluationsTable([one])]);
 }
+// What training changed on held-out rows: before and after, or the first, the best and the last.
+function outcome({ name, points }, inModel) {
+  const values = points.map(([, value]) => fixed(value)).join(" → "), at = points.map(([step]) => step + (step === inModel ? " (model/)" : ""));
+  const when = at.length < 2 ? `step ${at[0]}` : points[0][0] === 0 ? `before → after step ${at[1]}` : `step ${at.join(" → ")}`;
+  return [name === "loss" ? "held-out loss" : label(name), values, when + (at.length === 3 ? ": first, best, last" : "")];
+}
 function scoresTable(record) {
   if (!record.evaluations.length) return el("p", { class: "note" }, record.use.eval ? ["No answers have been scored: ", el("code", {}, record.use.eval)] : "No rows are held out for scores.");
-  return evaluationsTable(record.evaluations);
+  const warnings = new Map(record.evaluations.filter((one) => one.warning).map((one) => [one.warning, one.step]));
+  return [[...warnings].map(([text, step]) => el("p", { class: "warning" }, `step ${step}: ${text}`)), evaluationsTable(record.evaluations, record.model_step)];
 }
-function evaluationsTable(evaluations) {
+function evaluationsTable(evaluations, inModel) {
   const names = [...new Set(evaluations.flatMap((one) => Object.keys(one.scores)))];
   const columns = [{ name: "step", n: true }, { name: "loss", n: true }, ...names.map((name) => ({ name, n: true })), ...(names.length ? [{ name: "answers", n: true }] : [])];
-  const rows = evaluations.map((one) => [number(one.step), number(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
+  const rows = evaluations.map((one) => [one.step === inModel ? `model/ = ${number(one.step)}` : number(one.step), fixed(one.loss), ...names.map((name) => score(one.scores[name])), ...(names.length ? [number(Object.values(one.scores)[0]?.n)] : [])]);
   return [tableOf(columns, rows.slice(-12)), rows.length > 12 ? fold(`All ${rows.length} evaluations`, tableOf(columns, rows)) : null, labelsTable(evaluations.filter((one) => one.labels).slice(-1)[0])];
+}
+const leftOut = (source) => Object.entries({ ...source.dropped, ...(source.duplicates ? { duplicate: source.duplicates } : {}) }).map(([why, rows]) => `${number(rows)} (${why})`).join(", ") || "–";
+function answersThatAreLabels(splits) {
+  const names = Object.keys(splits), counts = names.map((name) => splits[name].labels || {}), all = [...new Set(counts.flatMap(Object.keys))];
+  return all.length ? fold(`Answers are labels, ${all.length} in all`, { open: all.length <= 20 }, tableOf([{ name: "label" }, ...names.map((name) => ({ name, n: true }))], all.map((label) => [label, ...counts.map((of) => number(of[label] ?? 0))]), true)) : null;
 }
 function runView(record, home) {
   metrics = record.labels;
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
   const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
   const [whole, each] = curves(record);
+  const weighted = Object.values(prepared).some((split) => split.sources.some((source) => known(source.weight)));
   const left = s.state === "running" ? record.seconds_left : null;
   const mode = record.config.find((one) => one.key === "tuning.mode");
   const failed = record.events.filter((one) => one.event === "failed").slice(-1)[0];
@@ -233,16 +258,18 @@ function runView(record, home) {
     s.steps ? el("div", { class: "bar", title: `${s.step} of ${s.steps} steps` }, el("i", { style: { width: Math.min(100, 100 * s.step / s.steps) + "%" } })) : null,
     failed && s.state === "failed" ? el("p", { class: "error" }, failed.error || "it failed") : null,
     (record.findings || []).map((one) => el("p", { class: "warning" }, `${one.text} – ${one.remedy}`)),
-    el("div", { class: "cards" }, card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", number(s.loss)), s.best !== null ? card("best " + s.metric, number(s.best)) : null,
+    record.model ? el("p", { class: "note" }, `model/ is ${record.model}`) : null,
+    el("div", { class: "cards" }, record.outcomes.slice(0, 4).map((one) => card(...outcome(one, record.model_step), one.points.length > 1)), card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", fixed(s.loss), "of the last step"),
       card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
-      card("time", duration(s.seconds), final.restarts && final.restarts.length ? `${final.restarts.length} restarts` : null), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
+      card("time", duration(s.seconds), [known(final.training_seconds) && `${duration(final.training_seconds)} of steps`, final.restarts && final.restarts.length && `${final.restarts.length} restarts`].filter(Boolean).join(", ")), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
     el("h2", {}, "Scores"), scoresTable(record), otherRows(record),
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
-    whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, whole)] : null,
+    whole.length || each.length ? [el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother(record)), el("div", { class: "charts" }, whole)] : null,
     each.length ? fold(`${each.length} more: time, memory and load of each rank and machine`, { open: (plan.world_size || 1) > 1 }, el("div", { class: "charts" }, each)) : null,
     el("h2", {}, "Planned and measured"), planBesideFigures(record), memory(record), plan.reasons ? fold("Why: every choice of the plan", el("pre", {}, Object.values(plan.reasons).join("\n"))) : null,
-    el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept", "duplicates", "cut", "tokens", "trained"].map((name) => ({ name, n: true }))],
-      Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), number(source.duplicates), number(source.cut), number(source.tokens), number(source.trained_tokens)]))),
+    el("h2", {}, "Data"), tableOf([{ name: "split" }, { name: "source" }, ...["read", "kept"].map((name) => ({ name, n: true })), { name: "left out" }, ...["cut", "tokens", "trained", ...(weighted ? ["weight"] : [])].map((name) => ({ name, n: true }))],
+      Object.entries(prepared).flatMap(([name, split]) => (split.sources.length ? split.sources : [{ name: "all", kept: split.rows, tokens: split.tokens, trained_tokens: split.label_tokens }]).map((source) => [name, source.name, number(source.rows_read), number(source.kept), leftOut(source), number(source.cut), number(source.tokens), number(source.trained_tokens), ...(weighted ? [number(source.weight)] : [])]))),
+    answersThatAreLabels(prepared),
     el("h2", {}, "Events"), tableOf([{ name: "time" }, { name: "what" }, { name: "" }], record.events.slice(-100).map(event)),
     record.checkpoints.length ? el("p", { class: "note" }, "Checkpoints: " + record.checkpoints.join(", ")) : null,
     el("h2", {}, "Use it"), el("pre", {}, Object.values(record.use).join("\n")),
@@ -256,8 +283,8 @@ function runView(record, home) {
 
 // ---- All runs, and runs over each other
 let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
-const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "peak memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
-const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => number(r.loss), best: (r) => r.best === null ? "–" : `${number(r.best)} ${r.metric}`, tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds) + " ago" : "–" };
+const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
+const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => known(r.best) ? `${fixed(r.best)} ${r.best_of}` : "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds).split(" ").slice(0, 2).join(" ") + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play"; page.classList.add("wide");
   const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || runs.some((run) => known(run[key])));
@@ -270,6 +297,12 @@ function listView(runs) {
     el("tbody", {}, shown.map((run) => el("tr", {}, el("td", {}, el("input", { type: "checkbox", "aria-label": "compare " + run.name, checked: ticked.has(run.name), onchange: (event) => { event.target.checked ? ticked.add(run.name) : ticked.delete(run.name); redraw(); } })),
       columns.map(([key, heading]) => el("td", { class: SHOWN[key] ? "n" : key === "name" ? "name" : null, "data-heading": ["name", "state"].includes(key) ? null : heading }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
 }
+// Of runs that cannot all be compared.
+function outcomesTable(records) {
+  const found = records.map((record) => record.outcomes.map((one) => outcome(one, record.model_step))), names = [...new Set(found.flatMap((one) => one.map(([name]) => name)))];
+  const cell = (one) => one ? `${one[1]}, ${one[2]}` : "–";
+  return names.length ? tableOf([{ name: "" }, ...records.map((record) => ({ name: record.summary.name, n: true }))], names.map((name) => [name, ...found.map((one) => cell(one.find(([other]) => other === name)))])) : null;
+}
 function compareView(found) {
   metrics = found.labels;
   const records = found.records, names = records.map((record) => record.summary.name);
@@ -281,13 +314,13 @@ function compareView(found) {
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
   const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
   const apart = table.error ? [] : table.rows;
-  const figures = table.error ? [] : Object.entries(table.losses).map(([name, values]) => [name, ...values.map((v) => number(v))]);
+  const figures = table.error ? [] : Object.entries(table.losses).map(([name, values]) => [name, ...values.map(fixed)]);
   return [el("nav", {}, el("a", { href: "#" }, "all runs")), el("h1", {}, names.join(" · ")),
-    el("h2", {}, "Scores"), table.error ? table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)) : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map(score)], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map(difference)]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v ? v.f1.toFixed(3) : "–")])]), table.notes.map((note) => el("p", { class: "note" }, note))],
+    el("h2", {}, "Scores"), table.error ? [table.error.split("\n\n").map((part) => el("p", { class: "note" }, part)), outcomesTable(records)] : [tableOf(heads, [...figures, ...Object.entries(table.scores).flatMap(([name, values]) => [[label(name), ...values.map((value) => value ? `${score(value)}, n = ${value.n}` : "–")], ...(table.differences[name]?.some(known) ? [["paired difference", ...table.differences[name].map(difference)]] : [])]), ...Object.entries(table.labels).map(([name, values]) => [`${name}: F1`, ...values.map((v) => v ? v.f1.toFixed(3) : "–")])]), table.notes.map((note) => el("p", { class: "note" }, note))],
     apart.length ? [el("h2", {}, "Answers that differ most"), apart.map((one) => el("div", { class: "sample" }, el("div", {}, el("small", {}, `row ${one.place || one.row}: prompt`), one.prompt.replace(SPECIAL, "").trim()), one.reference ? el("div", {}, el("small", {}, "reference"), one.reference) : null,
       one.answers.map((answer) => el("div", {}, el("small", {}, `${answer.run}: ${label(table.metric)} ${number(answer.score)}`), answer.answer || "(nothing)"))))] : null,
     el("h2", {}, "Configuration: keys that differ"), differ.length ? tableOf(texts, differ.map(([key, values]) => [key, ...values])) : el("p", { class: "note" }, "All keys are the same."),
-    el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother()), el("div", { class: "charts" }, charts),
+    el("h2", {}, "Curves"), el("div", { class: "tools" }, smoother(...records)), el("div", { class: "charts" }, charts),
     table.error ? null : [el("h2", {}, "Training"), tableOf(texts, Object.entries(table.facts).map(([name, values]) => [name.replace(" (bytes)", ""), ...values.map((v) => name.endsWith("(bytes)") ? bytes(v) : typeof v === "number" ? number(v) : v ?? "–")]))]];
 }
 

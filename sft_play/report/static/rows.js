@@ -42,7 +42,7 @@ function dataView(record) {
       card("median row", number(split.median) + " tokens"), card("95 % of rows", "≤ " + number(split.at_most_95) + " tokens"), card("longest row", number(split.longest) + " tokens", `limit ${number(record.limit)}`)),
     split.warnings.map((one) => el("p", { class: "warning" }, one)),
     el("div", { class: "charts" }, [histogram("Length of rows", split.lengths, { marks: [{ x: record.limit, name: "model.max_seq_len", colour: css("--warn") }] }), histogram(`${split.counted[0].toUpperCase() + split.counted.slice(1)} tokens of a row`, split.labels, {})]),
-    el("h2", {}, "Sources"), tableOf([{ name: "source" }, ...["read", "skipped", "kept", "cut", "rows made", "tokens", split.counted, "share"].map((name) => ({ name, n: true }))],
+    el("h2", {}, "Sources"), tableOf([{ name: "source" }, ...["read", "skipped", "kept", "cut", "rows made", "tokens", split.counted, `share ${split.counted}`].map((name) => ({ name, n: true }))],
       split.sources.map((one) => [one.name, ...[one.rows_read, one.skipped, one.kept, one.cut, one.rows, one.tokens, one.trained_tokens].map((value) => number(value)), of(one.trained_tokens, one.tokens)])),
     el("ul", { class: "note" }, [...split.mixture.map((line) => "mixture: " + line), ...split.skipped].map((line) => el("li", {}, line))),
     el("h2", {}, "Rows"), el("p", { class: "note" }, el("span", { class: "trained" }, split.counted), " · read only · ", el("span", { class: "special" }, "special token"), " · ↵ line end", split.weighted_rows ? " · [0.3] weight of what follows" : ""),
