@@ -172,12 +172,17 @@ def _settings(config: Config, planned_batch: int) -> AnswerSettings:
 
 def _load(call: Call, run: RunFolder, folder: Path) -> Ready:
     from sft_play.config.load import read_config
+    from sft_play.model.tokenizer import continue_texts
     from sft_play.model.use import load_for_use
     from sft_play.plan.plan import Plan
 
-    settings = _settings(read_config(run.config, call.overrides).config, Plan.load(run.plan).eval_batch_size)
+    config = read_config(run.config, call.overrides).config
+    settings = _settings(config, Plan.load(run.plan).eval_batch_size)
     tell(f"loading {label_of(run, folder)} of the run {run.name} ...")
-    return Ready(*load_for_use(run, folder), settings)
+    ready = Ready(*load_for_use(run, folder), settings)
+    if config.tuning.task == "cpt" and continue_texts(ready.tokenizer):
+        tell("note: the run learnt documents, so texts are continued as they are, without a chat template")
+    return ready
 
 
 def _load_plain(call: Call, name: str) -> Ready:

@@ -258,6 +258,9 @@ def slow_network(config: Config) -> Iterator[Conflict]:
     for key, _ in network_keys(config) if launch.strategy not in REPLICAS else []:
         hint = f"set `launch.strategy: ddp`, or omit `{key}`"
         yield Conflict(key, f", but `launch.strategy: {launch.strategy}` has its own way to exchange", hint)
+    for name, neutral in (("outer_learning_rate", 1.0), ("outer_momentum", 0.0)):
+        if launch.local_steps == 1 and getattr(launch, name) != neutral:
+            yield Conflict(f"launch.{name}", ", but `launch.local_steps` is 1", "LAUNCH_LOCAL_STEPS=50, or omit it")
     if config.train.fp16 and launch.local_steps > 1:
         yield Conflict(
             "launch.local_steps",

@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
 from sft_play.data import CLOSE, OPEN, Message
+from sft_play.data.written_tools import Render, check_answer, check_written, has_tools
 from sft_play.errors import DataError
 from sft_play.files import text_sha256
 from sft_play.model.tokenizer import MARKER, NotAcceptedError, write_chat
@@ -90,6 +91,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stops))]
         self._roles: RoleMarks | None = None
+        self._prompts = False
+        """Whether the template was seen to write a generation prompt where it needs one."""
         self._tails: list[tuple[str, int]] = []
         """What the template writes after an answer's words, and where in it the end of the turn ends: the same for most
         answers.
@@ -106,8 +109,13 @@ class Renderer:
         if has_tools(messages, tools):
             last = max((index for index, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
             check_written(messages[: last + 1], tools, self.render)
-        if loss_on == "all":
-            return [self._everything(messages, tools)]
+        rows = [self._everything(messages, tools)] if loss_on == "all" else self._answers(messages, tools, loss_on)
+        if not self._prompts:
+            check_generation_prompt(self.render)
+            self._prompts = True
+        return rows
+
+    def _answers(self, messages: Sequence[Message], tools: Sequence[Any] | None, loss_on: str) -> list[RowText]:
         learnt = answers_to_learn(messages, loss_on)
         prompt, answer = self.answer(messages, learnt[-1], tools)
         self._check_prompt(messages[: learnt[-1]], tools, prompt)
@@ -190,7 +198,12 @@ class Renderer:
             return prompt, answer
         marked = self.render([*messages[:index], {**message, "content": MARKER}], tools)
         head, marker, tail = marked.partition(MARKER)
-        if not marker or MARKER in tail or not full.endswith(tail):
+        if not marker:
+            raise DataError(
+                f"the chat template does not write the answer of turn {number}",
+                hint="it must write `content` of each of `messages`; or name another template: `data.chat_template`",
+            )
+        if MARKER in tail or not full.endswith(tail):
             raise DataError(
                 f"the chat template does not write the answer of turn {number} in one place, {_NOT_EXACT}",
                 hint=_BY_ANSWER,
@@ -369,6 +382,27 @@ class RoleMarks:
                 )
 
 
+def check_generation_prompt(render: Render) -> None:
+    """Raise `DataError` for a template that writes a head before answers and none for generation: the head would be
+    learnt, and other programs would show it.
+    """
+    asked = [{"role": "user", "content": "qFirstz"}]
+    try:
+        prompt, bare = (render(asked, None, with_prompt) for with_prompt in (True, False))
+        answered = render([*asked, {"role": "assistant", "content": MARKER}], None, False)
+    except DataError:  # a template that refuses plain conversations
+        return
+    head = answered.removeprefix(prompt).partition(MARKER)[0] if answered.startswith(prompt) else ""
+    if prompt == bare and head.strip():
+        raise DataError(
+            f"the chat template writes no generation prompt, so {json.dumps(head)} before answers would be learnt",
+            hint=(
+                f"end it with `{{% if add_generation_prompt %}}{{{{ {json.dumps(head)} }}}}{{% endif %}}`, or name"
+                " another template: `data.chat_template`"
+            ),
+        )
+
+
 def role_marks(tokenizer: Any, stops: Sequence[str], render: Render) -> RoleMarks:
     """Return the marks of a tokenizer's template; none if it does not write a plain conversation."""
     bos = tokenizer.bos_token or ""
@@ -476,143 +510,3 @@ def lost_thoughts(messages: Sequence[Message], rows: Sequence[RowText], loss_on:
         if (messages[index].get("reasoning_content") or within).strip() not in learnt:
             return True
     return False
-
-
-# Proof that a chat template writes a conversation's tools, calls and results, which many templates leave out without a
-# word.
-#
-# Names, arguments and results are replaced by marks that occur nowhere else, and the marks are looked for in the
-# rendered text: a short value (`1`) would be found anywhere.
-
-
-WRITING_CALLS = ("qwen3",)
-"""The named templates that write tools and calls."""
-HINT = (
-    f"use a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or omit the key if"
-    " the model's own template does (models that were trained to call tools)"
-)
-_NUMBER = 790_531_000
-"""The mark of the first number: a number stays one, since a template may write text otherwise."""
-
-Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str]
-"""Gives the text of messages and tools, with the generation prompt or without."""
-
-
-@dataclass(slots=True)
-class _Marks:
-    """Marks that stand for values, and what each stands for."""
-
-    meaning: dict[str, str] = field(default_factory=dict)
-
-    def text(self, meaning: str) -> str:
-        mark = f"qMark{len(self.meaning)}z"
-        self.meaning[mark] = meaning
-        return mark
-
-    def value(self, value: Any, turn: str) -> Any:
-        """Return an argument with a mark for each text and number in it."""
-        if isinstance(value, Mapping):
-            return {key: self.value(inner, turn) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.value(inner, turn) for inner in value]
-        meaning = f"{turn}: the argument `{_short(value)}`"
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            number = _NUMBER + len(self.meaning)
-            self.meaning[str(number)] = meaning
-            return number
-        return self.text(meaning)
-
-    def missing(self, text: str) -> str | None:
-        """Return what the first mark that `text` lacks stands for."""
-        return next((meaning for mark, meaning in self.meaning.items() if mark not in text), None)
-
-
-def has_tools(messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-    """Return whether there is anything to prove."""
-    return bool(tools) or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
-
-
-def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, render: Render) -> None:
-    """Raise `DataError` if the text of a conversation that ends with an answer lacks its tools, a call or a
-    result.
-    """
-    marks = _Marks()
-    turns = [_marked_turn(turn, index + 1, marks) for index, turn in enumerate(messages)]
-    described = _marked_tools(tools or [], marks)
-    missing = marks.missing(render(turns, described or None, False))
-    if missing is None and tools and not any(_name(tool) for tool in tools):  # nothing to mark
-        last = messages[:-1]
-        missing = "the row's `tools`" if render(last, tools, True) == render(last, None, True) else None
-    if missing is not None:
-        raise DataError(f"the chat template does not write {missing}", hint=HINT)
-
-
-def check_answer(
-    messages: Sequence[Message],
-    index: int,
-    prompt: str,
-    learnt: str,
-    tools: Sequence[Any] | None,
-    render: Render,
-    end: Callable[[str], int],
-) -> None:
-    """Raise `DataError` unless `learnt`, what is learnt of message `index`, contains its calls and its words. `end`: of
-    a turn in a text.
-    """
-    message, number = messages[index], index + 1
-    marks = _Marks()
-    text = render([*messages[:index], _marked_turn({**message, "content": ""}, number, marks)], tools, False)
-    rest = text.removeprefix(prompt)
-    if (missing := marks.missing(rest)) is not None:
-        raise DataError(f"the chat template does not write {missing}", hint=HINT)
-    if marks.missing(rest[: end(rest)]) is not None:
-        raise DataError(
-            f"the chat template does not write the calls of turn {number} before the end of the turn", hint=HINT
-        )
-    words = message["content"].rpartition(CLOSE)[2].strip()
-    if words not in learnt:
-        raise DataError(
-            f"the chat template does not write the text of turn {number} next to its calls",
-            hint="remove the text from that turn, or use another template: `data.chat_template`",
-        )
-
-
-def _marked_turn(turn: Message, number: int, marks: _Marks) -> Message:
-    """Return a turn with marks for the names and arguments of its calls, or for the result that it is."""
-    if turn["role"] == "tool" and turn["content"].strip():
-        return {**turn, "content": marks.text(f"the result of turn {number}")}
-    if not turn.get("tool_calls"):
-        return turn
-    calls, of = [], f"the calls of turn {number}"
-    for call in turn["tool_calls"]:
-        function = call["function"]
-        name = marks.text(f"{of}: the name `{function['name']}`")
-        calls.append(
-            {**call, "function": {**function, "name": name, "arguments": marks.value(function["arguments"], of)}}
-        )
-    return {**turn, "tool_calls": calls}
-
-
-def _marked_tools(tools: Sequence[Any], marks: _Marks) -> list[Any]:
-    marked = []
-    for tool in tools:
-        if name := _name(tool):
-            mark = {"name": marks.text(f"the row's `tools`: the function `{name}`")}
-            function = tool.get("function")
-            marked.append(
-                {**tool, "function": {**function, **mark}} if isinstance(function, Mapping) else {**tool, **mark}
-            )
-        else:
-            marked.append(tool)
-    return marked
-
-
-def _name(tool: Mapping[str, Any]) -> str | None:
-    function = tool.get("function")
-    name = (function if isinstance(function, Mapping) else tool).get("name")
-    return name if isinstance(name, str) and name else None
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

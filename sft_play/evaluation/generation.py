@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sft_play.data import Message
 from sft_play.data.answers import AnswerParts, marks_of, parts_of
-from sft_play.data.chat import check_written, has_tools
+from sft_play.data.written_tools import check_written, has_tools
 from sft_play.model.rope import switch_length, switches_within
 from sft_play.model.tokenizer import ends_of_answers, write_chat
 from sft_play.plan.shape import PROMPTED_ALONE

@@ -30,6 +30,7 @@ from sft_play.plan.ranks import group_size
 from sft_play.plan.request import global_rows
 from sft_play.runs.checkpoints import clean_up, newest_valid, step_of
 from sft_play.runs.folder import RunFolder, runs_folder
+from sft_play.runs.gate import check_run
 from sft_play.runs.manifest import check_states, read_facts
 from sft_play.runs.prepared import Prepared
 from sft_play.runs.stamp import CHANGEABLE, STAMPED, Stamp, compare, fixed_settings, refuse
@@ -329,7 +330,7 @@ def existing_run(options: LaunchOptions, loaded: LoadedConfig) -> RunFolder | No
 def started_run(name: str) -> RunFolder | None:
     """Return the run of this name if its workers ever started. Raise `CheckpointError` if it has no configuration."""
     run = RunFolder(runs_folder() / name)
-    if not run.path.is_dir() or not has_started(run):
+    if not run.path.is_dir() or not has_started(check_run(run)):
         return None
     if not run.config.is_file():
         raise cannot_continue(run, run.config)

@@ -238,6 +238,18 @@ def end_note(name: str, tokenizer: Any) -> str | None:
     return f"chat template `{name}`: the vocabulary has no `{end}`, so turns end with `{tokenizer.eos_token}`"
 
 
+def continue_texts(tokenizer: Any) -> bool:
+    """Let the template write the texts of turns alone, as documents are learnt, and return true; but not that of a
+    tokenizer that came with its own.
+    """
+    chatml = _named_text("chatml")
+    if _lacking(chatml, tokenizer) or tokenizer.chat_template != fit_template(chatml, "chatml", tokenizer):
+        return False
+    bos = "{{- bos_token -}}" if adds_bos(tokenizer) else ""
+    tokenizer.chat_template = bos + "{%- for message in messages %}{{ message['content'] }}{% endfor %}"
+    return True
+
+
 def adds_bos(tokenizer: Any) -> bool:
     """Return whether the tokenizer puts the beginning-of-sequence token before a text."""
     bos = tokenizer.bos_token_id

@@ -143,6 +143,8 @@ def _notices(request: Request, setup: Setup) -> Iterator[str]:
         yield notice
     if request.shape.router_loss:
         yield ROUTER_LOSS
+    for key, value in network_keys(request.config) if setup.world_size == 1 else ():
+        yield f"`{key}` {value} has no effect: one process shares nothing"
     if train.loss != "nll" or train.label_smoothing_factor:
         smoothed = f", smoothed by {train.label_smoothing_factor:g}" if train.label_smoothing_factor else ""
         yield f"what is minimised is `{train.loss}`{smoothed}; evaluation measures the cross-entropy"
@@ -180,7 +182,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
     )
     setup = replace(setup, optim=choices.choose_optimizer(request, setup, reasons))
     setup = choices.with_chunks(config, request.shape, setup)
-    reasons |= network.check_slow_network_keys(config, setup)
+    network.check_local_steps(config, setup)
     return replace(setup, stages=network.stages_of(request, setup, reasons))
 
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sft_play.config.rules import network_keys
 from sft_play.config.schema import Config, LaunchConfig
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import Device, Hardware, rate_in_words
@@ -172,25 +171,18 @@ def show_exchanges(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def check_slow_network_keys(config: Config, setup: Setup) -> dict[str, str]:
-    """Return notes on keys for slow networks that have no effect with one process.
-
-    Raise `UserError` for local steps in fp16, where each rank would scale its loss separately; `config.rules` refuses
-    them for a typed `train.fp16` before any hardware is detected.
+def check_local_steps(config: Config, setup: Setup) -> None:
+    """Raise `UserError` for local steps in fp16, where each rank would scale its loss separately; `config.rules`
+    refuses them for a typed `train.fp16` before any hardware is detected.
     """
     launch = config.launch
-    if setup.world_size == 1:
-        return {
-            key: f"`{key}` {value} has no effect: one process shares nothing" for key, value in network_keys(config)
-        }
     exact = "cards with bf16, or TRAIN_BF16=false to compute in fp32 (slower, more memory)"
-    if setup.precision == "fp16" and launch.local_steps > 1:
+    if setup.world_size > 1 and setup.precision == "fp16" and launch.local_steps > 1:
         raise UserError(
             f"`launch.local_steps` is {launch.local_steps}, but these cards compute in fp16, where each rank would skip"
             " other steps",
             hint=f"LAUNCH_LOCAL_STEPS=1 LAUNCH_COMPRESSION=fp16 halves what travels; or {exact}",
         )
-    return {}
 
 
 def may_quantise(config: Config) -> bool:

@@ -42,7 +42,9 @@ def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
     elif command == "single" or (len(request.ranks.devices) == 1 and configured in ("auto", "ddp")):
         chosen, why = "single", "one process"
     elif configured == "auto":
-        chosen, why = "ddp", "each rank holds a complete replica, and only gradients are exchanged"
+        steps = config.launch.local_steps
+        exchanged = "only gradients are exchanged" if steps == 1 else f"weights are averaged every {steps} steps"
+        chosen, why = "ddp", f"each rank holds a complete replica, and {exchanged}"
     else:
         chosen, why = configured, "`launch.strategy`"
     reasons["strategy"] = f"strategy {chosen}: {why}"

@@ -209,6 +209,8 @@ def compare(old: Stamp, new: Stamp, purpose: Purpose) -> list[StampDifference]:
             if isinstance(before, Mapping) and isinstance(after, Mapping):
                 before, after = _changed(before, after), _changed(after, before)
             advice = rule.advice + (_commits(old, new) if name == "train_data" else "")
+            if name == "world_size" and new.settings.get("launch.local_steps", 1) > 1:
+                advice = "with `launch.local_steps` each number of processes trains otherwise, one without local steps"
             differences.append(StampDifference(name, before, after, verdict, advice))
     return sorted(differences, key=lambda difference: difference.verdict != "refuse")
 

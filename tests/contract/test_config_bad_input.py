@@ -96,6 +96,7 @@ CASES = {
     "never evaluated": (
         NAMED, ["TRAIN_METRIC_FOR_BEST_MODEL=perplexity", "TRAIN_EVAL_STRATEGY=no"], "`train.eval_strategy` is `no`"
     ),
+    "outer steps without local ones": (GOOD, ["LAUNCH_OUTER_MOMENTUM=0.9"], "but `launch.local_steps` is 1"),
     "local steps of shards": (GOOD + "launch: {strategy: zero3, local_steps: 2}\n", [], "`launch.local_steps` is 2"),
     "fp16 in local steps": (
         GOOD + "launch: {local_steps: 2}\n", ["TRAIN_FP16=true"], "with `train.fp16` each rank would skip other steps"

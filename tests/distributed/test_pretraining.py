@@ -79,8 +79,15 @@ def test_the_preset_runs_small_and_its_model_is_an_ordinary_folder(program: Prog
     assert losses[0] == pytest.approx(6.0, abs=0.15) and losses[-1] < losses[0]  # ln 400: it knows nothing
     stamp = json.loads((run / "model" / "stamp.json").read_text())
     assert stamp["base_model"] == "from scratch (2 x 64, 4 heads, 400 tokens)" and stamp["mode"] == "full"
-    answered = program("infer", "RUN=scratch", "PROMPT=A pump")
-    assert answered.code == 0, answered.err
+    answered = program("infer", "RUN=scratch", "PROMPT=A pump", "JSON=1", "TRAIN_GENERATION_MAX_NEW_TOKENS=8")
+    assert answered.code == 0 and "texts are continued as they are" in answered.err
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    text = tokenizer("A pump", return_tensors="pt", add_special_tokens=False)
+    generated = model.generate(**text, max_new_tokens=8, do_sample=False)[0, text["input_ids"].shape[1] :]
+    assert answered.json["answer"] == tokenizer.decode(generated, skip_special_tokens=True).strip()
     merged = program("merge", "RUN=scratch", f"OUT={tmp_path / 'merged'}")
     assert merged.code == 0 and (tmp_path / "merged" / "model.safetensors").is_file(), merged.err
 

@@ -57,6 +57,12 @@ def test_network_choices_are_refused_without_replicas(command: Any, launch: dict
     assert " has its own way to exchange" in text and "make train-distributed" in text
 
 
+def test_a_plan_says_what_local_steps_do_and_where_they_do_nothing() -> None:
+    assert "weights are averaged every 8 steps" in planned("2xRTX4090", local_steps=8).reasons["strategy"]
+    alone = planned("RTX4090", local_steps=8)
+    assert "`launch.local_steps` 8 has no effect: one process shares nothing" in alone.notices
+
+
 # The speed of the network.
 
 

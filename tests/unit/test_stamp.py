@@ -53,6 +53,9 @@ def test_another_number_of_the_same_devices_is_another_world_size_and_no_other_m
     assert [difference.field for difference in compare(alone, pair, "resume")] == ["world_size"]
     assert [difference.field for difference in compare(pair, unlike, "resume")] == ["machine"]
     assert not compare(pair, replace(pair, machine={}), "resume")
+    local = replace(alone, settings={**alone.settings, "launch.local_steps": 3})
+    (difference,) = compare(replace(pair, settings=local.settings), local, "resume")
+    assert "each number of processes trains otherwise" in difference.advice and difference.verdict == "warn"
 
 
 def test_other_rows_of_the_hub_are_refused_with_the_commit_to_pin() -> None:

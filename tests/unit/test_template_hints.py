@@ -56,6 +56,16 @@ CASES = {
     "the end of a turn in an answer": Case(
         "remove it from the text", None, [USER, {**ANSWER, "content": "a<|im_end|>b"}], [USER, ANSWER]
     ),
+    "no generation prompt": Case(
+        """end it with `{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}`""",
+        "{% for m in messages %}" + TURN + "<|im_end|>\n{% endfor %}",
+        [USER, ANSWER],
+    ),
+    "another name of the text": Case(
+        "it must write `content` of each of `messages`",
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m.text }}<|im_end|>\n{% endfor %}" + ASK,
+        [USER, ANSWER],
+    ),
     "no end of turn": Case("`data.chat_template`", NO_END, [USER, ANSWER]),
     "an answer first": Case(
         "put a question before it", NO_PROMPT, [ANSWER, USER, ANSWER], [USER, ANSWER, USER, ANSWER]

@@ -9,8 +9,8 @@ import pytest
 
 from sft_play.config.names import template_names
 from sft_play.data import Message
-from sft_play.data.chat import WRITING_CALLS
 from sft_play.data.tokens import DOUBLED, THOUGHTS
+from sft_play.data.written_tools import WRITING_CALLS
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from tests.chat_tokenizers import by_hand, learnt_runs, load_with, outcome_of, rows_of, save_tokenizer
