@@ -58,7 +58,7 @@ def _random(config: Config) -> ResolvedModel:
     if trains_tokenizer(settings):
         source = train_tokenizer(config.data.sources, rows, config.train.seed)
     else:
-        source = small_files(own, None if settings.tokenizer else settings.revision)
+        source = small_files(own, *((None, "tokenizer") if settings.tokenizer else (settings.revision,)))
 
     def make(folder: Path) -> None:
         tokenizer = load_tokenizer(source)
