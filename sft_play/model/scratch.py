@@ -68,7 +68,7 @@ def _random(config: Config) -> ResolvedModel:
             raise DataError(
                 f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(own), hint=hint
             )
-        tell(f"making the random weights of {label(settings)}, this once")
+        tell(f"making the random weights of {settings.name or f'a model {label(settings)}'}, this once")
         tokenizer.save_pretrained(str(folder))
         _write_weights(folder, architecture, tokenizer, config.train.seed)
 
