@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.reader import closest_word
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import YamlNode, fill, parse_yaml, read_plain_yaml, read_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import text_sha256, write_text
@@ -352,6 +352,8 @@ def resolve(
     decided = {
         name: f"set by `train.{key}`" for key, name in {**BATCH_KEYS, "max_grad_norm": "gradient_clipping"}.items()
     }
+    if config.train.max_grad_norm == TrainConfig().max_grad_norm:
+        decided["gradient_clipping"] = "the default of `train.max_grad_norm`"
     if user.batch.keys() >= {"batch_size", "grad_accum"}:
         product = " x ".join(f"`{BATCH_KEYS[key]}` {user.batch[key]}" for key in ("batch_size", "grad_accum"))
         decided["train_batch_size"] = f"{product} x {plural(plan.world_size, 'process')}"
