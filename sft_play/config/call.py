@@ -486,7 +486,7 @@ class _Parser:
 
     def hint(self, word: _Word) -> str:
         """Return what to type instead of an unknown variable."""
-        if same := names.MEANT.get(f"{names.plain_word(word.name)}: {word.text.lower()}"):
+        if same := names.meant_key(word.name, word.text):
             pairs = [pair.split(": ") for pair in same.split("` and `")]
             return f"did you mean `{' '.join(f'{variable_name(key)}={value}' for key, value in pairs)}`?"
         if hint := names.hint_elsewhere(word.name):

@@ -1,6 +1,4 @@
-"""Rules about data (sources, validation, the task, a model from scratch and its tokenizer) and the language of
-`filter`.
-"""
+"""Rules about data (sources, validation, the task, adapters and new tokens) and the language of `filter`."""
 
 from __future__ import annotations
 
@@ -17,14 +15,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.keys import variable_name
 from sft_play.config.reader import KINDS, Conflict, kind_of, names_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.errors import DataError, MissingColumn
 
-SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
-SMALLEST_VOCABULARY = 260
-"""For a tokenizer that is trained here: 256 bytes, eos, pad, and the two marks of ChatML."""
 NO_CHAT = ("auto", "text", "tokens")
 """Formats that are not conversations, or need not be."""
 
@@ -63,52 +57,6 @@ def hint_absent(path: str) -> str:
 def is_glob(path: str) -> bool:
     """Return whether a source's path is a pattern."""
     return any(mark in path for mark in "*?[")
-
-
-def pretrained(config: Config) -> Iterator[Conflict]:
-    """Refuse keys that a pretrained model would ignore."""
-    model, hint = config.model, "omit it, or set `model.init: random` to start from scratch"
-    if model.init == "pretrained":
-        for key in SHAPE_KEYS:
-            if getattr(model, key) is not None:
-                yield Conflict(f"model.{key}", ", but a pretrained model has its own shape", hint)
-        if model.tokenizer is not None:
-            yield Conflict(
-                "model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint
-            )
-
-
-def from_scratch(config: Config) -> Iterator[Conflict]:
-    """Check what a model with random weights needs."""
-    model, tuning = config.model, config.tuning
-    if model.init != "random":
-        return
-    if tuning.mode != "full":
-        text = (
-            f"`model.init` is `random`, but `tuning.mode` is `{tuning.mode}`: adapters over random weights learn little"
-        )
-        yield Conflict("tuning.mode", text, "set `tuning.mode: full`", or_key="model.init")
-    if tuning.backend == "unsloth":
-        text = "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models"
-        yield Conflict("tuning.backend", text, "omit it")
-    shape = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
-    missing = [key for key in SHAPE_KEYS if key not in shape]
-    if model.name and shape:
-        yield Conflict(
-            f"model.{shape[0]}",
-            f"`model.name` and {_keys(shape)} are both given: two shapes for one model",
-            "keep `model.name` for its shape with random weights (`MODEL_NAME=` clears it), or the shape keys",
-        )
-    elif not model.name and missing:
-        variables = " ".join(f"{variable_name(f'model.{key}')}=..." for key in missing)
-        yield Conflict(
-            "model.init",
-            f", but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            f"set {variables}, or `model.name` for the shape of another model",
-        )
-    if not model.name and model.revision is not None:
-        yield Conflict("model.revision", "`model.revision` is set, but `model.name` is not")
-    yield from _shape(config)
 
 
 def adapter(config: Config) -> Iterator[Conflict]:
@@ -196,31 +144,6 @@ def new_tokens(config: Config) -> Iterator[Conflict]:
         yield Conflict("launch.tensor_parallel", ", but rows of the embedding are trained", "omit one of the two")
 
 
-def _shape(config: Config) -> Iterator[Conflict]:
-    """Refuse a shape that no model can have."""
-    model = config.model
-    if model.hidden_size and model.attention_heads:
-        size, heads = model.hidden_size, model.attention_heads
-        even = f"for example {max(2 * heads, round(size / (2 * heads)) * 2 * heads)}"
-        if size % heads:
-            yield Conflict(
-                "model.hidden_size",
-                f"`model.hidden_size` {size} cannot be divided by `model.attention_heads` {heads}",
-                even,
-            )
-        elif size // heads % 2:
-            text = f"a head is {size} / {heads} = {size // heads} wide, but rotary positions need an even number"
-            yield Conflict("model.hidden_size", text, even)
-    trained = model.tokenizer == "train" or (model.tokenizer is None and not model.name)
-    if trained and model.vocab_size is not None and model.vocab_size < SMALLEST_VOCABULARY:
-        text = f", but a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens: 256 bytes and 4 marks"
-        yield Conflict("model.vocab_size", text)
-
-
-def _keys(names: list[str]) -> str:
-    return ", ".join(f"`model.{name}`" for name in names)
-
-
 # ---- Sources
 
 
@@ -301,7 +224,7 @@ def weights(config: Config) -> Iterator[Conflict]:
         yield Conflict("data.sources", "all weights of `data.sources` are 0, so nothing would be trained", "omit them")
 
 
-RULES = (pretrained, from_scratch, adapter, adapters, new_tokens, both, task, entries, weights)
+RULES = (adapter, adapters, new_tokens, both, task, entries, weights)
 
 
 # `filter` of a source: a condition over the columns of a row, in a small part of Python's syntax.

@@ -420,9 +420,16 @@ def hint_elsewhere(name: str) -> str | None:
     return REFUSED[bare][1] if bare in REFUSED and bare not in ALIASES else None
 
 
+def meant_key(name: str, value: str) -> str | None:
+    """Return the key and value of `MEANT` for those of another tool, with or without a section of ours."""
+    word = plain_word(name)
+    words = (word, word.removeprefix(f"{_section_of(word)}_"))
+    return next((MEANT[pair] for each in words if (pair := f"{each}: {value.lower()}") in MEANT), None)
+
+
 def _instead(leaf: str, better: str | None, node: YamlNode) -> str:
     """Return what to write instead of an unknown key: the key `better`, if any, with the value if it takes that."""
-    if same := MEANT.get(f"{plain_word(leaf)}: {shown(node).lower()}"):
+    if same := meant_key(leaf, shown(node)):
         return f"did you mean `{same}`?"
     if node.value is None:
         return "omit it: it has no value"

@@ -177,7 +177,10 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
             )
         else:
             settings[name] = _plain(value.lower())
-    yield from _entries(ARGUMENTS, settings, OPTIMIZERS[word].arguments, f"`{word}`")
+    chosen = OPTIMIZERS[word]
+    own = "; `train.adam_beta1`, `adam_beta2`, `adam_epsilon` and `weight_decay` are keys" if chosen.betas else ""
+    name = "AdamW (`auto`)" if word == "auto" else f"`{word}`"
+    yield from _entries(ARGUMENTS, settings, chosen.arguments, name, own)
     if (
         word == "sgd"
         and settings.get("nesterov") is True
@@ -190,11 +193,13 @@ def _arguments(word: str, text: str | None) -> Iterator[Conflict]:
         )
 
 
-def _entries(key: str, settings: Mapping[str, Any], taken: Mapping[str, Any], taker: str) -> Iterator[Conflict]:
+def _entries(
+    key: str, settings: Mapping[str, Any], taken: Mapping[str, Any], taker: str, and_keys: str = ""
+) -> Iterator[Conflict]:
     """Check names and values of the entries of `key`."""
     for name, value in settings.items():
         if name not in taken:
-            hint = f"it takes: {', '.join(taken) or 'none'}"
+            hint = f"it takes {', '.join(taken) or 'none'}{and_keys}"
             yield Conflict(key, f"`{key}` has `{name}`, which {taker} does not take", hint)
             continue
         problems: list[Mismatch] = []

@@ -6,13 +6,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from sft_play.config import data_rules, metrics, optimizers, schedulers, trackers
+from sft_play.config.keys import variable_name
 from sft_play.config.reader import Conflict, quoted
-from sft_play.config.schema import Config, ProfileSettings
+from sft_play.config.schema import Config, ModelConfig, ProfileSettings
 from sft_play.errors import HUB_LOGIN, TOKEN, UserError, mask, without_tokens
-from sft_play.files import is_file_name, typed_path
+from sft_play.files import is_file_name, read_json, typed_path
 from sft_play.text import meant_speed, plural
 
 Origins = Mapping[str, str]
@@ -33,6 +35,9 @@ PATHS = (
     *("model.adapter", "model.revision", "model.tokenizer"),
     *("data.chat_template", "data.train_path", "data.val_path"),
 )
+SHAPE_KEYS = ("vocab_size", "hidden_size", "attention_heads", "layers")
+SMALLEST_VOCABULARY = 260
+"""For a tokenizer that is trained here: 256 bytes, eos, pad, and the two marks of ChatML."""
 REPLICAS = ("auto", "ddp")
 """Strategies under which every rank has all trained weights."""
 
@@ -225,7 +230,101 @@ def evaluation(config: Config) -> Iterator[Conflict]:
 def warmup(config: Config) -> Iterator[Conflict]:
     train = config.train
     if train.warmup_steps is not None and 0 < train.max_steps < train.warmup_steps:
-        yield Conflict("train.warmup_steps", f", but the run has {plural(train.max_steps, 'step')}")
+        yield Conflict(
+            "train.warmup_steps",
+            f", but the run has {plural(train.max_steps, 'step')}",
+            f"TRAIN_WARMUP_STEPS={-(-train.max_steps // 10)}, or omit it",
+        )
+
+
+# ---- The model's shape
+
+
+def pretrained(config: Config) -> Iterator[Conflict]:
+    """Refuse keys that a pretrained model would ignore."""
+    model, hint = config.model, "omit it, or set `model.init: random` to start from scratch"
+    if model.init == "pretrained":
+        for key in SHAPE_KEYS:
+            if getattr(model, key) is not None:
+                yield Conflict(f"model.{key}", ", but a pretrained model has its own shape", hint)
+        if model.tokenizer is not None:
+            yield Conflict(
+                "model.tokenizer", ", but a pretrained model's embeddings were learnt for its own tokens", hint
+            )
+
+
+def from_scratch(config: Config) -> Iterator[Conflict]:
+    """Check what a model with random weights needs."""
+    model, tuning = config.model, config.tuning
+    if model.init != "random":
+        return
+    if tuning.mode != "full":
+        text = (
+            f"`model.init` is `random`, but `tuning.mode` is `{tuning.mode}`: adapters over random weights learn little"
+        )
+        yield Conflict("tuning.mode", text, "set `tuning.mode: full`", or_key="model.init")
+    if tuning.backend == "unsloth":
+        text = "`model.init` is `random`, but `tuning.backend: unsloth` tunes pretrained models"
+        yield Conflict("tuning.backend", text, "omit it")
+    shape = [key for key in SHAPE_KEYS if getattr(model, key) is not None]
+    missing = [key for key in SHAPE_KEYS if key not in shape]
+    if model.name and shape:
+        yield Conflict(
+            f"model.{shape[0]}",
+            f"`model.name` and {_keys(shape)} are both given: two shapes for one model",
+            "keep `model.name` for its shape with random weights (`MODEL_NAME=` clears it), or the shape keys",
+        )
+    elif not model.name and missing:
+        sizes = {"vocab_size": tokens_of(model)}
+        variables = " ".join(f"{variable_name(f'model.{key}')}={sizes.get(key) or '...'}" for key in missing)
+        yield Conflict(
+            "model.init",
+            f", but {_keys(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            f"set {variables}, or `model.name` for the shape of another model",
+        )
+    if not model.name and model.revision is not None:
+        yield Conflict("model.revision", "`model.revision` is set, but `model.name` is not")
+    yield from _shape(config)
+
+
+def _shape(config: Config) -> Iterator[Conflict]:
+    """Refuse a shape that no model can have."""
+    model = config.model
+    if model.hidden_size and model.attention_heads:
+        size, heads = model.hidden_size, model.attention_heads
+        even = f"for example {max(2 * heads, round(size / (2 * heads)) * 2 * heads)}"
+        if size % heads:
+            yield Conflict(
+                "model.hidden_size",
+                f"`model.hidden_size` {size} cannot be divided by `model.attention_heads` {heads}",
+                even,
+            )
+        elif size // heads % 2:
+            text = f"a head is {size} / {heads} = {size // heads} wide, but rotary positions need an even number"
+            yield Conflict("model.hidden_size", text, even)
+    trained = model.tokenizer == "train" or (model.tokenizer is None and not model.name)
+    if trained and model.vocab_size is not None and model.vocab_size < SMALLEST_VOCABULARY:
+        text = f", but a byte-level tokenizer has at least {SMALLEST_VOCABULARY} tokens: 256 bytes and 4 marks"
+        yield Conflict("model.vocab_size", text)
+    if model.vocab_size and (tokens := tokens_of(model) or 0) > model.vocab_size:
+        text = f", but the tokenizer `{model.tokenizer}` has {tokens} tokens"
+        yield Conflict("model.vocab_size", text, f"MODEL_VOCAB_SIZE={tokens} or more")
+
+
+def tokens_of(model: ModelConfig) -> int | None:
+    """Return the number of tokens in the `tokenizer.json` of `model.tokenizer`, unless that is not a folder here."""
+    try:
+        content = read_json(Path(model.tokenizer or "").expanduser() / "tokenizer.json")
+        words, added = content["model"]["vocab"], content.get("added_tokens") or ()
+        return len(
+            {*(word if isinstance(word, str) else word[0] for word in words), *(each["content"] for each in added)}
+        )
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
+def _keys(names: list[str]) -> str:
+    return ", ".join(f"`model.{name}`" for name in names)
 
 
 # ---- Several processes
@@ -346,6 +445,8 @@ RULES: tuple[Callable[[Config], Iterator[Conflict]], ...] = (
     stages,
     layers,
     slices,
+    pretrained,
+    from_scratch,
     paths,
     tokens,
     code,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.reader import closest_word
-from sft_play.config.schema import Config
+from sft_play.config.schema import Config, TrainConfig
 from sft_play.config.yaml_files import YamlNode, fill, parse_yaml, read_plain_yaml, read_text
 from sft_play.errors import UserError, raise_all
 from sft_play.files import text_sha256, write_text
@@ -104,6 +104,10 @@ OURS_UNLESS_TYPED = (
     "communication_data_type",
     "data_types",
 )
+MONITORS = ("csv_monitor", "tensorboard")
+"""Sections that write into the folder in which the command was typed, unless they have an `output_path`."""
+SUMS = ("communication_data_type", "data_types.grad_accum_dtype")
+"""Types in which gradients are summed: between ranks, and over micro-steps."""
 SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 WITH_DEFAULTS = ("zero_optimization.", "fp16.", "bf16.", "activation_checkpointing.")
 MODELS = "sft_play.training.deepspeed_models"
@@ -306,9 +310,18 @@ def _refused_keys(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     for key, value in settings.items():
         if key in FLAGS and not isinstance(value, bool | None) and value != "auto":
             yield key, f"`{key}` is `{_json(value)}`; expected true or false", ""
+    yield from _homeless(settings)
     for key, (values, why) in ONLY.items():
         if (value := _at(settings, key)) not in (None, "auto", *values):
             yield key, f"`{key}` is `{_json(value)}`: {why}", "remove the key"
+
+
+def _homeless(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for section in MONITORS:
+        if _at(settings, f"{section}.enabled") is True and not _at(settings, f"{section}.output_path"):
+            folder = _at(settings, f"{section}.job_name") or "DeepSpeedJobName"
+            text = f"`{section}` has no `output_path`, so it would write `{folder}/` where the command was typed"
+            yield section, text, "remove the section, since `make tensorboard` shows every run; or add the path"
 
 
 def _misshapen(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -352,6 +365,8 @@ def resolve(
     decided = {
         name: f"set by `train.{key}`" for key, name in {**BATCH_KEYS, "max_grad_norm": "gradient_clipping"}.items()
     }
+    if config.train.max_grad_norm == TrainConfig().max_grad_norm:
+        decided["gradient_clipping"] = "the default of `train.max_grad_norm`"
     if user.batch.keys() >= {"batch_size", "grad_accum"}:
         product = " x ".join(f"`{BATCH_KEYS[key]}` {user.batch[key]}" for key in ("batch_size", "grad_accum"))
         decided["train_batch_size"] = f"{product} x {plural(plan.world_size, 'process')}"
@@ -374,6 +389,12 @@ def resolve(
         notices.append(f"{user.place(name)}: `{name}` has no effect here: {NO_EFFECT[name]}")
     settings = {key: ours[key] for key in OURS_UNLESS_TYPED if key in ours} | settings
     settings["bf16"] = ours["bf16"] | settings["bf16"]
+    rough = {key: typed for key in SUMS if (typed := _at(user.settings, key)) in ("bf16", "fp16")}
+    notices += [
+        f"{user.place(key)}: by `{key}` gradients are summed in `{typed}` instead of fp32"
+        for key, typed in rough.items()
+        if typed != plan.precision or typed == "bf16"
+    ]
     if user.stage == 3:  # otherwise DeepSpeed refuses to gather weights, but only when it saves
         if (gathered := settings["zero_optimization"].get(GATHERED)) not in (None, True, "auto"):
             why = "or DeepSpeed could not save the model"

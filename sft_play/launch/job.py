@@ -104,6 +104,7 @@ def read_options(
             num_gpus=_typed_or_from_file(call.integer("NUM_GPUS", minimum=1), "NUM_GPUS", choices),
             num_nodes=_typed_or_from_file(call.integer("NUM_NODES", minimum=1), "NUM_NODES", choices) or 1,
             node_rank=node_rank or 0,
+            by_accelerate=(*(("strategy",) if choices.strategy else ()), *choices.train),
             **(deepspeed.request if deepspeed else {}),
         ),
         master_address=call.options.get("MASTER_ADDR") or choices.master_address,
@@ -156,12 +157,27 @@ def _accelerate_config(call: Call, loaded: LoadedConfig, asked_strategy: Command
         and not loaded.typed("launch.strategy")
     ):
         asks.append(f"`{strategy}`")
-    if not asks or asked_strategy == "single":
+    if not asks or asked_strategy == "single" or _is_contradicted(call, loaded, path):
         tell(f"note: accelerate's default file is not read; to use it: ACCELERATE_CONFIG={path}")
         return None
     left_out = f"{NO_DEFAULT_FILE} leaves it out"
     tell(f"note: accelerate's default file `{path}` asks for {' and '.join(asks)}, so it is read; {left_out}")
     return path
+
+
+def _is_contradicted(call: Call, loaded: LoadedConfig, path: Path) -> bool:
+    """Return whether something typed contradicts a default file; what is wrong with the file itself is said later."""
+    try:
+        choices = read_accelerate_config(path)
+    except UserError:
+        return False
+    try:
+        _with_choices(loaded, choices)
+        for name in ("NUM_GPUS", "NUM_NODES"):
+            _typed_or_from_file(call.integer(name, minimum=1), name, choices)
+    except UserError:
+        return True
+    return False
 
 
 def _typed_or_from_file(typed: int | None, name: str, choices: AccelerateChoices) -> int | None:
@@ -201,7 +217,7 @@ def _with_choices(loaded: LoadedConfig, choices: AccelerateChoices) -> LoadedCon
                 place=loaded.origins[f"train.{key}"],
                 hint="make the two agree, or omit one of them",
             )
-    return set_train(loaded, choices.train, dict.fromkeys(choices.train, str(choices.path)))
+    return set_train(loaded, choices.train, choices.places)
 
 
 def _with_batch(loaded: LoadedConfig, user: UserDeepSpeed) -> LoadedConfig:

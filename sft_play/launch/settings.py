@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sft_play.config.call import LARGEST_PORT, Call
-from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, convert
-from sft_play.config.yaml_files import YamlNode, dump_yaml, fill, read_plain_yaml, read_yaml, wrap
+from sft_play.config.reader import INVALID, FromZero, Mismatch, Positive, Range, closest_word, convert
+from sft_play.config.yaml_files import YamlNode, dump_yaml, fill, read_plain_yaml, read_yaml
 from sft_play.errors import HardwareError, UserError, raise_all, typed_here
 from sft_play.files import open_plain, typed_path, write_text
 from sft_play.launch.deepspeed import TEMPLATES, UserDeepSpeed, check_settings, load_user_json
@@ -55,6 +55,11 @@ TAKEN: Mapping[str, Any] = {
 """Keys that are used -> their types; DeepSpeed and FSDP check the values in their sections."""
 Only = Mapping[str, tuple[tuple[Any, ...], str]]
 """Key of a section -> its only allowed values, and the reason for refusing others."""
+FROM_FILE: Mapping[str, str] = {
+    **dict.fromkeys(("bf16", "fp16"), "mixed_precision"),
+    "gradient_checkpointing": "fsdp_config.fsdp_activation_checkpointing",
+}
+"""Key of `train.` -> the key that decides it."""
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 WITHOUT_COMPILER: tuple[Any, ...] = ("NO", "no", False, None)
 YES_OR_NO = "expected true or false"
@@ -76,6 +81,7 @@ ONLY: Only = {
     "fp8_config": (NOTHING, "fp8 is not supported"),
     "megatron_lm_config": (NOTHING, "Megatron-LM is not supported"),
     "parallelism_config": (NOTHING, "the plan decides; `launch.sequence_parallel` cuts lines into slices"),
+    "ipex_config": (NOTHING, "IPEX is not used"),
     "mpirun_config": (NOTHING, "mpirun is not used; torch's wheels lack MPI"),
     **dict.fromkeys(
         ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone"), (NOTHING, "TPUs are not supported")
@@ -135,6 +141,8 @@ class AccelerateChoices:
     """Whether it asks to ignore GPUs."""
     train: Mapping[str, Any] = field(default_factory=dict)
     """Values of `train.` keys: `bf16`, `fp16`, `gradient_checkpointing`."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Their lines."""
     notices: tuple[str, ...] = ()
 
 
@@ -174,7 +182,8 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         refuse(
             old, f"`{old}` is the old spelling of `mixed_precision`", f"write `mixed_precision: '{means}'` in its place"
         )
-    _check(settings, "", ONLY, TAKEN.keys(), refuse)
+    notices = _take_empty(settings)
+    _check(settings, "", ONLY, {key for key in TAKEN if "." not in key}, refuse)
     processes, machines = settings.get("num_processes"), settings.get("num_machines") or 1
     if processes is not None and processes % machines:
         text = (
@@ -188,11 +197,10 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
     if mixed is True:
         refuse("mixed_precision", "`mixed_precision` is `true`; expected `no`, `bf16` or `fp16`")
     train: dict[str, Any] = {} if mixed is None else {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
-    notices: list[str] = []
     deepspeed, fsdp = None, {}
     try:
-        line = source.value["deepspeed_config"].line if settings.get("deepspeed_config") else None
-        deepspeed = _deepspeed(path, wrap(settings.get("deepspeed_config"), line), kind, refuse)
+        node = source.value.get("deepspeed_config", YamlNode({}))
+        deepspeed = _deepspeed(path, settings.get("deepspeed_config") or {}, node, kind, refuse)
     except UserError as error:
         problems += getattr(error, "problems", [error])
     if kind == "FSDP":
@@ -213,6 +221,7 @@ def read_accelerate_config(path: Path) -> AccelerateChoices:
         fsdp=fsdp,
         cpu=settings.get("use_cpu") is True or kind == "MULTI_CPU",
         train=train,
+        places={key: source.place(path, FROM_FILE[key]) for key in train},
         notices=tuple(notices),
     )
 
@@ -239,8 +248,28 @@ def _check(section: Mapping[str, Any], prefix: str, only: Only, read: Set[str], 
     for key, value in section.items():
         if key in only and value not in only[key][0]:
             refuse(f"{prefix}{key}", f"`{prefix}{key}` is `{value}`: {only[key][1]}")
-    if unknown := [f"{prefix}{key}" for key in sorted(section.keys() - read - only.keys(), key=str)]:
-        refuse(unknown[0], f"keys that are not understood: {', '.join(f'`{key}`' for key in unknown)}", "take them out")
+    names = sorted(read | only.keys())
+    if unknown := sorted(section.keys() - read - only.keys(), key=str):
+        listed = ", ".join(f"`{prefix}{key}`" for key in unknown)
+        close = [word for key in unknown if (word := closest_word(str(key), names))]
+        meant = f"did you mean {', '.join(f'`{prefix}{word}`' for word in close)}?"
+        refuse(f"{prefix}{unknown[0]}", f"keys that are not understood: {listed}", meant if close else "take them out")
+
+
+def _take_empty(settings: dict[str, Any]) -> list[str]:
+    """Take out top-level keys that are not used and ask for nothing; return a notice on each."""
+    empty = []
+    for key, value in settings.items():
+        allowed = ONLY.get(key, ((), ""))[0]
+        if key not in TAKEN and value not in allowed and {} in (allowed or NOTHING) and _asks_nothing(value):
+            empty.append(key)
+    for key in empty:
+        del settings[key]
+    return [f"`{key}` has no effect here" for key in empty]
+
+
+def _asks_nothing(value: Any) -> bool:
+    return all(map(_asks_nothing, value.values())) if isinstance(value, dict) else value in (*NOTHING, "no", "NO")
 
 
 def _refuse_section(section: str, of: str, kind: str, refuse: Refuse) -> None:
@@ -248,8 +277,9 @@ def _refuse_section(section: str, of: str, kind: str, refuse: Refuse) -> None:
     refuse(section, text, f"make it `{of}` or take the section out")
 
 
-def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDeepSpeed | None:
-    section: dict[str, Any] = node.plain() or {}
+def _deepspeed(
+    path: Path, section: Mapping[str, Any], node: YamlNode, kind: str, refuse: Refuse
+) -> UserDeepSpeed | None:
     if kind != "DEEPSPEED":
         if section:
             _refuse_section("deepspeed_config", "DEEPSPEED", kind, refuse)
@@ -269,14 +299,16 @@ def _deepspeed(path: Path, node: YamlNode, kind: str, refuse: Refuse) -> UserDee
             return None
         return load_user_json(Path(file))
     value: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    written = YamlNode({}, line=node.line)
     for key, dotted in DEEPSPEED_KEYS.items():
         if section.get(key) not in (None, "none"):
-            target = value
+            target, around = value, written
             *parents, leaf = dotted.split(".")
             for parent in parents:
                 target = target.setdefault(parent, {})
-            target[leaf] = section[key]
-    return check_settings(value, wrap(value, node.line), path)
+                around = around.value.setdefault(parent, YamlNode({}, line=node.line))
+            target[leaf], around.value[leaf] = section[key], node.value[key]
+    return check_settings(value, written, path)
 
 
 def _fsdp(section: Mapping[str, Any], train: dict[str, Any], notices: list[str], refuse: Refuse) -> dict[str, Any]:

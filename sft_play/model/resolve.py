@@ -62,10 +62,10 @@ def resolve_model(model: ModelConfig) -> ResolvedModel:
     return describe(model.name, _trainable(snapshot), "hub", snapshot.name)
 
 
-def small_files(name: str, revision: str | None) -> Path:
+def small_files(name: str, revision: str | None, what: str = "model") -> Path:
     """Return a folder with the config and tokenizer of a folder or hub id, without weights. Raise `DataError`."""
     model = ModelConfig(name=name, revision=revision)
-    folder = local_folder(name) or _cached(model)
+    folder = local_folder(name, what) or _cached(model)
     if folder is None and is_embedded(name) and not hub_reachable():
         return embedded_folder()
     return folder or _download(model, ["config.json", *TOKENIZER_FILES])

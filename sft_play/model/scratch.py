@@ -58,7 +58,7 @@ def _random(config: Config) -> ResolvedModel:
     if trains_tokenizer(settings):
         source = train_tokenizer(config.data.sources, rows, config.train.seed)
     else:
-        source = small_files(own, None if settings.tokenizer else settings.revision)
+        source = small_files(own, *((None, "tokenizer") if settings.tokenizer else (settings.revision,)))
 
     def make(folder: Path) -> None:
         tokenizer = load_tokenizer(source)
@@ -68,7 +68,7 @@ def _random(config: Config) -> ResolvedModel:
             raise DataError(
                 f"{key} is {rows}, but the tokenizer has {len(tokenizer)} tokens", place=str(own), hint=hint
             )
-        tell(f"making the random weights of {label(settings)}, this once")
+        tell(f"making the random weights of {settings.name or f'a model {label(settings)}'}, this once")
         tokenizer.save_pretrained(str(folder))
         _write_weights(folder, architecture, tokenizer, config.train.seed)
 

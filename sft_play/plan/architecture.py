@@ -159,15 +159,16 @@ def config_file(model: ModelConfig) -> Path | None:
     return folder / "config.json" if folder.is_dir() else _cached_config(model)
 
 
-def local_folder(name: str) -> Path | None:
-    """Return the folder that a model's name means, or `None` for a hub id. Raise `DataError`."""
+def local_folder(name: str, what: str = "model") -> Path | None:
+    """Return the folder that a model's or tokenizer's name means, or `None` for a hub id. Raise `DataError`."""
     path = model_folder(name)
     if path.is_dir():
         return path
     if path.is_file():
-        raise DataError("is a file; a model is a folder with safetensors, or a hub id", place=name)
+        parts = "safetensors" if what == "model" else "its files"
+        raise DataError(f"is a file; a {what} is a folder with {parts}, or a hub id", place=name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError("there is no such model folder", place=name, hint=hint_gone(name))
+        raise DataError(f"there is no such {what} folder", place=name, hint=hint_gone(name))
     return None
 
 

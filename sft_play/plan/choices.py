@@ -73,10 +73,9 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
         refused = who if cpu else f"{without.name} does not compute in bfloat16"
     if train.bf16 is True and refused:
         hint = "leave `train.bf16` to `auto`" + ("" if cpu else ", or set TRAIN_FP16=true")
-        raise HardwareError(f"`train.bf16` is `true`, but {refused}", place="train.bf16", hint=hint)
+        raise _refused_precision(request, "bf16", refused, hint)
     if train.fp16 and cpu:
-        message = "`train.fp16` is `true`, but fp16 with loss scaling needs a GPU"
-        raise HardwareError(message, place="train.fp16", hint="omit it: fp32 is used")
+        raise _refused_precision(request, "fp16", "fp16 with loss scaling needs a GPU", "omit it: fp32 is used")
     precision, why = "fp32", "as configured"
     if train.fp16 or train.bf16 is True:
         precision = "fp16" if train.fp16 else "bf16"
@@ -92,6 +91,14 @@ def choose_precision(request: Request, strategy: Strategy, reasons: Reasons) -> 
         )
     reasons["precision"] = f"precision {precision}: {why}"
     return cast(Precision, precision)
+
+
+def _refused_precision(request: Request, precision: str, why: str, hint: str) -> HardwareError:
+    key, asked = f"train.{precision}", f"`train.{precision}` is `true`"
+    if precision in request.launch.by_accelerate:
+        asked = f"`mixed_precision` is `{precision}`"
+        hint = "write `mixed_precision: " + ("'no'`, which is fp32" if request.hardware.kind == "cpu" else "fp16`")
+    return HardwareError(f"{asked}, but {why}", place=key, hint=hint)
 
 
 def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:

@@ -33,7 +33,7 @@ from sft_play.plan.memory import (
 from sft_play.plan.plan import Plan, RankPlan, Setup, Strategy, tightest
 from sft_play.plan.ranks import visible_names
 from sft_play.plan.request import MOST_ROWS, DoesNotFitError, Request, describe_machines
-from sft_play.plan.shape import check_targets, describe_adapters
+from sft_play.plan.shape import check_patterns, check_targets, describe_adapters
 from sft_play.plan.strategies import choose_strategy, has_bitsandbytes, is_automatic
 from sft_play.plan.throughput import with_forecast
 from sft_play.text import figure, plural
@@ -76,6 +76,7 @@ def _decide(request: Request) -> Plan:
     # Where ranks run, and by which strategy.
     check_length(config.model, shape.max_positions)
     check_targets(config, shape, kind)
+    check_patterns(config, shape)
     reasons |= network.check_slices(request) | describe_machines(request)
     ranks = request.ranks
     strategy = choose_strategy(request, reasons)

@@ -323,6 +323,8 @@ class LaunchRequest:
     """Processes on this machine."""
     num_nodes: int = 1
     node_rank: int = 0
+    by_accelerate: tuple[str, ...] = ()
+    """What an accelerate config decides: `strategy`, and keys of `train.`."""
     node_devices: tuple[tuple[Device, ...], ...] = ()
     """Devices of every node's ranks, in node order; empty before nodes have met, when all are assumed to be alike."""
     zero_stage: int | None = None
@@ -342,9 +344,8 @@ class LaunchRequest:
 
     def without_json(self, command: CommandStrategy) -> LaunchRequest:
         """Return the launch by another command, without a DeepSpeed JSON."""
-        return replace(
-            self, command_strategy=command, zero_stage=None, offload_optimizer=False, offload_parameters=False
-        )
+        without: dict[str, Any] = {"zero_stage": None, "offload_optimizer": False, "offload_parameters": False}
+        return replace(self, command_strategy=command, by_accelerate=(), **without)
 
     def with_offloading(self) -> LaunchRequest:
         """Return the launch under ZeRO-3 with all states in host memory."""

@@ -8,13 +8,14 @@ computes, in both directions: a wrong name fails, and so does a missing one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from sft_play.config.reader import Count
+from sft_play.config.reader import Count, closest_word
 from sft_play.config.schema import Config, LoraSettings, TuningConfig
 from sft_play.errors import UserError
 from sft_play.files import read_json
@@ -274,6 +275,12 @@ class ModelShape:
             adapted += [replace(matrix, count=min(matrix.count, alone))] if names else []
         return adapted
 
+    def called(self, matrices: Matrices) -> Iterator[str]:
+        """Yield the names of these matrices in every layer, and of every expert's."""
+        first, *later = matrices.name.split("*")
+        for layer, *expert in product(range(self.layers), *(range(self.experts or 1) for _ in later[1:])):
+            yield first + "".join(f"{index}{part}" for index, part in zip((layer, *expert), later, strict=False))
+
     def adapter_parameters(self, lora: LoraSettings, new_tokens: int = 0) -> int:
         """Return the number of parameters of adapters, and of modules, rows and biases that are trained with them."""
         targets = self.adapter_targets(lora.target_modules)
@@ -436,7 +443,9 @@ def check_targets(config: Config, shape: ModelShape, device: str = "cuda") -> No
         )
         raise UserError(
             f"`tuning.lora.target_modules` names {quoted}, where a `{shape.model_type}` model takes no adapter",
-            hint=f"it takes them on {', '.join(allowed)}; or `auto` for every linear layer but the head",
+            place="tuning.lora.target_modules",
+            hint=f"{_meant(list(missing), list(allowed))}it takes them on {', '.join(allowed)}; or `auto` for every"
+            " linear layer but the head",
         )
     if shape.tied and any(matrix.kind == "ends" for matrix in shape.adapter_targets(lora.target_modules)):
         raise UserError(
@@ -449,6 +458,35 @@ def check_targets(config: Config, shape: ModelShape, device: str = "cuda") -> No
             f"`tuning.lora.dropout` is {lora.dropout:g}, and adapters on fused experts have no dropout",
             hint="set `tuning.lora.dropout: 0`, or omit the experts from `tuning.lora.target_modules`",
         )
+
+
+def check_patterns(config: Config, shape: ModelShape) -> None:
+    """Raise `UserError` for an adapter's `rank_pattern` or `alpha_pattern` that PEFT would apply to none of them."""
+    lora = config.tuning.lora
+    if config.tuning.mode == "full" or config.model.trust_remote_code:  # own code may call its modules otherwise
+        return
+    for key in ("rank_pattern", "alpha_pattern"):
+        typed: Mapping[str, float] = getattr(lora, key)
+        adapted = shape.adapter_targets(lora.target_modules) if typed else ()
+        for pattern in typed:
+            if not any(
+                re.fullmatch(rf"(?:.*\.)?(?:{pattern})", name) for each in adapted for name in shape.called(each)
+            ):
+                names = list(dict.fromkeys(matrix.typed for matrix in adapted))
+                close = closest_word(pattern, names)
+                raise UserError(
+                    f"`tuning.lora.{key}` names `{pattern}`, which is no module with an adapter",
+                    place=f"tuning.lora.{key}",
+                    hint=(f"did you mean `{close}`? " if close else "") + f"adapters are on {', '.join(names)}",
+                )
+
+
+def _meant(typed: Sequence[str], names: Sequence[str]) -> str:
+    """Return a hint for names of modules that are patterns, or typing errors; empty for others."""
+    if any(re.search(r"[^\w.]", name) for name in typed):
+        return "give names of modules, or the ends of names, instead of regular expressions; "
+    close = [word for name in typed if (word := closest_word(name, names))]
+    return f"did you mean {', '.join(f'`{word}`' for word in close)}? " if close else ""
 
 
 def describe_adapters(config: Config, shape: ModelShape) -> dict[str, str]:

@@ -131,8 +131,10 @@ def _room(plan: Plan) -> str:
         return f"for packs of up to {plan.longest_row:,} tokens"
     if len({rank.micro_batch for rank in plan.ranks}) > 1:
         return f"rows of up to {plan.longest_row:,} tokens would fit in these micro-batches"
-    longest = f"{plan.ranks[0].micro_batch} of {plan.longest_row:,}"
-    return f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens, or {longest}, would fit"
+    rows = f"up to {plural(plan.most_rows, 'row')} of {plan.row_tokens:,} tokens would fit"
+    if plan.longest_row == plan.row_tokens:
+        return rows
+    return f"{rows}, or {plural(plan.ranks[0].micro_batch, 'row')} of up to {plan.longest_row:,} tokens"
 
 
 def _parts(rank: RankPlan) -> str:

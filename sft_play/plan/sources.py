@@ -24,7 +24,9 @@ from sft_play.plan.architecture import (
     ask,
     end_tracer,
     key_of,
+    local_folder,
     shape_of,
+    trains_tokenizer,
 )
 from sft_play.plan.detect import detect, require_kernels
 from sft_play.plan.hardware import Hardware, parse_hardware
@@ -187,7 +189,10 @@ def plan_for(
         prepared=prepared or (None if launch.early else lookup(config)),
         runs=past_runs(),
     )
+    own = None if asked.prepared or trains_tokenizer(config.model) else config.model.tokenizer
     try:
+        if own:
+            local_folder(own, "tokenizer")
         return plan_by_source(asked, source)
     except UserError as error:
         for problem in error.problems if isinstance(error, Problems) else (error,):
@@ -272,6 +277,8 @@ class TracedMemory:
             return False
         answers = ask([self._question(setup, rows) for rows in missing], starts=self.traces)
         self.error = next((str(answer["error"]) for answer in answers if "error" in answer), None)
+        if refused := next((answer for answer in answers if answer.get("configured")), None):
+            raise UserError(refused["error"], hint=refused["hint"])
         answered = [(rows, answer) for rows, answer in zip(missing, answers, strict=True) if answer and not self.error]
         for rows, answer in answered:
             self.observations[setup, rows] = assemble(self.config, shape, setup, rows, answer)

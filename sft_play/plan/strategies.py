@@ -24,9 +24,10 @@ def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
         "zero": configured.startswith("zero"),
         "fsdp2": configured == "fsdp2",
     }
+    of_file = "strategy" in launch.by_accelerate
     if configured != "auto" and not obeys.get(command, True):
         matching = "train-distributed" if configured in ("ddp", "pipeline") else command_of(configured)
-        here = "`ACCELERATE_CONFIG` asks for `ddp`" if command == "ddp" else f"`make {COMMANDS[command]}` was called"
+        here = f"`ACCELERATE_CONFIG` asks for `{command}`" if of_file else f"`make {COMMANDS[command]}` was called"
         raise UserError(
             f"`launch.strategy` is `{configured}`, but {here}",
             hint=f"use `make {matching}`, or set `launch.strategy: auto`",
@@ -36,7 +37,7 @@ def choose_strategy(request: Request, reasons: dict[str, str]) -> Strategy:
     elif command == "zero":
         chosen, why = ("zero2", "`make train-deepspeed`") if configured == "auto" else (configured, "`launch.strategy`")
     elif command == "fsdp2":
-        chosen, why = "fsdp2", "`make train-fsdp`"
+        chosen, why = "fsdp2", "the accelerate config" if of_file else "`make train-fsdp`"
     elif configured == "pipeline" and command in ("auto", "ddp"):
         chosen, why = "ddp", f"a pipeline of {request.stages} stages (`launch.strategy: pipeline`)"
     elif command == "single" or (len(request.ranks.devices) == 1 and configured in ("auto", "ddp")):

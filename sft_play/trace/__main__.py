@@ -44,7 +44,7 @@ def main() -> int:
 
 def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what is found for each request; `{"error": "..."}` where nothing is, with a `hint` where the user can do
-    something.
+    something; `configured` says that the configuration is wrong, not that the architecture is unknown.
     """
     from sft_play.plan.sources import Case
     from sft_play.trace.run import count, trace
@@ -57,7 +57,8 @@ def answers(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             else:
                 results.append(trace(Case(**request)))
         except UserError as error:
-            results.append({"error": error.message, "hint": error.hint})
+            configured = type(error) is UserError
+            results.append({"error": error.message, "hint": error.hint, "configured": configured})
         except Exception as error:  # noqa: BLE001 - any architecture may fail; the plan reports it and continues
             lines = str(error).strip().splitlines() or [""]
             results.append({"error": f"{type(error).__name__}: {lines[0]}"})

@@ -177,6 +177,13 @@ CASES = {
     "arguments of another": (
         GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=momentum=0.9,beta=1"], "has `beta`, which `sgd` does not take"
     ),
+    "arguments of AdamW": (
+        GOOD, ["TRAIN_OPTIM_ARGS=foo=3"], "has `foo`, which AdamW (`auto`) does not take"
+    ),
+    "DoRA as PEFT spells it": (GOOD, ["TUNING_LORA_USE_DORA=true"], "did you mean `TUNING_LORA_VARIANT=dora`?"),
+    "a warm-up longer than the run": (
+        GOOD, ["TRAIN_MAX_STEPS=3", "TRAIN_WARMUP_STEPS=5"], "hint: TRAIN_WARMUP_STEPS=1, or omit it"
+    ),
     "arguments that exclude each other": (
         GOOD, ["TRAIN_OPTIM=sgd", "TRAIN_OPTIM_ARGS=nesterov=true"], "which needs a momentum, and no dampening"
     ),

@@ -116,3 +116,23 @@ def test_a_saved_layer_is_traced_and_a_saved_embedding_is_not(program: Program, 
     env, save = {"SFT_PLAY_CACHE": str(tmp_path)}, "TUNING_LORA_MODULES_TO_SAVE="
     sources = [program(*PLAN, "JSON=1", f"{save}[{name}]", env=env).json["source"] for name in ("norm", "embed_tokens")]
     assert sources == ["trace", "formula"]
+
+
+@pytest.mark.parametrize(
+    "word, message, hint",
+    [
+        ("MODULES_TO_SAVE=[lm_hed]", "names `lm_hed`, which this model does not have", "`lm_head`"),
+        ("RANK_PATTERN={down_prj: 4}", "names `down_prj`, which is no module", "did you mean `down_proj`?"),
+        ("TARGET_MODULES=[v_prj]", "names `v_prj`", "did you mean `v_proj`?"),
+        (r"TARGET_MODULES=.*\.(q|v)_proj", "takes no adapter", "instead of regular expressions"),
+    ],
+)
+def test_a_name_that_no_module_has_is_refused_by_the_plan(
+    program: Program, tmp_path: Path, word: str, message: str, hint: str
+) -> None:
+    done = program(*PLAN, f"TUNING_LORA_{word}", env={"SFT_PLAY_CACHE": str(tmp_path)})
+    assert done.code == 2 and message in done.err and hint in done.err.partition("hint:")[2], done.err
+
+
+def test_a_pattern_of_some_layers_is_planned(program: Program) -> None:
+    assert program(*PLAN, "SOURCE=formula", r"TUNING_LORA_ALPHA_PATTERN={'layers\.1?[0-3]\..*v_proj': 4}").code == 0

@@ -315,13 +315,18 @@ SEVERAL = (
     "distributed_type: MULTI_GPU\nnum_machines: 3\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port:"
     " 29500\nnum_processes: 3\n"
 )
+TWO = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n"
 DEFAULTS: dict[str, tuple[str, list[str], str, str]] = {
     "several machines are planned": (SEVERAL, ["plan"], "asks for 3 machines, so it is read", "3 nodes, each with"),
     "several machines need a name": (SEVERAL, ["train-distributed"], "every node needs `RUN_NAME` too", ""),
     "what is typed wins": (SEVERAL, ["plan", "NUM_NODES=1"], "accelerate's default file is not read", ""),
     "a strategy": (
-        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n", ["plan"], "asks for `FSDP`",
-        "plan: fsdp2"
+        TWO, ["plan"], "asks for `FSDP`", "plan: fsdp2"
+    ),
+    "other processes": (TWO, ["plan", "NUM_GPUS=1"], "accelerate's default file is not read", "plan: single"),
+    "the same processes": (TWO, ["plan", "NUM_GPUS=2"], "asks for `FSDP`", "strategy fsdp2: the accelerate config"),
+    "another precision": (
+        TWO + "mixed_precision: 'no'\n", ["plan", "TRAIN_BF16=true"], "default file is not read", "plan: single"
     ),
     "a section that is refused": (
         "distributed_type: DEEPSPEED\ndeepspeed_config: a\n", ["plan"], "default_config.yaml:2: `deepspeed_config`", ""
@@ -341,7 +346,9 @@ def test_impossible_settings_of_an_accelerate_file_name_the_file(in_process: Pro
     )
     for command in ("plan", "train-distributed"):
         done = in_process(command, "CONFIG=quickstart", f"ACCELERATE_CONFIG={path}")
-        done.refused(3, f"error: {path}: `train.fp16` is `true`, but fp16")
+        done.refused(
+            3, f"error: {path}:2: `mixed_precision` is `fp16`, but fp16", "hint: write `mixed_precision: 'no'`"
+        )
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -245,6 +245,8 @@ def test_settings_that_deepspeeds_models_refuse_are_named_with_key_and_line(
         ('"optimizer": {"type": "AdamW", "params": "auto"}', '`optimizer.params` is `"auto"`; expected an object'),
         ('"wall_clock_breakdown": "false"', '`wall_clock_breakdown` is `"false"`; expected true or false'),
         ('"torch_autocast": {"enabled": true}', "`torch_autocast.enabled` is `true`: `train.bf16` decides"),
+        ('"tensorboard": {"enabled": true}', "so it would write `DeepSpeedJobName/` where the command was typed"),
+        ('"csv_monitor": {"enabled": true, "job_name": "a"}', "so it would write `a/` where"),
         ('"gradient_cliping": 1.0', "unknown DeepSpeed key `gradient_cliping`"),
     ],
 )
@@ -255,6 +257,7 @@ def test_settings_that_fail_in_deepspeeds_engine_are_refused_with_their_line(
     assert re.search(rf"ds\.json:2: .*{re.escape(message)}", refusal(tmp_path, f"{{\n{text}{zero}}}"))
     allowed = (
         '{"zero_optimization": {"stage": 1, "legacy_stage1": false}, "wandb": {"enabled": false},'
+        ' "tensorboard": {"enabled": true, "output_path": "logs"}, "csv_monitor": {"enabled": false},'
         ' "gradient_predivide_factor": 1.0, "steps_per_print": 1e5, "optimizer": null, "fp16": null}'
     )
     assert read_user_json(write(tmp_path / "ds.json", allowed)).stage == 1
@@ -298,5 +301,7 @@ def test_gradients_are_fp32_unless_a_users_file_sets_another_type(tmp_path: Path
     typed = write(
         tmp_path / "ds.json", '{"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}'
     )
-    assert resolve(read_user_json(typed), plan, CONFIG, hidden_size=64)[0]["data_types"] == {"grad_accum_dtype": "bf16"}
+    settings, notices = resolve(read_user_json(typed), plan, CONFIG, hidden_size=64)
+    assert settings["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert any("`data_types.grad_accum_dtype` gradients are summed in `bf16` instead of" in each for each in notices)
     assert "data_types" not in resolve(silent, make_plan(strategy="zero1"), CONFIG, hidden_size=64)[0], "fp32 anyway"

@@ -10,6 +10,7 @@ import pytest
 
 from sft_play.errors import UserError
 from sft_play.launch.settings import LAYERS, AccelerateChoices, read_accelerate_config
+from tests.conftest import Program
 
 BASE = """\
 compute_environment: LOCAL_MACHINE
@@ -101,6 +102,9 @@ def test_an_fsdp2_file_is_read(tmp_path: Path) -> None:
             ("acc.yaml:17: ", "torch.compile is not supported"),
         ),
         ("colour: blue\nshape: round\n", "MULTI_GPU", ("not understood: `colour`, `shape`",)),
+        ("num_proceses: 4\n", "MULTI_GPU", ("acc.yaml:17: ", "hint: did you mean `num_processes`?")),
+        ("mpirun_config:\n  mpirun_ccl: '1'\n", "MULTI_CPU", ("acc.yaml:17: ", "mpirun is not used")),
+        ("ipex_config: {ipex: true}\n", "MULTI_CPU", ("IPEX is not used",)),
         ("deepspeed_config:\n  zero_stage: 2\n", "MULTI_GPU", ("`distributed_type` is `MULTI_GPU`",)),
         (
             "deepspeed_config:\n  deepspeed_multinode_launcher: pdsh\n  zero_stage: 2\n",
@@ -197,6 +201,20 @@ def test_a_file_may_ask_for_the_cpu(tmp_path: Path, line: str, kind: str, cpu: b
     path = tmp_path / "acc.yaml"
     path.write_text(BASE.format(kind=kind).replace("use_cpu: false\n", f"{line}\n"))
     assert read_accelerate_config(path).cpu is cpu
+
+
+def test_what_asks_for_nothing_is_noted(tmp_path: Path) -> None:
+    empty = "ipex_config:\n  ipex: false\nmpirun_config: {mpirun_ccl: '', mpirun_hostfile: ''}\nnewer_config: {}\n"
+    notices = read(tmp_path, empty, "MULTI_CPU").notices
+    assert notices == tuple(f"`{name}_config` has no effect here" for name in ("ipex", "mpirun", "newer"))
+
+
+def test_a_line_of_the_deepspeed_section_is_named(in_process: Program, tmp_path: Path) -> None:
+    path = tmp_path / "acc.yaml"
+    section = "deepspeed_config:\n  zero_stage: 2\n  gradient_clipping: 0.5\n"
+    path.write_text(BASE.format(kind="DEEPSPEED").replace("bf16", "'no'") + section)
+    done = in_process("plan", "CONFIG=quickstart", f"ACCELERATE_CONFIG={path}")
+    done.refused(2, f"{path}:19: `gradient_clipping` is `0.5`", "(the default of `train.max_grad_norm`)")
 
 
 def test_layers_to_wrap_are_left_to_the_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sft_play.files import read_json
 from sft_play.model.scratch import resolve
 from sft_play.model.tokenizer import end_of_turn_ids, load_tokenizer
 from sft_play.plan.architecture import architecture_of, label, shape_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Program
 from tests.tiny_models import build_tokenizer
 
 DATA = str(ROOT / "examples" / "02_your_jsonl" / "train.jsonl")
@@ -124,8 +125,21 @@ def test_a_given_tokenizer_must_fit_the_vocabulary(tmp_path: Path) -> None:
         read_json(Path(resolved.path) / "config.json")["vocab_size"] == 1100
         and len(load_tokenizer(resolved.path)) == 1024
     )
-    with pytest.raises(DataError, match="no such model folder"):
+    with pytest.raises(DataError, match="no such tokenizer folder"):
         resolve(scratch(tokenizer="./nowhere"))
+
+
+def test_a_tokenizers_folder_says_how_many_tokens_a_model_needs(in_process: Program, tmp_path: Path) -> None:
+    build_tokenizer(tmp_path)
+    tokens = len(load_tokenizer(tmp_path))
+    words = ["plan", "CONFIG=quickstart", "MODEL_NAME=", "MODEL_INIT=random", "TUNING_MODE=full", *SHAPE[:3]]
+    own = f"MODEL_TOKENIZER={tmp_path}"
+    hint = f"MODEL_VOCAB_SIZE={tokens}"
+    in_process(*words, own).refused(2, "`model.vocab_size` is missing", f"hint: set {hint},")
+    in_process(*words, own, "MODEL_VOCAB_SIZE=270").refused(2, f"has {tokens} tokens", f"hint: {hint} or more")
+    done = in_process(*words, own, hint)
+    assert re.search(r"room +up to \d+ rows of [\d,]+ tokens would fit\n", done.out), "no row can be longer"
+    in_process(*words, f"{own}/nowhere", hint).refused(4, "there is no such tokenizer folder")
 
 
 def test_a_model_from_scratch_may_copy_another_models_shape(tiny: Path) -> None:
