@@ -46,6 +46,7 @@ from sft_play.config.schema import Config, DataSource, needs_own_word
 from sft_play.config.yaml_files import is_writable
 from sft_play.errors import CheckpointError, UserError, raise_all
 from sft_play.files import read_json, read_object, write_json
+from sft_play.runs.folder import runs_folder
 
 NO_EFFECT = ("train.eval_accumulation_steps", "train.eval_do_concat_batches")
 """Keys about logits of transformers' evaluation; ours keeps no logits (`evaluation.held_out`)."""
@@ -260,7 +261,8 @@ def _beside_file(config: Config, values: Mapping[str, Value]) -> Iterator[str]:
         file = Path(values[key].origin.rpartition(":")[0])
         for path in paths[key] if file.is_file() else ():
             with contextlib.suppress(OSError):  # of a name that no disk takes
-                if path and not Path(path).exists() and (there := file.parent / path).exists():
+                here = Path(path).exists() or (key == "model.name" and (runs_folder() / path).exists())
+                if path and not here and (there := file.parent / path).exists():
                     yield f"`{path}` counts from the folder in which you typed the command; `{there}` exists"
 
 

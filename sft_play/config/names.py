@@ -196,6 +196,9 @@ REMOVED: dict[str, str] = {
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
 INSTEAD: dict[str, str] = REMOVED | {
+    "sample_packing": (
+        "`train.packing: on`; a batch then still counts rows, not packs of them (`train.global_batch_size`)"
+    ),
     **dict.fromkeys(
         ("elasticpolicy", "elastic_policy", "kubernetes_elastic_policy"),
         "a job has the fixed number of pods that NUM_NODES says, and `kubernetes.max_restarts` starts them again",

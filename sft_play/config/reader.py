@@ -259,7 +259,9 @@ def read_record(node: YamlNode, record: Any, key: str, problems: list[Mismatch])
             values[name] = convert(part, fields[name], f"{prefix}{name}", problems)
             continue
         elsewhere = getattr(record, "ELSEWHERE", {}).get(name)
-        close = [elsewhere] if elsewhere else get_close_matches(name, fields, n=1, cutoff=0.6)
+        close = (
+            [elsewhere.replace("VALUE", shown(part))] if elsewhere else get_close_matches(name, fields, n=1, cutoff=0.6)
+        )
         hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(f'`{field}`' for field in fields)}"
         problems.append(Mismatch(f"{prefix}{name}", part, "is not a known key", hint))
     problems += [

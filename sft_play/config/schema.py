@@ -138,13 +138,19 @@ class DataSource:
     ELSEWHERE = MappingProxyType(
         {  # without an annotation, which would make it a field
             **dict.fromkeys(("type", "formatting"), "format"),
-            **dict.fromkeys(("field_messages", "message_property_mappings", "message_field_role", "tags"), "columns"),
+            "field_messages": "columns: {messages: VALUE}",
+            "message_field_role": "columns: {messages.role: VALUE}",
+            "message_field_content": "columns: {messages.content: VALUE}",
+            **dict.fromkeys(
+                ("message_property_mappings", "tags"), "columns: {messages.role: NAME, messages.content: NAME}"
+            ),
+            "roles_to_train": "train.loss_on: assistant",
             "subset": "config",
             **dict.fromkeys(("share", "ratio", "proportion"), "weight"),
             "num_samples": "rows",
         }
     )
-    """Names in Axolotl and LLaMA-Factory -> ours."""
+    """Names in Axolotl and LLaMA-Factory -> ours, with `VALUE` for what was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

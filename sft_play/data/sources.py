@@ -502,12 +502,15 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     if missing:
         swapped = scalar_text({new: old for old, new in columns.items()})
         close = close_name(row, missing[0])
+        key = next((new for new in columns if new in ("role", "content", "from", "value")), None)
         raise MissingColumn(
             f"`columns` names {', '.join(f'`{name}`' for name in missing)}, which the row lacks; its columns are"
             f" {names_of(row)}",
             hint=(
                 f"the other way round: `columns: {swapped}`; files with these names need their own source"
                 if all(name in row for name in columns)
+                else f"of turns it is `messages.{key}`; `role` and `content`, or `from` and `value`, are read anyway"
+                if key
                 else f"did you mean `{close}`?"
                 if close
                 else "write `columns: {question: name in the file}`"

@@ -211,8 +211,8 @@ def _hash(tokens: Integers) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=KEY_BYTES).digest()
 
 
-WORDS, MOST_LINES, SHOWN_LETTERS = re.compile(r"[^\W\d_]{2,}\W+[^\W\d_]{2,}"), 50_000, 60
-"""Of first and last lines: what is more than marks and names of code; how many are counted; and how much is shown."""
+WORDS, MOST_LINES, MOST_LETTERS = re.compile(r"[^\W\d_]{2,}\W+[^\W\d_]{2,}"), 50_000, 200
+"""Of first and last lines: what is more than marks and names of code; how many are counted, and how much of each."""
 LEAST_LINE, SHOWN_LINES = 20, 6
 """Characters of an answer that is counted as a line; and lines and short answers that are shown."""
 LEAST_ALIKE, LEAST_CUT = 3, 100
@@ -336,7 +336,7 @@ class SplitWriter:
                 self.answers[row.reference] += 1
             text = row.reference.strip()
             if len(self.lines) <= MOST_LINES and ("\n" in text or len(text) >= LEAST_LINE):
-                self.lines.update({text.partition("\n")[0][:SHOWN_LETTERS], text.rpartition("\n")[2][:SHOWN_LETTERS]})
+                self.lines.update({text.partition("\n")[0][:MOST_LETTERS], text.rpartition("\n")[2][:MOST_LETTERS]})
             self._shortest = sorted({*self._shortest, text}, key=lambda answer: (len(answer), answer))[:SHOWN_LINES]
             if len(row.reference) > self._longest:
                 self._longest, self._longest_answers = len(row.reference), set()

@@ -24,6 +24,8 @@ OFTENER, ALIKE, LEAST_LETTERS, DIGIT = 5, 0.85, 5, re.compile(r"\d")
 """Of a label that may be misspelt: how much more frequent the right one is at least, and how alike, by
 `difflib.SequenceMatcher.ratio`; shorter labels, and those with digits, may differ by a letter.
 """
+SHOWN_LETTERS = 60
+"""Of a line that many answers share."""
 NAMED_FILES = 3
 """Of the documents that were left out for one reason."""
 
@@ -78,7 +80,8 @@ def summary(name: str, manifest: Mapping[str, Any]) -> str:
         )
     labels = are_labels(manifest["labels"])
     for line, rows in manifest["repeated"].items() if not labels else ():
-        lines.append(f"  answers that begin or end with the same line: {rows:,}, `{line}`")
+        shown = line if len(line) <= SHOWN_LETTERS else f"{line[:SHOWN_LETTERS]}..."
+        lines.append(f"  answers that begin or end with the same line: {rows:,}, `{shown}`")
     if manifest["short"] and not labels:
         lines.append(f"  shortest answers: {', '.join(f'`{answer}`' for answer in manifest['short'])}")
     if asked := manifest.get("overlap", {}).get("questions"):

@@ -199,10 +199,10 @@ class Summary:
     loss: float | None = None
     """Loss of the last step in `metrics.jsonl`, in nats."""
     best: float | None = None
-    """Best value among its evaluations: of `train.metric_for_best_model`, or where that is the loss, of the first of
-    `eval.metrics`.
-    """
+    """Best value among its evaluations, of `train.metric_for_best_model`."""
     metric: str | None = None
+    also: str | None = None
+    """The first of `eval.metrics` that it has, where `metric` is the loss."""
     risen: str | None = None
     """How its loss rose far above that of the first step (`diverged`), or else its held-out loss (`worse`)."""
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -229,7 +229,13 @@ class Summary:
     def cells(self) -> dict[str, Any]:
         """Return column -> value, with a column for each score."""
         cells = asdict(self)
-        return {**cells, "best_of": label_of_metric(self.metric) if self.metric else None, **cells.pop("scores")}
+        return {**cells, "best_of": self.best_of, **cells.pop("scores")}
+
+    @property
+    def best_of(self) -> str | None:
+        """The best values with their names: `1.9835 loss, 0.7500 accuracy`."""
+        names = [name for name in (self.metric, self.also) if name]
+        return ", ".join(f"{self.scores[f'eval_{name}']:.4f} {label_of_metric(name)}" for name in names) or None
 
 
 UNREADABLE = (UserError, OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -266,8 +272,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     evaluations = [*(row for row in rows if row.get("kind") == "eval"), *_scored_later(run)]
     scores = _best_scores(evaluations, config.get("train", {}))
     metric = str(config.get("train", {}).get("metric_for_best_model") or "loss").removeprefix("eval_")
-    if metric == "loss":
-        metric = next((name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores), metric)
+    scored = (name for name in config.get("eval", {}).get("metrics", ()) if f"eval_{name}" in scores)
     age = age_of(run)
     trained, tokens = _trained_so_far(train)
     of_steps = final.get("training_seconds") or trained or None
@@ -286,6 +291,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         loss=train[-1].get("loss"),
         best=scores.get(f"eval_{metric}"),
         metric=metric if f"eval_{metric}" in scores else None,
+        also=next(scored, None) if metric == "loss" else None,
         risen=next((finding.id for finding in risen_losses(rows)), None),
         scores=scores,
         model=short_path(str(model)) or None,
@@ -448,7 +454,7 @@ def _format_row(run: Summary) -> dict[str, str]:
             else str(run.step)
         ),
         "loss": "-" if run.loss is None else f"{run.loss:.4f}{f' ({run.risen})' if run.risen else ''}",
-        "best": f"{run.best:.4f} {label_of_metric(run.metric or '')}" if run.best is not None else "-",
+        "best": run.best_of or "-",
         "model": _short_model(run.model or "-"),
         "method": run.method or "-",
         "data": (run.data or "-")[:30],

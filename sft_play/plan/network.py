@@ -107,6 +107,8 @@ def exchange_seconds(request: Request, setup: Setup, accumulation: int, link: fl
     the update.
     """
     config, shape, ranks = request.config, request.shape, setup.world_size // setup.copies
+    if request.launch.num_nodes > 1:  # each slice has its own ring, and those of a machine share its link
+        link /= min(setup.copies, max(1, setup.world_size // request.launch.num_nodes))
     gradients = sent_bytes(config, shape.take_slice(setup.tensor_parallel), setup) / setup.stage_count
     if setup.strategy != "zero2" and not setup.gathers:
         seconds = communication_seconds(gradients, ranks, link)

@@ -18,7 +18,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from sft_play.config.metrics import OF_LOSS, label_of_metric
+from sft_play.config.metrics import OF_LOSS, higher_is_better, label_of_metric
 from sft_play.errors import without_tokens
 from sft_play.files import read_object
 from sft_play.runs.folder import RunFolder, metric_rows
@@ -200,8 +200,15 @@ def describe_model(run: RunFolder) -> str | None:
     name = f"eval_{metric.removeprefix('eval_')}"
     if best != step:
         return f"step {step}, the last; the best {name}, {value:.4f}, was at step {best}"
-    equal = [row["step"] for row in metric_rows(run.metrics) if row.get(name) == value and row["step"] > best]
-    return f"step {step} (best {name} {value:.4f}" + (f", equal at {numbered('step', equal)})" if equal else ")")
+    rows = [row for row in metric_rows(run.metrics) if row.get(name) is not None]
+    equal = [row["step"] for row in rows if row[name] == value and row["step"] > best]
+    before = next((row[name] for row in rows if row["step"] == 0), value)
+    worse = higher_is_better(name) is not None and before != value and (before > value) == higher_is_better(name)
+    return (
+        f"step {step} (best {name} {value:.4f}"
+        + (f", equal at {numbered('step', equal)}" if equal else "")
+        + (f", but {before:.4f} before training)" if worse else ")")
+    )
 
 
 # `launch.notify`: a webhook or a command that receives a run's events and its end. It never delays or ends a run.

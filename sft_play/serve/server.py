@@ -60,8 +60,9 @@ def main(call: Call) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there
         if run and weights:
-            name = name_for_clients(run.path.resolve().name, label_of(run, weights))
-            tell(f"loading {name} ...")
+            label = label_of(run, weights)
+            name = name_for_clients(run.path.resolve().name, label if "CHECKPOINT" in call.options else "model")
+            tell(f"loading {label} of the run {run.name} ...")
             (model, tokenizer), at_once = use.load_for_use(run, weights), Plan.load(run.plan).eval_batch_size
             system = common_system(run)
         else:

@@ -124,6 +124,13 @@ def test_data_are_prepared_and_counted_for_the_plan(data: Data, tmp_path: Path) 
     assert none.code == 0 and none.json["validation"] is None
 
 
+def test_keys_of_turns_named_as_columns_are_answered_with_their_names(tmp_path: Path, data: Data) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = write_rows(tmp_path / "chat.jsonl", [{"messages": turns}])
+    done = data(f'data.sources: [{{"path": "{rows}", "columns": {{"messages": "messages", "role": "role"}}}}]')
+    done.refused(4, "of turns it is `messages.role`; `role` and `content`, or `from` and `value`, are read anyway")
+
+
 def test_what_may_be_no_answer_and_questions_that_come_again_are_counted(tmp_path: Path, data: Data) -> None:
     rows = [{"prompt": f"q{i}", "completion": answer} for i, answer in enumerate(("a", "N/A", "n/a", "b", "c"))]
     train = write_rows(tmp_path / "train.jsonl", [*rows, {"prompt": "q0", "completion": "other"}])

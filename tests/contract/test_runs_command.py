@@ -17,6 +17,7 @@ import pytest
 
 from sft_play.files import append_json_line, write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.progress import describe_model
 from tests.conftest import ROOT, Program
 
 HOLDER = """
@@ -159,7 +160,7 @@ def test_the_list_has_what_runs_reached_and_cost(in_process: Program, tmp_path: 
     scores = {"accuracy": {"mean": 0.75, "low": 0.5, "high": 1.0, "n": 8}}
     for folder, content in (("step-000000", {}), ("step-000003", scores), ("step-000003-other-0123abcd", {})):
         write_json(run.path / "eval" / folder / "scores.json", content)
-    assert "0.7500 accuracy" in in_process("runs").out, "of `make eval`"
+    assert "1.0000 loss, 0.7500 accuracy" in in_process("runs").out, "of `make eval`"
     train = {"metric_for_best_model": "eval_due", "extra": {"greater_is_better": False}}
     write_json(run.config, {"config": config | {"train": train}, "origins": {}})
     for step, due in ((4, 0.5), (5, 0.0), (6, 0.25)):
@@ -252,3 +253,11 @@ def test_logs_of_a_rank_are_shown_and_followed(in_process: Program, tmp_path: Pa
             process.kill()
             process.wait()
     assert json.loads(run.events.read_text().splitlines()[-1])["saved"] == "step-000004"
+
+
+def test_a_model_that_training_made_worse_is_not_only_called_best(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "a", "started", "finished")
+    write_json(run.model / "stamp.json", {"step": 8})
+    for loss, described in ((0.6, "best eval_loss 0.6000, but 0.5000 before training"), (0.4, "best eval_loss 0.4000")):
+        write_json(run.training_metrics, {"best_step": 8, "best_metric": loss, "model_step": 8})
+        assert describe_model(run) == f"step 8 ({described})"

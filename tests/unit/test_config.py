@@ -227,6 +227,14 @@ def test_a_path_that_leads_somewhere_from_the_file_only_is_noted(write: Write, t
     assert notices == [(note,), (note,), (), ()]
 
 
+def test_a_runs_name_is_no_path_beside_its_file(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("manual", "runs/manual"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert load(write("model: {name: manual}\n")).notices, "texts of the same name"
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    assert not load(write("model: {name: manual}\n")).notices
+
+
 def test_settings_that_keep_logits_in_evaluation_are_reported_as_without_effect(write: Write) -> None:
     typed = "train: {eval_accumulation_steps: 4, eval_do_concat_batches: true}\n"
     loaded = override_config(load(write(typed)), [])

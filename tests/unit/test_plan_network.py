@@ -19,7 +19,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import show_plan
 from sft_play.text import figure
 from tests.documents import on_page
-from tests.plans import QWEN, SMALL, counts, message, plan_of
+from tests.plans import LLAMA, QWEN, SMALL, counts, message, plan_of
 
 LLAMA2 = "meta-llama/Llama-2-7b-hf"
 CARDS = "RTX5070TiLaptop+RTX3070Ti+RTX4070Laptop"
@@ -61,6 +61,14 @@ def test_a_plan_says_what_local_steps_do_and_where_they_do_nothing() -> None:
     assert "weights are averaged every 8 steps" in planned("2xRTX4090", local_steps=8).reasons["strategy"]
     alone = planned("RTX4090", local_steps=8)
     assert "`launch.local_steps` 8 has no effect: one process shares nothing" in alone.notices
+
+
+def test_slices_of_a_machine_share_its_link_to_others() -> None:
+    """32 GB of fp32 gradients leave each machine, however they are divided among its cards."""
+    case: dict[str, Any] = {"name": LLAMA, "mode": "full", "num_nodes": 2, "command_strategy": "auto"}
+    whole = planned("8xB200@10Gbit", **case, strategy="ddp").communication_seconds
+    sliced = planned("8xB200@10Gbit", **case, tensor_parallel=4).communication_seconds
+    assert whole and sliced and sliced > 0.8 * whole  # 2 x 3/4 against 2 x 15/16 of them
 
 
 # The speed of the network.

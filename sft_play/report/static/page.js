@@ -284,7 +284,7 @@ function runView(record, home) {
 // ---- All runs, and runs over each other
 let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
 const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
-const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => known(r.best) ? `${fixed(r.best)} ${r.best_of}` : "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds).split(" ").slice(0, 2).join(" ") + " ago" : "–" };
+const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => r.best_of || "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds).split(" ").slice(0, 2).join(" ") + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play"; page.classList.add("wide");
   const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || runs.some((run) => known(run[key])));
