@@ -414,8 +414,7 @@ def unknown_template(value: str, place: str | None = None) -> UserError | None:
 
 def hint_elsewhere(name: str) -> str | None:
     """Return a hint for a name that is neither key nor variable here."""
-    word = plain_word(name)
-    bare = word.removeprefix(f"{_section_of(word)}_")
+    word, bare = _with_and_without_section(name)
     if instead := INSTEAD.get(word) or INSTEAD.get(bare):
         return instead
     if SECRET.fullmatch(name):
@@ -423,11 +422,16 @@ def hint_elsewhere(name: str) -> str | None:
     return REFUSED[bare][1] if bare in REFUSED and bare not in ALIASES else None
 
 
+def _with_and_without_section(name: str) -> tuple[str, str]:
+    word = plain_word(name)
+    return word, word.removeprefix(f"{_section_of(word)}_")
+
+
 def meant_key(name: str, value: str) -> str | None:
     """Return the key and value of `MEANT` for those of another tool, with or without a section of ours."""
-    word = plain_word(name)
-    words = (word, word.removeprefix(f"{_section_of(word)}_"))
-    return next((MEANT[pair] for each in words if (pair := f"{each}: {value.lower()}") in MEANT), None)
+    return next(
+        (MEANT[pair] for each in _with_and_without_section(name) if (pair := f"{each}: {value.lower()}") in MEANT), None
+    )
 
 
 def _instead(leaf: str, better: str | None, node: YamlNode) -> str:

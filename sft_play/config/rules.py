@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -313,8 +314,18 @@ def _shape(config: Config) -> Iterator[Conflict]:
 
 def tokens_of(model: ModelConfig) -> int | None:
     """Return the number of tokens in the `tokenizer.json` of `model.tokenizer`, unless that is not a folder here."""
+    path = Path(model.tokenizer or "").expanduser() / "tokenizer.json"
     try:
-        content = read_json(Path(model.tokenizer or "").expanduser() / "tokenizer.json")
+        return _tokens_in(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+@functools.lru_cache(4)
+def _tokens_in(path: Path, _changed: int) -> int | None:
+    """Read a file of many megabytes once, though each remedy of a plan is checked by the rules."""
+    try:
+        content = read_json(path)
         words, added = content["model"]["vocab"], content.get("added_tokens") or ()
         return len(
             {*(word if isinstance(word, str) else word[0] for word in words), *(each["content"] for each in added)}

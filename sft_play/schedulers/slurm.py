@@ -18,7 +18,6 @@ user; all other values are quoted. What `slurm.sh` does about signals and requeu
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -37,7 +36,7 @@ from sft_play.config.data_rules import hint_absent
 from sft_play.config.load import own_words, saved_form
 from sft_play.config.schedulers import SlurmConfig, quantity, seconds_of
 from sft_play.errors import HUB_LOGIN, DataError, HardwareError, UserError, mask
-from sft_play.files import typed_path, write_json, write_text
+from sft_play.files import text_sha256, typed_path, write_json, write_text
 from sft_play.launch.rehearse import Rehearsal, local_paths, rehearse_for_nodes, wants_reasons
 from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name, has_started, launches, reserve_folder
@@ -389,7 +388,7 @@ def _frozen(rehearsal: Rehearsal, script: Path) -> dict[Path, Mapping[str, Any]]
     contents = {"config": saved_form(rehearsal.loaded)}
     if rehearsal.options.deepspeed:
         contents["deepspeed"] = dict(rehearsal.options.deepspeed.settings)
-    digests = {what: hashlib.sha256(json.dumps(content).encode()).hexdigest() for what, content in contents.items()}
+    digests = {what: text_sha256(json.dumps(content)) for what, content in contents.items()}
     return {
         script.with_name(f"{script.stem}.{what}-{digests[what][:8]}.json"): content
         for what, content in contents.items()
