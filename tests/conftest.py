@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sft_play.__main__ import main
-from sft_play.errors import HardwareError
+from sft_play.errors import HardwareError, configured
 from sft_play.plan.detect import detect
 from tests import warm
 from tests.documents import ROOT
@@ -174,6 +174,7 @@ def called(function: Callable[[], int], env: Mapping[str, str], *, cwd: Path = R
         except SystemExit as ended:
             assert isinstance(ended.code, int), ended
             code = ended.code
+        configured.clear()  # as the end of the process would: the next test's hints are not of this call
         for stream in (out, err):
             stream.seek(0)
         return Done(code, out.read(), err.read())
