@@ -281,6 +281,12 @@ class ModelShape:
         for layer, *expert in product(range(self.layers), *(range(self.experts or 1) for _ in later[1:])):
             yield first + "".join(f"{index}{part}" for index, part in zip((layer, *expert), later, strict=False))
 
+    def has_target(self, typed: str) -> bool:
+        """Return whether a typed target is the end of the name of a module that takes an adapter."""
+        return any(
+            f".{name}".endswith(f".{typed}") for each in self.adapter_targets([typed]) for name in self.called(each)
+        )
+
     def adapter_parameters(self, lora: LoraSettings, new_tokens: int = 0) -> int:
         """Return the number of parameters of adapters, and of modules, rows and biases that are trained with them."""
         targets = self.adapter_targets(lora.target_modules)
@@ -429,7 +435,7 @@ def check_targets(config: Config, shape: ModelShape, device: str = "cuda") -> No
             "`tuning.lora.target_modules` names experts, on which PEFT supports only plain LoRA",
             hint="omit `tuning.lora.variant`, `init` and `bias`, or the experts",
         )
-    missing = {name: "" for name in lora.target_modules if not shape.adapter_targets([name])}
+    missing = {name: "" for name in lora.target_modules if not shape.has_target(name)}
     for name in missing:
         why = next((matrix.refused for matrix in shape.matrices if matrix.refused and matrix.is_called(name)), "")
         if not why and shape.expert_parameters and ROUTER.search(name):

@@ -125,6 +125,8 @@ def test_a_saved_layer_is_traced_and_a_saved_embedding_is_not(program: Program, 
         ("RANK_PATTERN={down_prj: 4}", "names `down_prj`, which is no module", "did you mean `down_proj`?"),
         ("TARGET_MODULES=[v_prj]", "names `v_prj`", "did you mean `v_proj`?"),
         (r"TARGET_MODULES=.*\.(q|v)_proj", "takes no adapter", "instead of regular expressions"),
+        ("TARGET_MODULES=[layers.*.self_attn.q_proj]", "takes no adapter", "instead of regular expressions"),
+        ("TARGET_MODULES=[layers.99.self_attn.q_proj]", "takes no adapter", "`auto` for every linear layer"),
     ],
 )
 def test_a_name_that_no_module_has_is_refused_by_the_plan(
