@@ -216,7 +216,7 @@ WORDS, MOST_LINES, MOST_LETTERS = re.compile(r"[^\W\d_]{2,}\W+[^\W\d_]{2,}"), 50
 LEAST_LINE, SHOWN_LINES = 20, 6
 """Characters of an answer that is counted as a line; and lines and short answers that are shown."""
 LEAST_ALIKE, LEAST_CUT = 3, 100
-"""Different answers of the same length, and their characters, from which on they seem to be cut."""
+"""Different answers of the same length that end in a word, and their characters, from which on they seem to be cut."""
 ARROW = "data-00000-of-00001.arrow"
 LENGTHS, SOURCES, LABELS = "lengths.i32", "sources.i32", "labels.i32"
 BATCH_ROWS, BATCH_TOKENS = 8192, 2**22
@@ -382,7 +382,8 @@ class SplitWriter:
 
     def cut_alike(self) -> dict[str, int] | None:
         """Return the length of the longest answers, and how many there are, if so many that something cut them."""
-        many = len(self._longest_answers) >= LEAST_ALIKE and self._longest >= LEAST_CUT
+        open_ended = [answer for answer in self._longest_answers if answer[-1:].isalnum() or answer[-1:].isspace()]
+        many = len(open_ended) >= max(LEAST_ALIKE, len(self._longest_answers) / 2) and self._longest >= LEAST_CUT
         return {"characters": self._longest, "answers": len(self._longest_answers)} if many else None
 
     def fingerprint(self) -> str:

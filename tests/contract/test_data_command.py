@@ -181,6 +181,9 @@ def test_answers_in_conversations_that_grow_and_answers_of_one_length_are_said(t
     done = data(f"data.train_path: {train}", words=("MODEL_MAX_SEQ_LEN=256",))
     assert "answers to a question, with all that stands before it, of an earlier row: 3" in done.err
     assert "the 3 longest answers have 111 characters each, as if something had cut them" in done.err
+    ended = [{"prompt": f"q{i}", "completion": f"answer {i}" + " the" * 25 + "."} for i in range(4)]
+    file = write_rows(tmp_path / "ended.jsonl", ended)
+    assert "had cut them" not in data(f"data.train_path: {file}", words=("MODEL_MAX_SEQ_LEN=256",)).err
 
 
 def test_columns_that_text_is_learnt_without_are_named_but_not_those_of_documents(tmp_path: Path, data: Data) -> None:
