@@ -208,12 +208,14 @@ def test_a_vocabulary_without_the_marks_is_refused_with_templates_that_fit(tmp_p
     assert caught.value.hint is not None and "chatml" in caught.value.hint and "gemma" not in caught.value.hint
 
 
-def test_a_tokenizer_that_puts_bos_before_a_text_gets_one_in_any_template(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path, "gpt2", bos="<s>", eos="</s>", adds_bos=True)
-    for name in ("chatml", "zephyr", "alpaca"):
+@pytest.mark.parametrize("adds", [True, False])
+def test_any_template_begins_with_bos_just_where_the_tokenizer_puts_one(tmp_path: Path, adds: bool) -> None:
+    folder = save_tokenizer(tmp_path, "gpt2", bos="<s>", eos="</s>", adds_bos=adds)
+    for name in ("chatml", "zephyr", "alpaca", "vicuna"):
         tokenizer = load_with(folder, name)
         row = rows_of(tokenizer, CHAT)[-1]
-        assert row.input_ids.count(tokenizer.bos_token_id) == 1 and row.input_ids[0] == tokenizer.bos_token_id
+        assert row.input_ids.count(tokenizer.bos_token_id) == int(adds)
+        assert (row.input_ids[0] == tokenizer.bos_token_id) == adds
 
 
 def test_alpacas_sentence_precedes_a_conversation_without_a_system_turn(tokenizers: dict[str, Any]) -> None:
