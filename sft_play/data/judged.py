@@ -160,6 +160,7 @@ JUDGED: Mapping[str, Keep] = {
     r"(?:http_)?status(?:_code)?": _http_error,
     (
         r"(?:\w+_)?(?:score|rating|reward|advantage)|score_\w+|weights|\w+_weights?|pass_rate"
+        r"|(?:rating|reward)_(?:of_)?(?:chosen|answer|response|output|completion)"
         r"|(?:\w+_)?(?:helpfulness|correctness)|stars|(?:up_?)?votes"
     ): _number,
     "label": _label,
@@ -178,12 +179,18 @@ HELD_OUT: Mapping[str, Keep] = {
     "answer": lambda column, value: f'{column} == "accept"' if value in ("reject", "ignore") else "",
 }
 """Columns that say of any row whether it belongs to training -> the filter that keeps those that do."""
+OF_ANOTHER = re.compile(
+    r"(?:score|rating|reward)_(?:\w+_)?(?:rejected|loser)|(?:rejected|loser)_(?:\w+_)?(?:score|rating|reward)"
+)
+"""Columns that judge another answer than the one that is learnt."""
 
 
 @functools.lru_cache(4096)
 def keepers(column: str, chat: bool) -> tuple[Keep, ...]:
     """Return the rules for a column; `chat`: of a conversation, which may be judged."""
     rules, spelt = {**HELD_OUT, **(JUDGED if chat else {})}, in_snake_case(column.rpartition(".")[2])
+    if OF_ANOTHER.fullmatch(spelt):
+        return ()
     return tuple(keep for pattern, keep in rules.items() if re.fullmatch(pattern, spelt))
 
 

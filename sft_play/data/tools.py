@@ -22,8 +22,10 @@ TOOL_NAMES = (
 """Columns, or keys of the system turn, that describe what may be called."""
 DESCRIPTIONS = {"parameters", "description", "input_schema", "arguments", "inputs"}
 OTHER_CALLS = "calls of functions that the row's tools do not describe"
+OTHER_ARGUMENTS = "calls with arguments that the tool's description lacks, or without those that it requires"
 TWICE = "rows whose system turn describes the tools, which the chat template writes too"
 OTHER_RESULTS = "results whose `tool_call_id` is not that of the call in their place"
+NO_RESULT = "answers after several calls of which not all have a result"
 UNDESCRIBED = "calls are learnt, but no tool is described (`columns: {tools: NAME}` names the column that does)"
 FILLED = "nulls in arguments or tools, read as missing keys since Arrow cannot tell them apart"
 
@@ -112,6 +114,9 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
     names = [function.get("name") for function in functions]
     if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
         yield OTHER_CALLS
+    schemas = {function.get("name"): function.get("parameters") for function in functions}
+    if any(_is_miscalled(call["function"], schemas.get(call["function"]["name"])) for call in calls):
+        yield OTHER_ARGUMENTS
     if names and all(f'"{name}"' in system for name in names):
         yield TWICE
     waiting: list[Any] = []
@@ -119,7 +124,20 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
         if turn["role"] == "tool" and turn.get("tool_call_id") not in (None, *waiting[:1]):
             yield OTHER_RESULTS
             return
+        if turn["role"] == "assistant" and any(name is not None for name in waiting):
+            yield NO_RESULT
+            return
         waiting = waiting[1:] if turn["role"] == "tool" else [call.get("id") for call in turn.get("tool_calls", ())]
+
+
+def _is_miscalled(call: Mapping[str, Any], schema: Any) -> bool:
+    """Return whether a call's arguments are not those of its JSON schema, by their names."""
+    arguments, known = call["arguments"], schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(known, Mapping) or not isinstance(arguments, Mapping):
+        return False
+    required = schema.get("required")
+    lacking = {*required} - {*arguments} if is_list(required) else set()
+    return bool(lacking or ({*arguments} - {*known} and not schema.get("additionalProperties")))
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:

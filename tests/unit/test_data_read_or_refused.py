@@ -16,7 +16,7 @@ from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
 from sft_play.data.formats import Example, understand
 from sft_play.data.sources import as_in_file, read_source
-from sft_play.data.tools import OTHER_RESULTS, TWICE, UNDESCRIBED
+from sft_play.data.tools import NO_RESULT, OTHER_ARGUMENTS, OTHER_RESULTS, TWICE, UNDESCRIBED
 from sft_play.errors import DataError
 
 Row = dict[str, Any]
@@ -572,6 +572,30 @@ def test_results_in_another_order_than_their_calls_are_said() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": calls}
     for order, wrong in ((results, 0), (results[::-1], 1), ([*results, call, *results], 0), ([results[0]] * 2, 1)):
         assert read({"messages": [USER, call, *order, ANSWER], "tools": [TOOL]}).doubts == (OTHER_RESULTS,) * wrong
+
+
+def test_calls_without_a_result_and_with_other_arguments_are_said() -> None:
+    parameters = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": parameters}}]
+
+    def doubts(*calls: dict[str, Any], results: int) -> tuple[str, ...]:
+        asked = [{"id": str(i), "function": {"name": "add", "arguments": a}} for i, a in enumerate(calls)]
+        answered = [{"role": "tool", "content": "2", "tool_call_id": str(i)} for i in range(results)]
+        turns = [USER, {"role": "assistant", "content": "", "tool_calls": asked}, *answered, ANSWER]
+        return read({"messages": turns, "tools": tools}).doubts
+
+    assert doubts({"a": 1}, {"a": 1, "b": 2}, results=2) == ()
+    assert doubts({"a": 1}, {"a": 2}, results=1) == (NO_RESULT,)
+    assert doubts({"c": 1}, results=1) == doubts({"b": 1}, results=1) == (OTHER_ARGUMENTS,)
+    assert doubts({"a": 1, "c": 1}, results=1) == (OTHER_ARGUMENTS,)
+
+
+def test_ratings_of_both_answers_ask_for_a_filter_by_that_of_the_learnt_one(tmp_path: Path) -> None:
+    row = {**PAIR, "rejected": "b", "rating_chosen": 5, "rating_rejected": 1, "rejected_score": 0}
+    with pytest.raises(DataError, match="`rating_chosen` seems to say") as caught:
+        examples(tmp_path, [row])
+    assert "`filter: rating_chosen >= 5`" in (caught.value.hint or "")
+    assert len(examples(tmp_path, [row], filter="rating_chosen >= 4")) == 1
 
 
 def test_the_columns_of_a_hint_are_those_of_the_file() -> None:
