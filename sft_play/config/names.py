@@ -96,7 +96,6 @@ ELSEWHERE: Mapping[str, str] = {
     "train.dataloader_num_workers": "num_workers",
     "train.dataloader_pin_memory": "pin_memory",
     "train.bf16": "mixed_precision",
-    "train.packing": "sample_packing neat_packing",
     "train.kernels": "enable_liger_kernel",
     "train.loss_on": (
         "assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only roles_to_train"
@@ -195,9 +194,20 @@ REMOVED: dict[str, str] = {
 """Commands, keys, variables and values of 0.1.0 -> what replaces them; kept for one release."""
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
+PREFERENCES = (
+    "only supervised fine-tuning is here, no training on preferences or rewards; of rows with `chosen` and `rejected`,"
+    " `columns: {completion: chosen}` of a source trains the chosen answers"
+)
 INSTEAD: dict[str, str] = REMOVED | {
-    "sample_packing": (
-        "`train.packing: on`; a batch then still counts rows, not packs of them (`train.global_batch_size`)"
+    **dict.fromkeys(
+        ("dpo", "rl", "rlhf", "kto", "orpo", "simpo", "cpo", "ipo", "grpo", "ppo", "rm", "reward", "reward_model"),
+        PREFERENCES,
+    ),
+    **dict.fromkeys(("pref_beta", "pref_loss", "pref_ftx", "dpo_beta", "rl_beta", "ref_model"), PREFERENCES),
+    **dict.fromkeys(
+        ("sample_packing", "neat_packing"),
+        "`train.packing: on`; a step then still counts rows, so for as many tokens a step set"
+        " `train.global_batch_size` to the rows in as many packs, instead of `train.grad_accum`",
     ),
     **dict.fromkeys(
         ("elasticpolicy", "elastic_policy", "kubernetes_elastic_policy"),
@@ -445,6 +455,8 @@ def _instead(leaf: str, better: str | None, node: YamlNode) -> str:
     if not better:
         return "docs/configuration.md lists every key"
     key = find_key(better)
+    if key and isinstance(node.value, str) and (by_value := VALUES.get(node.value.lower())) == PREFERENCES:
+        return by_value
     if key and not isinstance(node.value, (dict, list)):
         takes, problems = as_meant(better, node), list[Mismatch]()
         written = takes if not isinstance(takes.value, list) else node

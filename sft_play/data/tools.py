@@ -132,12 +132,12 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
 
 def _is_miscalled(call: Mapping[str, Any], schema: Any) -> bool:
     """Return whether a call's arguments are not those of its JSON schema, by their names."""
-    arguments, known = call["arguments"], schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(known, Mapping) or not isinstance(arguments, Mapping):
+    arguments, properties = call["arguments"], schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping) or not isinstance(arguments, Mapping):
         return False
     required = schema.get("required")
     lacking = {*required} - {*arguments} if is_list(required) else set()
-    return bool(lacking or ({*arguments} - {*known} and not schema.get("additionalProperties")))
+    return bool(lacking or ({*arguments} - {*properties} and not schema.get("additionalProperties")))
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:

@@ -222,7 +222,10 @@ def explain_global_batch(train: TrainConfig, world: int, unit: str = "device") -
             f"global batch {rows} = {train.batch_size} per {unit} x {train.grad_accum} accumulation x"
             f" {plural(world, unit)}: "
         )
-        return product + f"batch and accumulation are both given, so it differs with the number of {_units(unit)}"
+        packs = ", and counts rows, not packs of them" if train.packing == "on" else ""
+        return (
+            product + f"batch and accumulation are both given, so it differs with the number of {_units(unit)}{packs}"
+        )
     if rows == DEFAULT_GLOBAL_BATCH:
         return ""
     return (
