@@ -47,7 +47,8 @@ from sft_play.data.layout import (
     visible_files,
 )
 from sft_play.data.readers import Placed, placed_rows, read_file
-from sft_play.data.values import in_snake_case, is_blank, list_of, not_read
+from sft_play.data.tools import is_filled
+from sft_play.data.values import in_snake_case, is_blank, is_list, json_of, list_of, not_read
 from sft_play.errors import DataError, MissingColumn, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
@@ -497,8 +498,8 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     of_turns = {*row, *columns}
     within = {new: old for new, old in columns.items() if "." in new and new.partition(".")[0] in of_turns}
     columns = {new: old for new, old in columns.items() if new not in within}
-    values = {name: value for name in columns.values() if (value := look_up(row, name)) is not MISSING}
-    missing = sorted({*columns.values()} - values.keys())
+    values = {name: value for name in columns.values() if (value := _named(row, name)) is not MISSING}
+    missing = sorted(map(_column, {*columns.values()} - values.keys()))
     if missing:
         swapped = scalar_text({new: old for old, new in columns.items()})
         close = close_name(row, missing[0])
@@ -516,7 +517,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
                 else "write `columns: {question: name in the file}`"
             ),
         )
-    renamed = without(row, values) | {new: values[name] for new, name in columns.items()}
+    renamed = without(row, map(_column, values)) | {new: values[name] for new, name in columns.items()}
     for column in {new.partition(".")[0] for new in within}:
         if isinstance(turns := renamed.get(column), (list, str)):
             turns = list_of(turns, column)
@@ -525,7 +526,29 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return renamed
 
 
-NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[,}])")
+AS_JSON = re.compile(r"json\((.+)\)")
+
+
+def _column(name: str) -> str:
+    return AS_JSON.sub(r"\1", name)
+
+
+def _named(row: Mapping[str, Any], name: str) -> Any:
+    """Return what `columns` names, or `MISSING`; `json(NAME)` is an object or a list as JSON. Raise `DataError`."""
+    if name in row or not AS_JSON.fullmatch(name):
+        return look_up(row, name)
+    value, column = look_up(row, _column(name)), _column(name)
+    if not isinstance(value, Mapping) and not is_list(value):
+        return value
+    if is_filled(value, True):
+        raise DataError(
+            f"`{column}` has keys without a value, or lacks them, which Arrow cannot tell apart", hint=AS_TEXT
+        )
+    return json.dumps(json_of(value, column), ensure_ascii=False)
+
+
+AS_TEXT = "write it as JSON in a text, or as JSON lines"
+NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[,}.])|(?<=json\()\w+(?=\))")
 """Names of columns in a message, and in the `columns` of a hint."""
 
 
@@ -542,9 +565,9 @@ def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between
     several.
     """
-    values = {new: look_up(turn, old) for new, old in names.items() if "." not in new}
+    values = {new: _named(turn, old) for new, old in names.items() if "." not in new}
     values = {new: value for new, value in values.items() if value is not MISSING}
-    renamed = without(turn, (names[new] for new in values)) | values
+    renamed = without(turn, (_column(names[new]) for new in values)) | values
     for new, old in names.items():
         key, dot, value = new.partition(".")
         if dot and str(renamed.get(key)) in old.split("|"):

@@ -84,12 +84,19 @@ def in_snake_case(name: str) -> str:
 def text_of(value: Any, name: str) -> str:
     """Return `value`, which must be text that a tokenizer can read. Raise `DataError`."""
     if not isinstance(value, str):
-        within = "a dot and a number lead into it: `columns: {answer: answers.text.0}`"
-        way = "write it as text, in quotes"
-        if isinstance(value, Mapping):
-            key = next((key for key, inner in value.items() if isinstance(inner, str) or is_list(inner)), "KEY")
-            way = f"a dot leads into it: `columns: {{...: {name}.{key}}}`; or write it as JSON in a string"
-        hint = LEAVE_OUT if value is None else within if is_list(value) else way
+        column = re.sub(r"\[\d+\]", "", name)
+        inner = column.rpartition(".")[2]
+        hint = "write it as text, in quotes"
+        if is_list(value) or isinstance(value, Mapping):
+            parts = {"0": value[0]} if is_list(value) and len(value) else value or {"KEY": ""}
+            key = next((key for key, part in parts.items() if isinstance(part, str)), next(iter(parts)))
+            ways = [
+                f"`columns: {{{column}: {inner}.{key}}}` learns a part of it",
+                f"`columns: {{{column}: json({inner})}}` learns all of it as JSON",
+            ]
+            hint = "; ".join(reversed(ways) if isinstance(value, Mapping) and len(value) > 1 else ways)
+        elif value is None:
+            hint = LEAVE_OUT
         raise DataError(f"`{name}` is {kind_of(value)}; expected text", hint=hint)
     if "\0" in value:
         raise DataError(f"`{name}` contains a NUL character ({value.index(chr(0)) + 1}), which no text has")
