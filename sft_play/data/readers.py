@@ -42,7 +42,7 @@ SECOND_HEADER = re.compile(
     re.IGNORECASE,
 )
 """What a second header contains: names in another language, types of columns, the ids of a survey."""
-LIKE_A_VALUE = re.compile(r"[.!?]\s*\Z|.{40}")
+LIKE_A_VALUE = re.compile(r"\s\S+[.!?]\s*\Z|.{40}")
 """A name of a column that may be a value: in a table without a header."""
 AS_TEXT = re.compile(r'\A="([^"]*)"\Z')
 """How spreadsheets export a cell that they must not take for a number."""

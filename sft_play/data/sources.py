@@ -535,19 +535,16 @@ def _column(name: str) -> str:
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
     """Return what `columns` names, or `MISSING`; `json(NAME)` is an object or a list as JSON. Raise `DataError`."""
-    if name in row or not AS_JSON.fullmatch(name):
-        return look_up(row, name)
-    value, column = look_up(row, _column(name)), _column(name)
-    if not isinstance(value, Mapping) and not is_list(value):
+    column = name if name in row else _column(name)
+    value = look_up(row, column)
+    if column == name or not (isinstance(value, Mapping) or is_list(value)):
         return value
     if is_filled(value, True):
-        raise DataError(
-            f"`{column}` has keys without a value, or lacks them, which Arrow cannot tell apart", hint=AS_TEXT
-        )
+        hint = "write it as JSON in a text, or as JSON lines"
+        raise DataError(f"`{column}` lacks keys, or has nulls, which Arrow cannot tell apart", hint=hint)
     return json.dumps(json_of(value, column), ensure_ascii=False)
 
 
-AS_TEXT = "write it as JSON in a text, or as JSON lines"
 NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[,}.])|(?<=json\()\w+(?=\))")
 """Names of columns in a message, and in the `columns` of a hint."""
 

@@ -599,20 +599,20 @@ def test_ratings_of_both_answers_ask_for_a_filter_by_that_of_the_learnt_one(tmp_
 
 
 def test_an_object_is_learnt_as_json_where_the_columns_say_so(tmp_path: Path) -> None:
-    wanted = {"total": 1.5, "vendor": "Müller", "items": [1, None]}
+    receipt = {"total": 1.5, "vendor": "Müller", "items": [1, None]}
     words = '{"total": 1.5, "vendor": "Müller", "items": [1, null]}'
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": wanted}]
-    for row, given in (
-        ({"ocr": "q", "expected": wanted}, {"prompt": "ocr", "completion": "expected"}),
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": receipt}]
+    for row, columns in (
+        ({"ocr": "q", "expected": receipt}, {"prompt": "ocr", "completion": "expected"}),
         ({"messages": turns}, {}),
     ):
         with pytest.raises(DataError) as caught:
-            examples(tmp_path, [row], columns=given)
-        error = as_in_file(caught.value, given)
+            examples(tmp_path, [row], columns=columns)
+        error = as_in_file(caught.value, columns)
         way = next(way["columns"] for way in typed(error.hint or "") if "json(" in str(way))
-        assert examples(tmp_path, [row], columns=given | way)[0].messages == [USER, {**ANSWER, "content": words}]
+        assert examples(tmp_path, [row], columns=columns | way)[0].messages == [USER, {**ANSWER, "content": words}]
         part = next(way["columns"] for way in typed(error.hint or "") if ".vendor" in str(way))
-        assert examples(tmp_path, [row], columns=given | part)[0].messages == [USER, {**ANSWER, "content": "Müller"}]
+        assert examples(tmp_path, [row], columns=columns | part)[0].messages == [USER, {**ANSWER, "content": "Müller"}]
     text = {"ocr": "q", "expected": words}
     columns = {"prompt": "ocr", "completion": "json(expected)"}
     assert examples(tmp_path, [text], columns=columns)[0].messages == [USER, {**ANSWER, "content": words}]
