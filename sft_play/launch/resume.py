@@ -182,8 +182,8 @@ def check_overrides(call: Call) -> None:
         )
     ]
     hint = (
-        'omit it, or start a new run with it (another RUN_NAME); docs/launching.md lists under "Resuming" what may'
-        " change"
+        "omit it, or start a new run with it (RUN_NAME=), from these weights by MODEL_ADAPTER= or MODEL_NAME="
+        ' (docs/checkpoints.md#resume); docs/launching.md lists under "Resuming" what may change'
     )
     raise_all(
         [

@@ -199,13 +199,16 @@ def _whole_model(run: RunFolder, name: str, place: str) -> Path:
     for folder in (run.model, run.path / MERGED):
         if kind_of(folder) == "full":
             return folder
-    what = "has an adapter, not a complete model" if kind_of(run.model) else "has no model yet"
     run_word = as_typed(name)
-    raise UserError(
-        f"the run `{name}` {what}",
-        place=place,
-        hint=f"MODEL_ADAPTER={run_word} trains it further; `make merge RUN={run_word}` makes a complete model of it",
-    )
+    if "full" in map(kind_of, run.checkpoints.glob("step-*")):
+        what, hint = (
+            "was stopped before it had a model",
+            f"makes one of its newest checkpoint, then MODEL_NAME={run_word} works",
+        )
+    else:
+        what = "has an adapter, not a complete model" if kind_of(run.model) else "has no model yet"
+        hint = f"makes a complete model of it; MODEL_ADAPTER={run_word} trains the adapter further"
+    raise UserError(f"the run `{name}` {what}", place=place, hint=f"`make merge RUN={run_word}` {hint}")
 
 
 def find_adapter(config: Config, place: str | None = None) -> Path:

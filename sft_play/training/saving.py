@@ -245,22 +245,21 @@ class Saver(TrainerCallback):
         )
 
     def _failed(self, step: int, reason: str, *, pause: float) -> None:
-        """Remove what was written, and warn once until a save succeeds again. Collective.
+        """Remove what was written, and warn. Collective.
 
         Raise `HardwareError` on every rank if the run's folder is gone, since all later work would be lost.
         """
-        run, first = self.context.run, self.problem is None
+        run = self.context.run
         if self.context.ranks.any(is_gone(run.path)):
             raise folder_gone(run)
         self.problem = reason
         if not self.context.ranks.first:
             return
         discard(run, step)
-        if first:
-            self._say(
-                f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.name_newest()};"
-                " training continues and tries again at the next save"
-            )
+        self._say(
+            f"warning: {run.path}: the checkpoint of step {step} was not saved: {reason}; {self.name_newest()};"
+            " training continues and tries again at the next save"
+        )
         self.context.add_row(kind="save", step=step, pause_seconds=pause, failed=reason)
 
     def _say(self, text: str) -> None:
