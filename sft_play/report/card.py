@@ -218,7 +218,7 @@ def _ancestry(base: str, chain: list[Link]) -> Iterator[str]:
 def _data(chain: list[Link]) -> Iterator[str]:
     """Yield the table of the rows that were trained, of all runs of the chain, and of those that were held out."""
     splits = [(name, "training", prepared.train) for name, _, prepared in chain]
-    splits += [(name, "held out", prepared.validation) for name, _, prepared in chain[-1:]]
+    splits += [(name, "held out", prepared.validation) for name, _, prepared in chain]
     sources = [(name, kind, source) for name, kind, split in splits if split for source in split.sources[:MOST_SOURCES]]
     several, weighted = len(chain) > 1, any(source.weight is not None for *_, source in sources)
     columns = [*(["run"] if several else []), "split", "source"]

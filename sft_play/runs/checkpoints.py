@@ -98,8 +98,8 @@ def link(name: Path, target: Path) -> None:
 
 
 def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | None = None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep`, only older ones than `verified`, which was just compared with its
-    manifest.
+    """Remove checkpoints beyond `keep`, incomplete ones first and then the oldest, but only older ones than `verified`,
+    which was just compared with its manifest.
 
     `verified`, the best (`best` and the target of the link of that name) and the last are never removed. Return the
     removed checkpoints.
@@ -108,7 +108,8 @@ def rotate(run: RunFolder, keep: int | None, verified: Path, *, best: Path | Non
         return []
     protected = {path.resolve() for path in (run.best, run.last, verified, best) if path is not None and path.exists()}
     removed = []
-    for checkpoint in list_checkpoints(run)[max(1, keep) :]:
+    by_use = sorted(list_checkpoints(run), key=lambda folder: verify(folder, sizes_only=True) is not None)
+    for checkpoint in by_use[max(1, keep) :]:
         if checkpoint.resolve() not in protected and step_of(checkpoint) < step_of(verified):
             # Renamed first, so that an interrupted removal leaves no incomplete checkpoint.
             doomed = checkpoint.with_name(f".{checkpoint.name}.removed")

@@ -78,7 +78,8 @@ class Stamp:
         name, path = self.base_model, Path(self.base_model)
         on_hub = name.count("/") == 1 and name[0] not in "./~" and not path.exists()
         of_run = (path.parent / "plan.json").is_file()
-        return name if on_hub else f"{path.parent.name}-{path.name}" if of_run else path.name, on_hub
+        of_folder = path.parent.name if path.name == "model" else f"{path.parent.name}-{path.name}"
+        return name if on_hub else of_folder if of_run else path.name, on_hub
 
     def save(self, folder: Path) -> None:
         """Write `stamp.json` into `folder`."""

@@ -129,6 +129,13 @@ def test_rotation_never_removes_what_is_newer_than_the_checkpoint_just_verified(
     assert newest_valid(run)[0] == run.checkpoint(5)
 
 
+def test_an_incomplete_checkpoint_takes_the_place_of_no_complete_one(run: RunFolder) -> None:
+    for step in (4, 6, 8):
+        save(run, step)
+    (run.checkpoint(6) / "weights.safetensors").unlink()
+    assert [path.name for path in rotate(run, 2, run.checkpoint(8))] == ["step-000006"]
+
+
 def test_leftovers_of_a_killed_process_are_removed_and_names_freed(run: RunFolder) -> None:
     save(run, 4).rename(run.checkpoints / ".step-000004.replaced")
     partial_folder(run, 8).mkdir()
