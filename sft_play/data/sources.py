@@ -525,16 +525,22 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return renamed
 
 
-NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[,}])")
+NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=(?:, [^{}`]*)?\})")
 """Names of columns in a message, and in the `columns` of a hint."""
 
 
 def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
-    """Return an error about a renamed row with the file's names of its columns."""
+    """Return an error about a renamed row with the file's names of its columns, and with all `columns` in its hint."""
     if error.message.startswith("`columns`"):  # it could not be renamed
         return error
     texts = (error.message, error.hint or "")
     message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
+    advised = re.findall(r"columns: \{(.*?)\}", hint)
+    if len(advised) == 1:
+        pairs = [pair.split(": ") for pair in advised[0].split(", ")]
+        others = {new: old for new, old in columns.items() if all(new != on[0] and old not in on[1:] for on in pairs)}
+        whole = ", ".join(filter(None, (scalar_text(others)[1:-1], advised[0])))
+        hint = hint.replace(f"columns: {{{advised[0]}}}", f"columns: {{{whole}}}")
     return type(error)(message, place=error.place, hint=hint or None)
 
 
