@@ -16,7 +16,8 @@ class BuildWithShipped(build_py):
         if not self.editable_mode:
             for name in ("configs", "deepspeed", "examples", "docs"):
                 self.copy_tree(name, f"{self.build_lib}/sft_play/shipped/{name}")
-            self.copy_file("constraints-unsloth.txt", f"{self.build_lib}/sft_play/shipped")
+            for name in ("README.md", "constraints-unsloth.txt"):
+                self.copy_file(name, f"{self.build_lib}/sft_play/shipped")
 
 
 setup(cmdclass={"build_py": BuildWithShipped})

@@ -30,6 +30,7 @@ from sft_play.data.values import list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
 from sft_play.files import finite, write_text
 from sft_play.launch.run_folder import find_run
+from sft_play.runs.adapters import run_around
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.prepared import common_system, needs_system
@@ -72,9 +73,10 @@ def main(call: Call) -> int:
     call.refuse_keys(OF_A_MODEL if plain else SETTINGS, f"a trained {'model' if plain else 'run'}")
     run = None if plain else find_run(options["RUN"])
     folder = weights_folder(run, options.get("CHECKPOINT")) if run else None
-    rows = read_questions(Path(options["INPUT"]), _columns(run) if run else ()) if "INPUT" in options else None
+    origin = run or run_around(Path(plain or "").expanduser())
+    rows = read_questions(Path(options["INPUT"]), _columns(origin) if origin else ()) if "INPUT" in options else None
     asked = [row.messages for row in rows if row.messages] if rows is not None else [[]]
-    first = _system_turn(options.get("SYSTEM"), run, asked)
+    first = _system_turn(options.get("SYSTEM"), origin, asked)
     rows = rows and [row._replace(messages=_begun(row.messages, first)) for row in rows]
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there; stdout is for answers
         ready = _load(call, run, folder) if run and folder else _load_plain(call, plain or "")

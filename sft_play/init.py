@@ -17,7 +17,7 @@ from sft_play.files import write_text
 if TYPE_CHECKING:
     from sft_play.config.call import Call
 
-FOLDERS = ("configs", "deepspeed", "examples", "docs")
+INDEX, FOLDERS = "README.md", ("configs", "deepspeed", "examples", "docs")
 """`docs` is included since hints name its pages and the examples link to them."""
 NEXT = "make quickstart\n  make plan CONFIG=configs/run_bnb.yaml HARDWARE=24GB"
 MAKEFILE = r"""# Written by `sft-play init`: `make COMMAND NAME=value ...` is `sft-play COMMAND NAME=value ...` in the
@@ -39,13 +39,14 @@ $(MAKEFILE_LIST): ;
 
 def main(_: Call) -> int:
     """Write the files and print what to type next. Raise `UserError` if one of them exists already."""
-    taken = [name for name in ("Makefile", *FOLDERS) if Path(name).exists()]
+    taken = [name for name in ("Makefile", INDEX, *FOLDERS) if Path(name).exists()]
     if taken:
         raise UserError(
             f"`{taken[0]}` exists already, and your files are not replaced", hint="run it in an empty folder"
         )
     for name in FOLDERS:
         shutil.copytree(SHIPPED / name, name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(SHIPPED / INDEX, INDEX)
     write_text(Path("Makefile"), MAKEFILE.replace("PYTHON -P", f"{shlex.quote(sys.executable).replace('$', '$$')} -P"))
-    print(f"wrote Makefile, {', '.join(f'{name}/' for name in FOLDERS)}. Next:\n  {NEXT}")
+    print(f"wrote Makefile, {INDEX}, {', '.join(f'{name}/' for name in FOLDERS)}. Next:\n  {NEXT}")
     return 0

@@ -30,7 +30,7 @@ from sft_play.launch.commands import start_run
 from sft_play.launch.rehearse import rehearse, usual_strategy
 from sft_play.launch.resume import refuse_changes, started_run
 from sft_play.launch.run_folder import choose_name
-from sft_play.launch.runs import Summary, list_run
+from sft_play.launch.runs import SWEEP, Summary, list_run
 from sft_play.launch.verdict import Outcome
 from sft_play.plan.plan import command_of
 from sft_play.plan.show import parse_price
@@ -72,7 +72,7 @@ class Trial:
     def overrides(self) -> tuple[Override, ...]:
         """Return its values as overrides, with `launch.auto_resume`, so that a repeated command continues its run."""
         values = {**self.values, "launch.auto_resume": "true"}
-        return tuple(Override(key=key, text=text, origin=self.origin) for key, text in values.items())
+        return tuple(Override(key=key, text=text, origin=f"{SWEEP} {self.origin}") for key, text in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,9 @@ def main(call: Call) -> int:
     loaded = load_config(config, call.overrides).config
     if loaded.tuning.backend == "unsloth":
         enter_unsloth("sweep")
+    lora, scales = loaded.tuning.lora, {"tuning.lora.alpha", "tuning.lora.rslora"}
+    if "tuning.lora.r" in sweep.keys and not lora.rslora and scales.isdisjoint(sweep.keys):
+        tell(f"note: `tuning.lora.alpha` stays {lora.alpha:g}, so each rank has another scale, alpha / r")
     name = choose_name(call.options.get("RUN_NAME") or f"{config.stem}-{path.stem}", config)
     trials = [
         Trial(name=f"{name}-{index:02d}", values=dict(zip(sweep.keys, values, strict=True)), origin=str(path))

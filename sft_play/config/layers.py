@@ -71,8 +71,8 @@ Layer = list[tuple[str, Value]]
 
 
 SHIPPED = IN_WHEEL if IN_WHEEL.is_dir() else IN_WHEEL.parents[1]
-"""Parent of the folders `configs`, `deepspeed`, `examples` and `docs`: next to the package in a clone, inside it in a
-wheel (`setup.py`).
+"""Parent of `README.md` and the folders `configs`, `deepspeed`, `examples` and `docs`: next to the package in a clone,
+inside it in a wheel (`setup.py`).
 """
 PRESETS = SHIPPED / "configs"
 """The shipped presets."""

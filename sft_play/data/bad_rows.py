@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from sft_play.config.yaml_files import scalar_text
 from sft_play.data.sources import SHOWN_FAULTS
 from sft_play.errors import DataError, MissingColumn, raise_all
 from sft_play.text import tell
 
 BAD = "bad row"
 """With `data.bad_rows: drop`, why a row is left out, whatever is wrong with it."""
+
+
+NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[^{}`]*\})|(?<=json\()\w+(?=\))")
+"""Names of columns in a message, and in the `columns` of a hint."""
+ADVISED = re.compile(r"(?<=columns: \{)[^{}]*(?=\})")
+
+
+def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
+    """Return an error about a renamed row with the file's names of its columns, and with all `columns` in its hint."""
+    if error.message.startswith("`columns`"):  # it could not be renamed
+        return error
+    texts = (error.message, error.hint or "")
+    message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
+
+    def with_others(advised: re.Match[str]) -> str:
+        pairs = [pair.split(": ") for pair in advised[0].split(", ")]
+        others = {new: old for new, old in columns.items() if all(new != on[0] and old not in on[1:] for on in pairs)}
+        return ", ".join(filter(None, (scalar_text(others)[1:-1], advised[0])))
+
+    if len({advised.partition(":")[0] for advised in ADVISED.findall(hint)}) == 1:  # no choice between formats
+        hint = ADVISED.sub(with_others, hint)
+    return type(error)(message, place=error.place, hint=hint or None)
 
 
 class Faults:

@@ -27,12 +27,12 @@ import numpy as np
 from sft_play.config.reader import record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.data import IGNORED
-from sft_play.data.bad_rows import BAD, RowProblems
+from sft_play.data.bad_rows import BAD, RowProblems, as_in_file
 from sft_play.data.chat import Encoded, template_sha256
 from sft_play.data.documents import EMPTY, SCANNED
 from sft_play.data.formats import Example, recognise, understand
 from sft_play.data.readers import Placed
-from sft_play.data.sources import FILTERED, LeftOut, as_in_file, identify, read_source, start_of_places
+from sft_play.data.sources import FILTERED, LeftOut, identify, read_source, start_of_places
 from sft_play.data.store import OF_BOTH, Made, SourceTally, SplitWriter, TokenRow, read_manifest, split_manifest
 from sft_play.data.summary import labels_only_here
 from sft_play.data.tokens import EncodedExample, Encoder

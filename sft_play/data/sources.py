@@ -545,19 +545,6 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
     return json.dumps(json_of(value, column), ensure_ascii=False)
 
 
-NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[,}.])|(?<=json\()\w+(?=\))")
-"""Names of columns in a message, and in the `columns` of a hint."""
-
-
-def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
-    """Return an error about a renamed row with the file's names of its columns."""
-    if error.message.startswith("`columns`"):  # it could not be renamed
-        return error
-    texts = (error.message, error.hint or "")
-    message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
-    return type(error)(message, place=error.place, hint=hint or None)
-
-
 def _turn(turn: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a turn under new names, `role` -> the file's, and with new values, `role.user` -> the file's, `|` between
     several.

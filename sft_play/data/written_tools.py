@@ -17,7 +17,7 @@ from sft_play.errors import DataError
 WRITING_CALLS = ("qwen3",)
 """The named templates that write tools and calls."""
 HINT = (
-    f"use a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or omit the key if"
+    f"train with a template that writes calls: `data.chat_template: {', '.join(WRITING_CALLS)}`, or omit the key if"
     " the model's own template does (models that were trained to call tools)"
 )
 _NUMBER = 790_531_000
@@ -71,7 +71,7 @@ def check_written(messages: Sequence[Message], tools: Sequence[Any] | None, rend
     missing = marks.missing(render(turns, described or None, False))
     if missing is None and tools and not any(_name(tool) for tool in tools):  # nothing to mark
         last = messages[:-1]
-        missing = "the row's `tools`" if render(last, tools, True) == render(last, None, True) else None
+        missing = "`tools`" if render(last, tools, True) == render(last, None, True) else None
     if missing is not None:
         raise DataError(f"the chat template does not write {missing}", hint=HINT)
 
@@ -126,7 +126,7 @@ def _marked_tools(tools: Sequence[Any], marks: _Marks) -> list[Any]:
     marked = []
     for tool in tools:
         if name := _name(tool):
-            mark = {"name": marks.text(f"the row's `tools`: the function `{name}`")}
+            mark = {"name": marks.text(f"the function `{name}` of `tools`")}
             function = tool.get("function")
             marked.append(
                 {**tool, "function": {**function, **mark}} if isinstance(function, Mapping) else {**tool, **mark}

@@ -16,7 +16,7 @@ from sft_play.config.metrics import higher_is_better, label_of_metric
 from sft_play.errors import CheckpointError, UserError
 from sft_play.evaluation.evaluate import BASE, Weights, find_weights
 from sft_play.launch.run_folder import find_run, has_started
-from sft_play.launch.runs import flat_keys, summary_of
+from sft_play.launch.runs import HOW_RUN, flat_keys, summary_of
 from sft_play.plan.plan import Plan
 from sft_play.runs.folder import (
     RunFolder,
@@ -42,8 +42,8 @@ SPECIAL = re.compile(r"<\|[^|<>\n]{1,40}\|>|</?s>|\[/?INST\]|<(?:bos|eos|(?:star
 """Tokens that separate turns in chat templates; they are removed from prompts that are shown."""
 LEAST_WIDTH = 100
 """Columns of the output when it does not go to a terminal."""
-NOT_SETTINGS = ("data.train_path", "data.val_path")
-"""Keys that are shorthand for others."""
+NOT_SETTINGS = ("data.train_path", "data.val_path", *HOW_RUN)
+"""Keys that are shorthand for others, or that change nothing that a run learns."""
 
 
 def main(call: Call) -> int:
@@ -381,7 +381,7 @@ def _evaluation(name: str, run: RunFolder, weights: Weights, data: str | None) -
             raise CheckpointError(
                 f"the scores of `{name}` are older than its weights",
                 place=str(folder),
-                hint=eval_command(run),
+                hint=how_to_score(run, weights, data),
             )
         return folder, scores
     if data is None and not evaluations:

@@ -17,6 +17,7 @@ from sft_play.launch.runs import short_path
 from sft_play.model.resolve import check_trained, weights_sha256
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan, make_stamp
+from sft_play.runs.adapters import run_around
 from sft_play.runs.checkpoints import label_of, weights_folder
 from sft_play.runs.folder import (
     LEAST_ROWS,
@@ -263,7 +264,10 @@ def read_settings(call: Call) -> LoadedConfig:
         loaded = replace(loaded, config=replace(loaded.config, data=bare, tuning=tuning))
     loaded = override_config(loaded, overrides)
     rows = loaded.config.data
-    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), rows.sources, task)):
+    sources = rows.sources
+    if "MODEL" in call.options and (origin := run_around(Path(call.options["MODEL"]).expanduser())):
+        sources = sources or read_config(origin.config).config.data.sources
+    if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), sources, task)):
         if form["filter"]:
             tell(f"note: only rows that pass the run's filter are scored: {form['filter']}")
         rows = replace(rows, validation=[replace(source, **form) for source in rows.validation])

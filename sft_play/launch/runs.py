@@ -20,6 +20,7 @@ import psutil
 
 from sft_play.config.call import Call
 from sft_play.config.metrics import higher_is_better, label_of_metric
+from sft_play.config.yaml_files import scalar_text
 from sft_play.errors import HardwareError, UserError, safe_text, typed_here
 from sft_play.files import lock, open_plain
 from sft_play.launch.node import is_alive
@@ -181,6 +182,12 @@ def logs(call: Call) -> int:
             time.sleep(0.5)
 
 
+SWEEP = "sweep"
+"""The origin of a value that a sweep gave, before its file."""
+HOW_RUN = ("launch.auto_resume",)
+"""Keys that change nothing that a run learns."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """Facts of a run from its files; `None` for what is damaged or missing."""
@@ -209,6 +216,8 @@ class Summary:
     """Best value of each score of its evaluations, such as `eval_loss` or `eval_rougeL`."""
     model: str | None = None
     method: str | None = None
+    swept: str | None = None
+    """The values that a sweep gave it: `learning_rate=0.0001, r=8`."""
     data: str | None = None
     strategy: str | None = None
     processes: int | None = None
@@ -261,7 +270,10 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
     node_rank, state = node_of(run), state_of(run)
     events = read_events(run, node_rank)
     plan, final = read_facts(run.plan), read_facts(run.training_metrics)
-    config = read_facts(run.config).get("config", {})
+    saved = read_facts(run.config)
+    config, origins = saved.get("config", {}), saved.get("origins", {})
+    of_sweep = {key for key, origin in origins.items() if str(origin).startswith(f"{SWEEP} ")} - {*HOW_RUN}
+    swept = ((key, value) for key, value in flat_keys(config) if key in of_sweep)
     model, typed = read_facts(run.prepared).get("model", {}), config.get("model", {}).get("name")
     # A base that preparation made is in the cache, under a name that says nothing.
     model = (typed if model.get("source") == MADE else None) or model.get("name") or typed or ""
@@ -296,6 +308,7 @@ def summary_of(run: RunFolder, price: float | None = None) -> Summary:
         scores=scores,
         model=short_path(str(model)) or None,
         method=config.get("tuning", {}).get("mode"),
+        swept=", ".join(f"{key.rpartition('.')[2]}={scalar_text(value)}" for key, value in swept) or None,
         data=_data(config.get("data", {})),
         strategy=next(
             (name for name in ("pipeline", "tensor", "sequence") if _splits(plan, name)), plan.get("strategy")
@@ -457,6 +470,7 @@ def _format_row(run: Summary) -> dict[str, str]:
         "best": run.best_of or "-",
         "model": _short_model(run.model or "-"),
         "method": run.method or "-",
+        "swept": run.swept or "-",
         "data": (run.data or "-")[:30],
         "tokens/s": cell(run.tokens_per_second),
         "memory": gib(run.peak_memory_bytes) if run.peak_memory_bytes else "-",

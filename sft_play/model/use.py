@@ -268,9 +268,9 @@ PROMPTS = (
 def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
     """Publish the merged model of `weights` (a run's `model/` or a checkpoint) as `out`; copy a full model.
 
-    Return `folder`, `dtype`, `parameters` and `size_bytes`; for adapters also the largest `difference` between the
-    merged and the adapter model's logits in float32, the same for the model read again (`saved_difference`), and the
-    `largest_logit`, which are `None` for a full model. The folder is written under a temporary name, read again,
+    Return `folder`, `step`, `dtype`, `parameters` and `size_bytes`; for adapters also the largest `difference` between
+    the merged and the adapter model's logits in float32, the same for the model read again (`saved_difference`), and
+    the `largest_logit`, which are `None` for a full model. The folder is written under a temporary name, read again,
     compared and renamed. `out` must not exist. Raise `HardwareError` for too little disk or memory, `CheckpointError`
     if the merged model answers differently from the adapter model.
     """
@@ -297,7 +297,7 @@ def merge(run: RunFolder, weights: Path, out: Path) -> dict[str, Any]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {"folder": str(out), **merged}
+    return {"folder": str(out), "step": Stamp.load(out).step, **merged}
 
 
 def _copy_full(settled: Config, prepared: Prepared, weights: Path, partial: Path) -> dict[str, Any]:
@@ -510,7 +510,7 @@ def main(call: Call) -> int:
     else:
         seconds = time.perf_counter() - started
         size = f"{merged['parameters']:,} parameters, {merged['dtype']}, {merged['size_bytes'] / 2**20:.1f} MiB"
-        print(f"{out}: {size}, in {seconds:.0f} s", flush=True)
+        print(f"{out}: step {merged['step']} of the run, {size}, in {seconds:.0f} s", flush=True)
         tell(_next_steps(out))
         if (system := common_system(run)) is not None:
             tell(f"note: {needs_system(system)}: prompts need it too")

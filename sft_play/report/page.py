@@ -34,7 +34,7 @@ from sft_play.runs.folder import (
     read_predictions,
     read_scores,
 )
-from sft_play.runs.gate import read_facts
+from sft_play.runs.gate import eval_command, read_facts
 from sft_play.runs.progress import answer_scores, describe_model, findings, seconds_left
 
 POINTS = 1_500
@@ -45,7 +45,7 @@ LETTERS = 4_000
 LOG_BYTES = 24_000
 """Bytes shown from the end of each rank's log."""
 LOGS = 16
-USES = ("infer", "serve", "merge", "eval")
+USES = ("infer", "serve", "merge")
 """Commands about a run; `eval` needs held-out rows."""
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
@@ -83,7 +83,8 @@ def record_of(run: RunFolder) -> dict[str, Any]:
         "summary": (summary := summary_of(run)).cells(),
         "seconds_left": seconds_left(rows, summary.steps),
         "use": {
-            name: typed_here(f"make {name} RUN={short_path(run.typed)}") for name in USES if name != "eval" or held_out
+            **{name: typed_here(f"make {name} RUN={short_path(run.typed)}") for name in USES},
+            **({"eval": typed_here(short_path(eval_command(run)))} if held_out else {}),
         },
         "config": [
             {

@@ -176,7 +176,7 @@ def _run_of(name: str) -> RunFolder | None:
 
 def run_around(weights: Path) -> RunFolder | None:
     """Return the run in whose folder these weights are, if its configuration and the facts of its data are there."""
-    runs = (RunFolder(folder) for folder in weights.resolve().parents[:2])
+    runs = (RunFolder(folder) for folder in (weights.resolve().parents[:2] if weights.is_dir() else ()))
     return next((run for run in runs if run.prepared.is_file() and run.config.is_file()), None)
 
 

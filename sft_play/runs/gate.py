@@ -108,6 +108,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "model": {"name": str | None},
             "tuning": {"mode": str | None},
             "train": {"metric_for_best_model": str | None},
+            "eval": {"metrics": list[str] | None},
             "data": {"sources": list[Mapping[str, Any]] | None, "train_path": str | None},
         },
         "origins": Mapping[str, Any],
@@ -140,6 +141,9 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def eval_command(run: RunFolder) -> str:
-    """Return the command that scores a run, with the metrics whose code runs only if they are typed."""
-    metrics = read_facts(run.config).get("config", {}).get("eval", {}).get("metrics") or ()
-    return " ".join([f"make eval RUN={run.typed}", *map(as_typed, typed_metrics(metrics))])
+    """Return the command that scores a run's answers, with the metrics whose code runs only if they are typed."""
+    config = read_facts(run.config).get("config", {})
+    metrics = config.get("eval", {}).get("metrics") or ()
+    turned_off = metrics and config.get("train", {}).get("predict_with_generate") is False
+    answers = ["TRAIN_PREDICT_WITH_GENERATE=true"] if turned_off else []
+    return " ".join([f"make eval RUN={run.typed}", *answers, *map(as_typed, typed_metrics(metrics))])

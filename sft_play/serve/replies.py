@@ -13,6 +13,7 @@ from sft_play.data import OPEN
 from sft_play.data.answers import AnswerParts, marks_of, parts_of
 from sft_play.data.tools import tools_of
 from sft_play.data.turns import chat_turns
+from sft_play.data.written_tools import HINT
 from sft_play.errors import DataError
 from sft_play.evaluation.generation import prompt_ids
 from sft_play.model.tokenizer import write_chat
@@ -156,7 +157,8 @@ def _chat_prompt(engine: Engine, path: str, asked: Mapping[str, Any]) -> list[in
         described = tools_of({"tools": tools}) if tools else None
         prompt = prompt_ids(engine.tokenizer, turns, described, **variables)
     except DataError as error:
-        raise Refused(error.message, param=column) from None
+        advice = f"; {error.hint}" if error.hint == HINT else ""  # others are about rows
+        raise Refused(error.message + advice, param=column) from None
     if asked.get("response_format") or asked.get("text"):
         if tools:
             raise Refused("`response_format` and `tools` exclude each other here", param="response_format")

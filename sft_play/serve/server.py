@@ -31,6 +31,7 @@ from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
+from sft_play.runs.adapters import run_around
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
 from sft_play.runs.prepared import common_system, needs_system
 from sft_play.serve.parameters import ENDPOINTS, Refused
@@ -69,7 +70,9 @@ def main(call: Call) -> int:
             name = name_for_clients(Path(plain or "").resolve().name)
             config, folder = use.find_plain(call, plain or "")
             tell(f"loading {name} ...")
-            (model, tokenizer), at_once, system = use.load_plain(config, folder), AT_ONCE, None
+            (model, tokenizer), at_once = use.load_plain(config, folder), AT_ONCE
+            origin = run_around(Path(plain or "").expanduser())
+            system = common_system(origin) if origin else None
     template_sha256(tokenizer)  # in a request nothing would end a template that never does
     from sft_play.serve.engine import Engine
 

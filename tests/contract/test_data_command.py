@@ -546,6 +546,9 @@ def test_a_text_with_a_label_gets_a_hint_to_learn_the_label(data: Data, tmp_path
     misplaced = data(f"data.train_path: {file}", f"data.{columns}")
     assert misplaced.code == 2 and "it belongs to a source: `data.sources: [{path: FILE, columns: {" in misplaced.err
     assert answers(data(f"data.sources: [{{path: {file}, {columns}}}]")) == ["billing"]
+    incomplete = data(f"data.sources: [{{path: {file}, {columns.replace('completion', 'answer')}}}]")
+    assert f"hint: `data.sources: [{{path: FILE, {columns}}}]`" in incomplete.err, incomplete.err
+    assert "; prompt_completion: prompt, completion; " in incomplete.err
 
 
 def test_preference_rows_get_a_hint_to_train_on_the_chosen_answer(data: Data, tmp_path: Path) -> None:

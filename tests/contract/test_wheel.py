@@ -121,8 +121,8 @@ def test_init_makes_a_folder_to_work_in(run: Run, tmp_path: Path) -> None:
     assert "a$b 'c" in shown
     assert "takes no PYTHON" in run("make", "plan", "VENV=x", code=2)
     assert "works in a clone only" in run("make", "install", code=2)
-    for page in (tmp_path / "examples").glob("*/README.md"):
-        for link in re.findall(r"\]\(((?:\.\./)+[^)#]*)", page.read_text()):
+    for page in tmp_path.rglob("*.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), (page, link)
     hint = run("make", "config", "CONFIG=my.yaml", "TRAIN_X=1", code=2)
     pages = re.findall(r"docs/[a-z-]+\.md", hint)

@@ -186,7 +186,10 @@ def test_a_run_without_scores_is_compared_by_what_it_has(place: Place) -> None:
     assert "`unscored` has no scores for step 2; score it: make eval RUN=unscored\n" in printed.err
     prepared = json.loads((unscored / "prepared.json").read_text())
     (unscored / "prepared.json").write_text(json.dumps(prepared | {"validation": None}))
-    assert "score it: make eval RUN=unscored DATA=FILE\n" in place.call("compare", "RUNS=one unscored").err
+    settings["config"]["train"]["predict_with_generate"] = False
+    (unscored / "config.json").write_text(json.dumps(settings))
+    command = "make eval RUN=unscored TRAIN_PREDICT_WITH_GENERATE=true DATA=FILE"
+    assert f"score it: {command}\n" in place.call("compare", "RUNS=one unscored").err
     place.call("compare", "RUNS=one unscored", f"DATA={place.folder / 'other.jsonl'}").refused(5, "has no scores on")
 
 

@@ -187,7 +187,11 @@ def test_plain_completions_take_several_prompts(client: openai.OpenAI) -> None:
             "cannot be followed",
             "response_format",
         ),
-        ({"tools": [{"type": "function", "function": TOOL}]}, "chat template", "messages"),
+        (
+            {"tools": [{"type": "function", "function": TOOL}]},
+            "of `tools`; train with a template that writes calls: `data.chat_template: qwen3`",
+            "messages",
+        ),
         ({"reasoning_effort": "low"}, "does not read `reasoning_effort`", "reasoning_effort"),
         ({"extra_body": {"best": 1}}, "`best` is not a parameter", "best"),
         ({"extra_body": {"max_token": 5}}, "did you mean `max_tokens`?", "max_token"),

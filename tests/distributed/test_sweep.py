@@ -71,6 +71,9 @@ def test_a_sweep_of_four_is_stopped_and_continued(tmp_path: Path) -> None:
     config = json.loads((launcher.runs / "demo-rates-03" / "config.json").read_text())["config"]
     assert config["train"]["learning_rate"] == 0.05 and config["tuning"]["lora"]["r"] == 2
 
+    assert "note: `tuning.lora.alpha` stays 32, so each rank has another scale, alpha / r\n" in done.err
+    assert re.search(r"^demo-rates-04 .* r=4, learning_rate=0.05 ", launcher("runs").out, re.M)
+
     listing = launcher(*words).out
     assert "all are finished\n" in listing and "in all" not in listing
     assert re.search(r"^run +train\.learning_rate +tuning\.lora\.r +loss +eval_loss +state", listing, re.M), listing

@@ -139,15 +139,16 @@ def test_a_conversation_over_a_pipe_keeps_its_history(place: Place, why: str) ->
 
 def test_a_question_without_the_system_turn_of_all_training_rows_is_noted(place: Place, tmp_path: Path) -> None:
     system, data = "You are a shop's clerk.", tmp_path / "rows.jsonl"
-    rows = [{"system": system, "prompt": f"What is {i}?", "completion": f"{i} is a number."} for i in range(9)]
+    rows = [{"system": system, "body": f"What is {i}?", "completion": f"{i} is a number."} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = (f"CONFIG={place.config}", f"DATA_TRAIN_PATH={data}", "RUN_NAME=clerk", "TRAIN_MAX_STEPS=2")
+    sources = f"DATA_SOURCES=[{{path: {data}, columns: {{prompt: body}}}}]"
+    words = (f"CONFIG={place.config}", "DATA_TRAIN_PATH=null", sources, "RUN_NAME=clerk", "TRAIN_MAX_STEPS=2")
     assert place.run("train", *words).returncode == 0
     note = f'every training row began with the system turn "{system}"'
     bare = place.call("infer", "RUN=clerk", "PROMPT=Why?")
     assert f"{note}, which is missing here; SYSTEM=trained adds it" in bare.err, bare.err
     asked, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
-    asked.write_text(json.dumps({"system": system, "prompt": "Why?"}) + '\n{"prompt": "Why?"}\n')
+    asked.write_text(json.dumps({"system": system, "body": "Why?"}) + '\n{"body": "Why?"}\n')
     done = place.call("infer", "RUN=clerk", f"INPUT={asked}", f"OUTPUT={output}")
     assert f"{note}, which 1 of 2 prompts lack" in done.err
     answers = [json.loads(line)["answer"] + "\n" for line in output.read_text().splitlines()]
@@ -159,7 +160,12 @@ def test_a_question_without_the_system_turn_of_all_training_rows_is_noted(place:
     assert chat.stdout == answers[0], chat.stderr
     assert place.call("card", "RUN=clerk", f"OUT={tmp_path}/card.md").code == 0
     assert '[{"role": "system", "content": "..."}, {"role"' in (tmp_path / "card.md").read_text()
-    assert note in place.call("merge", "RUN=clerk").err
+    merged = place.call("merge", "RUN=clerk")
+    assert note in merged.err and "clerk/merged: step 2 of the run, " in merged.out
+    model = f"MODEL={place.folder}/runs/clerk/merged"
+    done = place.call("infer", model, f"INPUT={asked}", f"OUTPUT={output}")
+    assert f"{note}, which 1 of 2 prompts lack" in done.err, "the run around a model says how its rows are read"
+    assert place.call("eval", model, f"DATA={data}").code == 0
     place.call("infer", "RUN=demo", "PROMPT=Why?", "SYSTEM=trained").refused(2, "all began with one system turn")
 
 

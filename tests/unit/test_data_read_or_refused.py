@@ -14,8 +14,9 @@ import pytest
 
 from sft_play.config.schema import DataSource
 from sft_play.config.yaml_files import parse_yaml
+from sft_play.data.bad_rows import as_in_file
 from sft_play.data.formats import Example, understand
-from sft_play.data.sources import as_in_file, read_source
+from sft_play.data.sources import read_source
 from sft_play.data.tools import NO_RESULT, OTHER_ARGUMENTS, OTHER_RESULTS, TWICE, UNDESCRIBED
 from sft_play.errors import DataError
 
@@ -610,9 +611,9 @@ def test_an_object_is_learnt_as_json_where_the_columns_say_so(tmp_path: Path) ->
             examples(tmp_path, [row], columns=columns)
         error = as_in_file(caught.value, columns)
         way = next(way["columns"] for way in typed(error.hint or "") if "json(" in str(way))
-        assert examples(tmp_path, [row], columns=columns | way)[0].messages == [USER, {**ANSWER, "content": words}]
+        assert examples(tmp_path, [row], columns=way)[0].messages == [USER, {**ANSWER, "content": words}]
         part = next(way["columns"] for way in typed(error.hint or "") if ".vendor" in str(way))
-        assert examples(tmp_path, [row], columns=columns | part)[0].messages == [USER, {**ANSWER, "content": "Müller"}]
+        assert examples(tmp_path, [row], columns=part)[0].messages == [USER, {**ANSWER, "content": "Müller"}]
     text = {"ocr": "q", "expected": words}
     columns = {"prompt": "ocr", "completion": "json(expected)"}
     assert examples(tmp_path, [text], columns=columns)[0].messages == [USER, {**ANSWER, "content": words}]

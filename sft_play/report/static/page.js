@@ -283,7 +283,7 @@ function runView(record, home) {
 
 // ---- All runs, and runs over each other
 let sort = { key: "age_seconds", down: false }, wanted = "", ticked = new Set();
-const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
+const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["method", "method"], ["swept", "swept"], ["data", "data"], ["step", "step"], ["loss", "loss"], ["best", "best"], ["tokens_per_second", "tokens/s"], ["peak_memory_bytes", "memory"], ["seconds", "time"], ["energy_kwh", "energy"], ["age_seconds", "last change"]];
 const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => r.best_of || "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds).split(" ").slice(0, 2).join(" ") + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play"; page.classList.add("wide");
@@ -310,7 +310,7 @@ function compareView(found) {
   const over = (title, kind, key, options) => chart(title, records.map((record, i) => ({ name: names[i], x: record.curves[kind].step, y: record.curves[kind][key] || [], smooth: kind === "train" && key !== "learning_rate", points: kind === "eval", colour: COLOURS[i % COLOURS.length] })), options);
   const scores = [...new Set(records.flatMap((record) => Object.keys(record.curves.eval)))].filter((key) => key !== "step" && !NOT_SCORES.test(key));
   const all = new Map(); records.forEach((record, i) => record.config.forEach((one) => { if (!all.has(one.key)) all.set(one.key, records.map(() => "–")); all.get(one.key)[i] = setting(one.value); }));
-  const differ = [...all].filter(([, values]) => new Set(values).size > 1);
+  const differ = [...all].filter(([key, values]) => key !== "launch.auto_resume" && new Set(values).size > 1);
   const table = found.compared, heads = [{ name: "" }, ...names.map((name) => ({ name, n: true }))], texts = [{ name: "" }, ...names.map((name) => ({ name }))];
   const charts = [over("Training loss", "train", "loss", { wide: true }), over("Loss, held out", "eval", "eval_loss"), ...scores.map((key) => over(label(key), "eval", key)), over("Gradient norm", "train", "grad_norm"), over("Learning rate", "train", "learning_rate"), over("Tokens/s", "train", "tokens_per_second")].filter(Boolean);
   const apart = table.error ? [] : table.rows;
