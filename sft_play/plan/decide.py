@@ -160,7 +160,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
     """Return the setup with types, attention, optimizer and stages; rows are padded and nothing is recomputed."""
     config, hardware, devices = request.config, request.hardware, request.ranks.devices
     precision = choices.choose_precision(request, strategy, reasons)
-    dtype = choices.choose_weights_dtype(config, hardware.kind, precision, reasons)
+    dtype = choices.choose_weights_dtype(config, hardware.kind, strategy, precision, reasons)
     attention = choices.choose_attention(request, precision, reasons)
     setup = Setup(
         device=hardware.kind,

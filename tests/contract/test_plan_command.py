@@ -228,6 +228,21 @@ def test_what_makes_an_unknown_cost_known_can_be_typed(in_process: Program) -> N
     assert "costs " in in_process(*words, "TRAIN_MAX_STEPS=9").out
 
 
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "reason"),
+    [
+        ("fsdp2", "bfloat16", "in float32: fsdp2 updates them in it, and .*, whatever `model.dtype` says .bfloat16."),
+        ("zero3", "float32", "in bfloat16: DeepSpeed .* an fp32 copy .*, whatever `model.dtype` says .float32."),
+        ("ddp", "bfloat16", "in bfloat16: as configured"),
+    ],
+)
+def test_the_type_of_the_weights_is_the_one_that_the_engine_holds(
+    in_process: Program, strategy: str, dtype: str, reason: str
+) -> None:
+    words = ("CONFIG=run_bnb", "HARDWARE=8xH100", "TUNING_MODE=full", f"LAUNCH_STRATEGY={strategy}")
+    assert re.search(f"weights {reason}\n", in_process("plan", *words, f"MODEL_DTYPE={dtype}").out)
+
+
 def test_a_remedy_is_printed_once_and_can_be_typed(in_process: Program) -> None:
     words = ("plan", "CONFIG=configs/run_bnb.yaml", "HARDWARE=24GB", "TUNING_MODE=full")
     done = in_process(*words)
