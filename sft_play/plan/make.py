@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
-from sft_play.plan.decide import GAIN, decide, try_plan
+from sft_play.plan.decide import GAIN, SMALL_OPTIMIZER, decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import slow_network
@@ -20,7 +20,8 @@ from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request
 from sft_play.text import figure
 
 MOST_REMEDIES = 6
-LENGTH = "MODEL_MAX_SEQ_LEN="
+MORE_OR_LESS = "MODEL_MAX_SEQ_LEN=", "MODEL_DTYPE="
+"""Remedies that begin alike are one: the first of them that fits."""
 RECOMPUTED = {"train.gradient_checkpointing": True}
 GATHERED = {"launch.slow_network": "allow"}
 
@@ -95,9 +96,9 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
     may_add, option = request.config.train.gradient_checkpointing is False, _typed(RECOMPUTED)
     ways: dict[str, Remedy] = {}
     for command, variables, changed in _overrides(request, setup, rows):
-        kind = LENGTH if variables.startswith(LENGTH) else f"{command} {variables}"
+        kind = next((kind for kind in MORE_OR_LESS if variables.startswith(kind)), f"{command} {variables}")
         if kind in ways and ways[kind].fits:
-            continue  # with longer rows
+            continue  # by changing less
         remedy = remedy_of(command, variables, changed)
         if not remedy and setup.gathers and request.hardware.network_bytes_per_second:
             remedy = remedy_of(command, f"{variables} {_typed(GATHERED)}".strip(), changed.with_keys(GATHERED))
@@ -182,13 +183,15 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str
     recomputes, moves = setup.gradient_checkpointing, setup.activation_offload or setup.device == "cpu"
     if not (recomputes and moves):
         add({"train.activation_offload": "on"} if recomputes else RECOMPUTED)
-    for part in (2, 4, 8):
-        add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // part)})
-    for other in ("lora", "qlora"):
-        if mode not in (other, "qlora"):
-            add({"tuning.mode": other})
+    changes: list[dict[str, Any]] = [
+        {"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // part)} for part in (2, 4, 8)
+    ]
+    changes += [{"tuning.mode": other} for other in ("lora", "qlora") if mode not in (other, "qlora")]
     if mode == "full" and setup.device == "cuda" and setup.precision == "bf16" and not setup.zero:
-        add({"model.dtype": "bfloat16", "train.optim": "adamw_bnb_8bit"})
+        narrow, small = {"model.dtype": "bfloat16"}, {"train.optim": SMALL_OPTIMIZER}
+        changes += [small] if config.model.dtype == "bfloat16" else [narrow, narrow | small]
+    for keys in changes:
+        add(keys)
     if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
         keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
         add(keys, "make train-fsdp", halved.without_json("fsdp2"))
