@@ -229,6 +229,22 @@ def test_what_makes_an_unknown_cost_known_can_be_typed(in_process: Program) -> N
 
 
 @pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ("rtx4090_sli HARDWARE=2xRTX4090", "LAUNCH_STRATEGY=pipeline"),
+        ("run_bnb HARDWARE=8xH100 MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "LAUNCH_SEQUENCE_PARALLEL=2"),
+    ],
+)
+def test_a_way_to_share_the_work_that_is_clearly_faster_is_named(in_process: Program, words: str, way: str) -> None:
+    call = ["plan", *f"CONFIG={words} WHY=0".split()]
+    note, now = re.search(r"FASTER with (.*) s a step instead of ([\d.]+) s\n", in_process(*call).out).groups()
+    assert note.startswith(f"{way}: ")
+    typed = in_process(*call, way).out
+    seconds = note.split(": ")[1]
+    assert f", {seconds} s a step" in typed and float(now) > 1.1 * float(seconds) and "FASTER" not in typed
+
+
+@pytest.mark.parametrize(
     ("strategy", "dtype", "reason"),
     [
         ("fsdp2", "bfloat16", "in float32: fsdp2 updates them in it, and .*, whatever `model.dtype` says .bfloat16."),
