@@ -223,9 +223,11 @@ def test_invalid_calls_of_plan_are_refused(
 def test_what_makes_an_unknown_cost_known_can_be_typed(in_process: Program) -> None:
     words = ("plan", "CONFIG=run_bnb", "HARDWARE=RTX4090", "PRICE_PER_HOUR=1")
     shown = in_process(*words).out
-    assert "cost: unknown, since the number of steps is (TRAIN_MAX_STEPS=, or `make data CONFIG=run_bnb`)\n" in shown
-    assert "steps    known when the data are prepared (TRAIN_MAX_STEPS=, or `make data CONFIG=run_bnb`)\n" in shown
-    assert "costs " in in_process(*words, "TRAIN_MAX_STEPS=9").out
+    ways = "TRAIN_MAX_STEPS = rows x epochs / 32, or `make data CONFIG=run_bnb`"
+    assert f"cost: unknown, since the number of steps is ({ways})\n" in shown
+    assert f"steps    known when the data are prepared ({ways})\n" in shown
+    costs = in_process(*words, "TRAIN_MAX_STEPS=9", "WHY=0").out
+    assert "costs " in costs and "if every row had 2,048 tokens; `make data CONFIG=run_bnb" in costs
 
 
 @pytest.mark.parametrize(
