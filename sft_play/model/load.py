@@ -133,19 +133,13 @@ def load_base(config: Config, plan: Plan, prepared: Prepared) -> Any:
     return read_model(
         folder,
         config.model,
-        dtype=_held_dtype(plan),
+        dtype=getattr(torch, plan.weights_dtype),
         attention=plan.attn_implementation,
         quantization_config=settings,
         # Sharded from the CPU layer by layer, since the complete quantised base need not fit on the GPU.
         device="cpu" if settings is not None and plan.strategy == "fsdp2" else _placement(plan),
         layers=plan.layers_of(int(os.environ.get("RANK", "0"))) if plan.stages else None,
     )
-
-
-def _held_dtype(plan: Plan) -> torch.dtype:
-    """Return the type of weights in memory; DeepSpeed casts them before its fp32 copy, so wider ones are useless."""
-    narrow = plan.zero and plan.precision != "fp32"
-    return kernels.COMPUTE_TYPES[plan.precision] if narrow else getattr(torch, plan.weights_dtype)
 
 
 def adapter_dtype(config: Config, plan: Plan) -> torch.dtype:

@@ -101,7 +101,7 @@ def _refused_precision(request: Request, precision: str, why: str, hint: str) ->
     return HardwareError(f"{asked}, but {why}", place=key, hint=hint)
 
 
-def choose_weights_dtype(config: Config, kind: str, precision: Precision, reasons: Reasons) -> str:
+def choose_weights_dtype(config: Config, kind: str, strategy: Strategy, precision: Precision, reasons: Reasons) -> str:
     """Return the type of the base's weights. Raise `UserError` for trained weights in float16."""
     if config.model.dtype == "float16" and config.tuning.mode == "full":
         raise UserError(
@@ -112,9 +112,18 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
                 " the memory"
             ),
         )
-    if config.model.dtype != "auto":
-        reasons["weights"] = f"weights in {config.model.dtype}: as configured"
-        return config.model.dtype
+    typed, narrow, dtype, why = config.model.dtype, "bfloat16" if precision == "bf16" else "float16", "", ""
+    if precision != "fp32" and strategy.startswith("zero"):
+        dtype, why = narrow, "DeepSpeed computes with them, and updates an fp32 copy of those that are trained"
+    elif precision != "fp32" and strategy == "fsdp2" and config.tuning.mode == "full":
+        dtype, why = "float32", f"fsdp2 updates them in it, and computes with {narrow} copies of a layer at a time"
+    if dtype:
+        despite = f", whatever `model.dtype` says ({typed})" if typed not in ("auto", dtype) else ""
+        reasons["weights"] = f"weights in {dtype}: {why}{despite}"
+        return dtype
+    if typed != "auto":
+        reasons["weights"] = f"weights in {typed}: as configured"
+        return typed
     if kind == "cpu" or precision == "fp32" or config.tuning.mode == "full":
         why = "trained weights need its precision" if config.tuning.mode == "full" else "what is computed in"
         reasons["weights"] = f"weights in float32: {why}"
@@ -124,9 +133,8 @@ def choose_weights_dtype(config: Config, kind: str, precision: Precision, reason
                 " again, which costs time"
             )
         return "float32"
-    chosen = "bfloat16" if precision == "bf16" else "float16"
-    reasons["weights"] = f"weights in {chosen}: they are frozen, half the memory of fp32"
-    return chosen
+    reasons["weights"] = f"weights in {narrow}: they are frozen, half the memory of fp32"
+    return narrow
 
 
 def choose_attention(request: Request, precision: Precision, reasons: Reasons) -> str:

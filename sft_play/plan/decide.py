@@ -53,8 +53,6 @@ ROUTER_LOSS = (
     "the router's balancing loss (`output_router_logits: true` in `config.json`) is off: it is not a sum over"
     " micro-batches"
 )
-LONGEST_ROW = 2**22
-"""Where the search for the longest row ends, for models without a limit of positions."""
 
 
 def decide(request: Request) -> Plan:
@@ -123,7 +121,6 @@ def _decide(request: Request) -> Plan:
         nf4_experts=nf4_experts(config, shape, setup.strategy),
         global_batch_size=request.global_batch,
         most_rows=min(rows_that_fit),
-        longest_row=_longest_row(request, setup, rank_plans),
         eval_batch_size=halve(eval_rows, launch.halvings),
         learning_rate=rate,
         warmup_steps=choices.warmup(config, steps),
@@ -160,7 +157,7 @@ def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) 
     """Return the setup with types, attention, optimizer and stages; rows are padded and nothing is recomputed."""
     config, hardware, devices = request.config, request.hardware, request.ranks.devices
     precision = choices.choose_precision(request, strategy, reasons)
-    dtype = choices.choose_weights_dtype(config, hardware.kind, precision, reasons)
+    dtype = choices.choose_weights_dtype(config, hardware.kind, strategy, precision, reasons)
     attention = choices.choose_attention(request, precision, reasons)
     setup = Setup(
         device=hardware.kind,
@@ -245,20 +242,6 @@ def _rank_plans(request: Request, division: Division) -> tuple[RankPlan, ...]:
             )
         )
     return tuple(plans)
-
-
-def _longest_row(request: Request, setup: Setup, ranks: tuple[RankPlan, ...]) -> int:
-    """Return the tokens of the longest rows with which the planned micro-batches fit every rank."""
-    most = min(request.shape.max_positions, LONGEST_ROW)
-    cases = [setup]
-    if setup.layout == "flattened" and not setup.pack_tokens:
-        # Flattened rows are padded where their mask would not fit.
-        cases.append(replace(setup, layout=choices.padded_layout(request)))
-    kinds = {(setup.on(rank.rank).stage, rank.micro_batch, rank.capacity_bytes): rank for rank in ranks}
-    return min(
-        max(request.longest(case.on(rank.rank), rank.micro_batch, rank.capacity_bytes, most) for case in cases)
-        for rank in kinds.values()
-    )
 
 
 def _explain_memory(request: Request, setup: Setup, micro_steps: int, ranks: tuple[RankPlan, ...]) -> dict[str, str]:

@@ -1,26 +1,30 @@
-"""The plan as a pure function of a request, and what lies around it: what would need less memory, and fewer cards
-or machines that would be faster.
+"""The plan as a pure function of a request, and what lies around it: what would need less memory, and what would be
+faster.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
-from sft_play.plan.decide import GAIN, decide, try_plan
+from sft_play.plan.choices import padded_layout
+from sft_play.plan.decide import GAIN, SMALL_OPTIMIZER, decide, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
-from sft_play.plan.network import slow_network
-from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, tightest
+from sft_play.plan.network import KEY, TENSOR_KEY, slow_network
+from sft_play.plan.plan import LaunchRequest, Plan, RankPlan, Setup, setup_of, tightest
 from sft_play.plan.request import SHORTEST_ROW, DoesNotFitError, Remedy, Request, with_machines
 from sft_play.text import figure
 
 MOST_REMEDIES = 6
-LENGTH = "MODEL_MAX_SEQ_LEN="
+LONGEST_ROW = 2**22
+"""Where the search for the longest row ends, for models without a limit of positions."""
+MORE_OR_LESS = "MODEL_MAX_SEQ_LEN=", "MODEL_DTYPE="
+"""Remedies that begin alike are one: the first of them that fits."""
 RECOMPUTED = {"train.gradient_checkpointing": True}
 GATHERED = {"launch.slow_network": "allow"}
 
@@ -32,7 +36,22 @@ def make_plan(request: Request) -> Plan:
         plan = decide(request)
     except DoesNotFitError as error:
         raise with_remedies(request, error) from None
-    return replace(plan, notices=(*_faster_ways(request, plan), *plan.notices))
+    notices = *_faster_ways(request, plan), *plan.notices
+    return replace(plan, longest_row=_longest_row(request, plan), notices=notices)
+
+
+def _longest_row(request: Request, plan: Plan) -> int:
+    """Return the tokens of the longest rows with which the planned micro-batches fit every rank."""
+    most, setup = min(request.shape.max_positions, LONGEST_ROW), setup_of(plan)
+    cases = [setup]
+    if setup.layout == "flattened" and not setup.pack_tokens:
+        # Flattened rows are padded where their mask would not fit.
+        cases.append(replace(setup, layout=padded_layout(request)))
+    kinds = {(setup.on(rank.rank).stage, rank.micro_batch, rank.capacity_bytes): rank for rank in plan.ranks}
+    return min(
+        max(request.longest(case.on(rank.rank), rank.micro_batch, rank.capacity_bytes, most) for case in cases)
+        for rank in kinds.values()
+    )
 
 
 def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
@@ -95,9 +114,9 @@ def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Re
     may_add, option = request.config.train.gradient_checkpointing is False, _typed(RECOMPUTED)
     ways: dict[str, Remedy] = {}
     for command, variables, changed in _overrides(request, setup, rows):
-        kind = LENGTH if variables.startswith(LENGTH) else f"{command} {variables}"
+        kind = next((kind for kind in MORE_OR_LESS if variables.startswith(kind)), f"{command} {variables}")
         if kind in ways and ways[kind].fits:
-            continue  # with longer rows
+            continue  # by changing less
         remedy = remedy_of(command, variables, changed)
         if not remedy and setup.gathers and request.hardware.network_bytes_per_second:
             remedy = remedy_of(command, f"{variables} {_typed(GATHERED)}".strip(), changed.with_keys(GATHERED))
@@ -182,13 +201,15 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str
     recomputes, moves = setup.gradient_checkpointing, setup.activation_offload or setup.device == "cpu"
     if not (recomputes and moves):
         add({"train.activation_offload": "on"} if recomputes else RECOMPUTED)
-    for part in (2, 4, 8):
-        add({"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // part)})
-    for other in ("lora", "qlora"):
-        if mode not in (other, "qlora"):
-            add({"tuning.mode": other})
+    changes: list[dict[str, Any]] = [
+        {"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // part)} for part in (2, 4, 8)
+    ]
+    changes += [{"tuning.mode": other} for other in ("lora", "qlora") if mode not in (other, "qlora")]
     if mode == "full" and setup.device == "cuda" and setup.precision == "bf16" and not setup.zero:
-        add({"model.dtype": "bfloat16", "train.optim": "adamw_bnb_8bit"})
+        narrow, small = {"model.dtype": "bfloat16"}, {"train.optim": SMALL_OPTIMIZER}
+        changes += [small] if config.model.dtype == "bfloat16" else [narrow, narrow | small]
+    for keys in changes:
+        add(keys)
     if mode != "qlora" and setup.world_size > 1 and setup.strategy in ("ddp", "zero1", "zero2"):
         keys = {} if strategy in ("auto", "fsdp2") else {"launch.strategy": "fsdp2"}
         add(keys, "make train-fsdp", halved.without_json("fsdp2"))
@@ -211,12 +232,14 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str
 
 MOST_TRIED = 8
 """Largest number of smaller sets of cards or machines that are planned to see whether fewer are faster."""
+CLEAR_GAIN = 1.1
+"""Speed-ups below this factor are not worth a note: a forecast is not that exact."""
 ALONE = {"launch.strategy": "auto", "launch.stages": "auto", "launch.tensor_parallel": 1, "launch.sequence_parallel": 1}
 
 
 def _faster_ways(request: Request, plan: Plan) -> list[str]:
-    """Return a note where the forecast says that the same step is made sooner by fewer cards or machines, or by
-    gathering shards less often or not at all, or as soon by fewer.
+    """Return a note where the forecast says that the same step is made clearly sooner by fewer cards or machines or
+    another way to share the work, or as soon by fewer.
     """
     if not (now := plan.seconds_per_step):
         return []
@@ -226,7 +249,9 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
         return [
             (other.seconds_per_step or math.inf, words)
             for words, other in plans
-            if isinstance(other, Plan) and other.global_batch_size == plan.global_batch_size
+            if isinstance(other, Plan)
+            and other.global_batch_size == plan.global_batch_size
+            and ("8bit" in plan.optim or "8bit" not in other.optim)  # else it is not the same step
         ]
 
     smaller = sorted(_fewer(request), key=lambda way: len(way[1].ranks.devices))[:MOST_TRIED]
@@ -234,23 +259,35 @@ def _faster_ways(request: Request, plan: Plan) -> list[str]:
         off = {"train.activation_offload": "off"}
         smaller += [(f"{words} with {_typed(off)}", changed.with_keys(off)) for words, changed in smaller]
     fewer = speeds(smaller)
-    typed = [(f"with {_typed(keys)}", request.with_keys(keys)) for keys in _instead_of_gathering(request, plan)]
-    best, words = min([*fewer, *speeds(typed)], default=(math.inf, ""))
-    if now > GAIN * best:
+    best, words = min([*fewer, *speeds(_other_ways(request, plan))], default=(math.inf, ""))
+    if now > CLEAR_GAIN * best:
         return [f"FASTER {words}: {figure(best)} s a step instead of {figure(now)} s"]
     return [
         f"AS FAST with less, {words}: {figure(as_fast)} s a step" for as_fast, words in fewer if as_fast <= GAIN * now
     ][:1]
 
 
-def _instead_of_gathering(request: Request, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield keys by which a plan whose ranks gather shards would not, or less often: by larger micro-batches."""
-    if plan.gathers and request.config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
-        yield RECOMPUTED
-    if plan.gathers and request.config.launch.strategy == request.launch.command_strategy == "auto":
-        near = math.gcd(*request.ranks.nodes)
-        yield from ({"launch.tensor_parallel": size} for size in (2, 4, 8) if near % size == 0)
-        yield {"launch.strategy": "pipeline"}
+def _other_ways(request: Request, plan: Plan) -> list[tuple[str, Request]]:
+    """Return requests in which all ranks share the work otherwise: as replicas, by shards, slices or stages, or with
+    recomputation where ranks gather shards, which then happens less often, for larger micro-batches.
+    """
+    config, command, ways = request.config, request.launch.command_strategy, list[tuple[str, Request]]()
+    if plan.gathers and config.train.gradient_checkpointing == "auto" and not plan.gradient_checkpointing:
+        ways.append((f"with {_typed(RECOMPUTED)}", request.with_keys(RECOMPUTED)))
+    if plan.world_size == 1:
+        return ways
+    free, where = request, ""
+    if command not in ("auto", "ddp"):
+        free, where = replace(request, launch=request.launch.without_json("auto")), " (make train-distributed)"
+    between = "auto" if config.launch.strategy == "auto" and not where else "ddp"
+    sizes = [size for size in (2, 4, 8) if math.gcd(*request.ranks.nodes) % size == 0]
+    layouts: list[dict[str, Any]] = [{"launch.strategy": strategy} for strategy in ("ddp", "fsdp2", "pipeline")]
+    layouts += [{"launch.strategy": between, key: size} for key in (TENSOR_KEY, KEY) for size in sizes]
+    now = {f"launch.{name}": value for name, value in asdict(config.launch).items()}
+    for layout in layouts:
+        typed = {key: value for key, value in (ALONE | layout).items() if value != now[key]}
+        ways.append((f"with {_typed(typed)}{where}", free.with_keys(typed)))
+    return ways
 
 
 def _fewer(request: Request) -> list[tuple[str, Request]]:

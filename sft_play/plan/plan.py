@@ -79,7 +79,7 @@ class Setup:
     precision: Precision
     """Type of the computation: the autocast type, or fp32."""
     weights_dtype: str
-    """Type of the frozen weights: `float32`, `bfloat16`, `float16`."""
+    """Type of the base's weights as they are held: `float32`, `bfloat16`, `float16`."""
     optim: str
     """Optimizer that runs, after any substitution."""
     gradient_checkpointing: bool
@@ -185,7 +185,7 @@ class Setup:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a base weight."""
-        return 2 if self.zero and self.precision != "fp32" else DTYPE_BYTES[self.weights_dtype]
+        return DTYPE_BYTES[self.weights_dtype]
 
 
 Speed = Annotated[float, Range(above=0, maximum=1e30)]

@@ -22,8 +22,6 @@ from sft_play.text import duration, energy, figure, gib, list_some, plural
 ORDER = (*STATES, "buffers", *MOVING, "context", "fragmentation")
 BAR = 40
 MOST_LISTED = 32
-COUNTED = "TRAIN_MAX_STEPS=, or `make data CONFIG=...`"
-"""What makes the number of steps known."""
 MOST_SHOWN = 8
 """Largest number of ranks in the heading of a block of bars."""
 
@@ -55,7 +53,7 @@ def show_plan(plan: Plan, *, why: bool = True, details: bool = False) -> str:
         lines.append(
             f"  speed    {speed[0]}" + (f", {duration(plan.total_seconds)} in all" if plan.total_seconds else "")
         )
-        lines += [f"           {line}" for line in (*_communication(plan), *_cost(plan))]
+        lines += [f"           {line}" for line in (*_assumed(plan), *_communication(plan), *_cost(plan))]
     if details:
         lines += ["", *_ranks(plan), *_bars(plan)]
     return typed_here("\n".join(lines))
@@ -117,12 +115,17 @@ def _ranks(plan: Plan) -> list[str]:
 
 def _steps(plan: Plan) -> str:
     if plan.steps is None:
-        return f"known when the data are prepared ({COUNTED})"
+        return f"known when the data are prepared ({_counted(plan)})"
     epoch = f", {plan.steps_per_epoch} an epoch" if plan.steps_per_epoch else ""
     return (
         f"{plan.steps}{epoch}, learning rate {plan.learning_rate:g} after"
         f" {plural(plan.warmup_steps or 0, 'warm-up step')}"
     )
+
+
+def _counted(plan: Plan) -> str:
+    """Return what makes the number of steps known."""
+    return f"TRAIN_MAX_STEPS = rows x epochs / {plan.global_batch_size}, or `make data CONFIG=...`"
 
 
 def _room(plan: Plan) -> str:
@@ -223,7 +226,14 @@ def show_speed(plan: Plan) -> list[str]:
     times = [f"{duration(plan.total_seconds)} in all"] if plan.total_seconds is not None else []
     times += [f"{duration(plan.seconds_per_step * plan.steps_per_epoch)} an epoch"] if plan.steps_per_epoch else []
     lines += [", ".join(times) + ", without loading, evaluation and saving"] if times else []
-    return [*lines, *communication, *_cost(plan)]
+    return [*lines, *_assumed(plan), *communication, *_cost(plan)]
+
+
+def _assumed(plan: Plan) -> list[str]:
+    """Return which rows a speed is forecast for, as long as their lengths are not known."""
+    if plan.seconds_per_step is None or plan.steps_per_epoch:
+        return []
+    return [f"if every row had {plan.row_tokens:,} tokens; `make data CONFIG=...` measures them"]
 
 
 def _cost(plan: Plan) -> list[str]:
@@ -301,7 +311,7 @@ def with_cost(plan: Plan, hardware: Hardware, price: float | None) -> Plan:
     if price is None:
         return plan
     if plan.total_seconds is None:
-        unknown = "the speed is" if plan.seconds_per_step is None else f"the number of steps is ({COUNTED})"
+        unknown = "the speed is" if plan.seconds_per_step is None else f"the number of steps is ({_counted(plan)})"
         return replace(plan, notices=(*plan.notices, f"cost: unknown, since {unknown}"))
     # Where only a stated network connects the devices of a node, each device is a separate machine.
     apart = hardware.network is not None and plan.num_nodes == 1 and hardware.nodes == 1

@@ -223,9 +223,42 @@ def test_invalid_calls_of_plan_are_refused(
 def test_what_makes_an_unknown_cost_known_can_be_typed(in_process: Program) -> None:
     words = ("plan", "CONFIG=run_bnb", "HARDWARE=RTX4090", "PRICE_PER_HOUR=1")
     shown = in_process(*words).out
-    assert "cost: unknown, since the number of steps is (TRAIN_MAX_STEPS=, or `make data CONFIG=run_bnb`)\n" in shown
-    assert "steps    known when the data are prepared (TRAIN_MAX_STEPS=, or `make data CONFIG=run_bnb`)\n" in shown
-    assert "costs " in in_process(*words, "TRAIN_MAX_STEPS=9").out
+    ways = "TRAIN_MAX_STEPS = rows x epochs / 32, or `make data CONFIG=run_bnb`"
+    assert f"cost: unknown, since the number of steps is ({ways})\n" in shown
+    assert f"steps    known when the data are prepared ({ways})\n" in shown
+    costs = in_process(*words, "TRAIN_MAX_STEPS=9", "WHY=0").out
+    assert "costs " in costs and "if every row had 2,048 tokens; `make data CONFIG=run_bnb" in costs
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ("rtx4090_sli HARDWARE=2xRTX4090", "LAUNCH_STRATEGY=pipeline"),
+        ("run_bnb HARDWARE=8xH100 MODEL_NAME=meta-llama/Llama-3.1-70B-Instruct", "LAUNCH_SEQUENCE_PARALLEL=2"),
+    ],
+)
+def test_a_way_to_share_the_work_that_is_clearly_faster_is_named(in_process: Program, words: str, way: str) -> None:
+    call = ["plan", *f"CONFIG={words} WHY=0".split()]
+    note, now = re.search(r"FASTER with (.*) s a step instead of ([\d.]+) s\n", in_process(*call).out).groups()
+    assert note.startswith(f"{way}: ")
+    typed = in_process(*call, way).out
+    seconds = note.split(": ")[1]
+    assert f", {seconds} s a step" in typed and float(now) > 1.1 * float(seconds) and "FASTER" not in typed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "reason"),
+    [
+        ("fsdp2", "bfloat16", "in float32: fsdp2 updates them in it, and .*, whatever `model.dtype` says .bfloat16."),
+        ("zero3", "float32", "in bfloat16: DeepSpeed .* an fp32 copy .*, whatever `model.dtype` says .float32."),
+        ("ddp", "bfloat16", "in bfloat16: as configured"),
+    ],
+)
+def test_the_type_of_the_weights_is_the_one_that_the_engine_holds(
+    in_process: Program, strategy: str, dtype: str, reason: str
+) -> None:
+    words = ("CONFIG=run_bnb", "HARDWARE=8xH100", "TUNING_MODE=full", f"LAUNCH_STRATEGY={strategy}")
+    assert re.search(f"weights {reason}\n", in_process("plan", *words, f"MODEL_DTYPE={dtype}").out)
 
 
 def test_a_remedy_is_printed_once_and_can_be_typed(in_process: Program) -> None:

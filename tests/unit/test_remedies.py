@@ -112,6 +112,13 @@ def test_two_changes_are_offered_as_one_where_no_single_one_fits() -> None:
     assert error.value.render().partition("hint: ")[2].startswith(str(fitting[0]))
 
 
+def test_a_narrow_optimizer_is_no_part_of_a_remedy_that_fits_without_it() -> None:
+    with pytest.raises(DoesNotFitError) as error:
+        planned("run_bnb", "H100", ["TUNING_MODE=full"], ONE)
+    assert "MODEL_DTYPE=bfloat16" in [remedy.variables for remedy in error.value.remedies if remedy.fits]
+    assert not any("TRAIN_OPTIM" in remedy.variables for remedy in error.value.remedies)
+
+
 def test_a_remedy_says_that_it_recomputes() -> None:
     """So that less memory with `lora` than with `qlora`, which fits without, does not surprise."""
     with pytest.raises(DoesNotFitError) as error:

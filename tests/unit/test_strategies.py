@@ -41,14 +41,16 @@ def test_auto_shards_what_does_not_fit_as_replicas() -> None:
 
 def test_recomputation_that_makes_a_sharded_step_sooner_is_named() -> None:
     """Without it the micro-batches are small, and each gathers all weights."""
-    case: dict[str, Any] = {"name": LLAMA, "mode": "lora", "max_seq_len": 1024, "command_strategy": "fsdp2"}
-    plan = plan_of("4xRTX4090", **case)
+    case: dict[str, Any] = {"name": "Qwen/Qwen2.5-14B-Instruct", "mode": "full", "max_seq_len": 1024}
+    case |= {"command_strategy": "fsdp2"}
+    plan = plan_of("4xA100", **case)
     assert not plan.gradient_checkpointing and plan.seconds_per_step
-    recomputed = plan_of("4xRTX4090", gradient_checkpointing=True, **case).seconds_per_step or 0.0
+    recomputed = plan_of("4xA100", gradient_checkpointing=True, **case).seconds_per_step or 0.0
     assert plan.seconds_per_step > 1.2 * recomputed
     words = f"{figure(recomputed)} s a step instead of {figure(plan.seconds_per_step)} s"
     assert f"FASTER with TRAIN_GRADIENT_CHECKPOINTING=true: {words}" in plan.notices
-    assert not plan_of("4xRTX4090", gradient_checkpointing=False, **case).notices, "what was typed is kept"
+    typed = plan_of("4xA100", gradient_checkpointing=False, **case).notices
+    assert not any("CHECKPOINTING" in notice for notice in typed), "what was typed is kept"
 
 
 @pytest.mark.parametrize(
