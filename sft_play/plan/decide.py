@@ -146,11 +146,17 @@ def _notices(request: Request, setup: Setup) -> Iterator[str]:
     if train.loss != "nll" or train.label_smoothing_factor:
         smoothed = f", smoothed by {train.label_smoothing_factor:g}" if train.label_smoothing_factor else ""
         yield f"what is minimised is `{train.loss}`{smoothed}; evaluation measures the cross-entropy"
-    if train.optim not in ("auto", setup.optim):
-        yield (
-            f"`train.optim: {train.optim}` does not run: its states cannot be sharded by {setup.strategy};"
-            f" {setup.optim} does"
-        )
+    yield from other_optimizer(request, setup)
+
+
+def other_optimizer(request: Request, setup: Setup) -> list[str]:
+    """Return a notice if another optimizer runs than the typed one."""
+    typed = request.config.train.optim
+    if typed in ("auto", setup.optim):
+        return []
+    return [
+        f"`train.optim: {typed}` does not run: its states cannot be sharded by {setup.strategy}; {setup.optim} does"
+    ]
 
 
 def _first_setup(request: Request, strategy: Strategy, reasons: dict[str, str]) -> Setup:

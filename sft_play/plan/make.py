@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.config.layers import shipped
 from sft_play.plan.batch import rows_each
 from sft_play.plan.choices import padded_layout
-from sft_play.plan.decide import GAIN, SMALL_OPTIMIZER, decide, try_plan
+from sft_play.plan.decide import GAIN, SMALL_OPTIMIZER, decide, other_optimizer, try_plan
 from sft_play.plan.hardware import GIB, HEADROOM
 from sft_play.plan.memory import host_bytes, rank_memory
 from sft_play.plan.network import KEY, TENSOR_KEY, slow_network
@@ -72,7 +72,7 @@ def with_remedies(request: Request, error: DoesNotFitError) -> DoesNotFitError:
     ways = remedies(request, error.setup, error.micro_batch, need)
     ways = ways if any(way.fits for way in ways) else (*_pair(request, error), *ways)
     others = _fewer_fit(request) or ([] if any(way.fits for way in ways) else _more_fit(request))
-    return error.add(tuple(sorted(ways, key=order)), notes=(*in_use, *others))
+    return error.add(tuple(sorted(ways, key=order)), notes=(*other_optimizer(request, error.setup), *in_use, *others))
 
 
 def remedies(request: Request, setup: Setup, rows: int, before: int) -> tuple[Remedy, ...]:
@@ -205,7 +205,9 @@ def _overrides(request: Request, setup: Setup, rows: int) -> list[tuple[str, str
         {"model.max_seq_len": max(SHORTEST_ROW, setup.row_tokens // part)} for part in (2, 4, 8)
     ]
     changes += [{"tuning.mode": other} for other in ("lora", "qlora") if mode not in (other, "qlora")]
-    if mode == "full" and setup.device == "cuda" and setup.precision == "bf16" and not setup.zero:
+    if mode == "full" and setup.device == "cuda" and (setup.zero or setup.strategy == "fsdp2"):
+        changes += [{"train.optim": "adafactor"}]  # AdamW's 8-bit states cannot be sharded
+    elif mode == "full" and setup.device == "cuda" and setup.precision == "bf16":
         narrow, small = {"model.dtype": "bfloat16"}, {"train.optim": SMALL_OPTIMIZER}
         changes += [small] if config.model.dtype == "bfloat16" else [narrow, narrow | small]
     for keys in changes:

@@ -34,6 +34,8 @@ SLOW, WAITING, THROTTLED, FULL = 0.2, 0.1, 10.0, 0.95
 """Thresholds of findings: share of speed, share of a step, percent of time, share of the limit."""
 RISEN, LEAST_RISE = 1.5, 1.0
 """A loss that is this many times that of the first step, and this many nats above it, has diverged."""
+NEVER_USUAL = 0.1
+"""A learning rate that is too high for any optimizer, so that a tenth of it may be too."""
 NOT_OF_ANSWERS = (*OF_LOSS, "label_tokens", "loss_rows_per_second")
 
 
@@ -51,6 +53,7 @@ def risen_losses(rows: Sequence[Row]) -> list[Finding]:
     )
     rate = max((row.get("learning_rate") or 0.0 for row in losses), default=0.0)
     lower = f"TRAIN_LEARNING_RATE={rate / 10:.2g}, a tenth, or a longer warm-up" if rate else "a lower learning rate"
+    lower = "TRAIN_LEARNING_RATE=auto, the usual one" if rate >= NEVER_USUAL else lower
     last = _median([row["loss"] for row in losses[-LEAST:]])
     if last is not None and len(losses) > LEAST and _is_far_above(last, losses[0]["loss"]):
         of_last = f"the median of steps {losses[-LEAST]['step']} to {losses[-1]['step']}"

@@ -237,6 +237,8 @@ def read_parameters(path: str, body: Any) -> dict[str, Any]:
                 parameters[name] = checks[name](value)
             except ValueError as error:
                 raise Refused(f"`{name}` is `{_short(value)}`; expected {error}", param=name) from None
+    if len({parameters[name] for name in ("max_tokens", "max_completion_tokens") if name in parameters}) > 1:
+        raise Refused("`max_tokens` and `max_completion_tokens` differ; give one of them", param="max_tokens")
     return parameters
 
 

@@ -23,6 +23,8 @@ function number(value, digits = 4) {
   if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
   return Math.abs(value) < 0.001 && value ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(digits));
 }
+const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const large = (value, digits) => Math.abs(value) < 1e6 ? value.toFixed(digits) : value.toExponential(2);
 function bytes(value) { return known(value) ? (value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(0) + " MiB") : "–"; }
 function duration(seconds) {
   if (!known(seconds)) return "–";
@@ -35,7 +37,7 @@ function energy(kwh) {
   return `${number(kwh * size)} ${unit}`;
 }
 const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
-const fixed = (value) => typeof value === "number" ? value.toFixed(4) : "–";
+const fixed = (value) => typeof value === "number" ? large(value, 4) : "–";
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
 const score = (value) => value ? value.mean.toFixed(4) + (value.low < value.high ? ` [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "") : "–";
 const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(4);
@@ -93,7 +95,7 @@ function chart(title, series, options = {}) {
   const plot = {
     width: 400, height: options.wide ? 300 : 210, cursor: { sync: { key: options.sync || "step" } },
     scales: { x: { time: false, range: options.end ? [0, data_end] : undefined }, y: { range: (u, low, high) => yRange(low, high, Boolean(options.end)) } },
-    axes: [{ ...axis(), incrs: WHOLE }, { ...axis(), size: 62, values: (u, ticks) => ticks.map((v) => known(v) ? number(v, 3) : "") }],
+    axes: [{ ...axis(), incrs: WHOLE }, { ...axis(), size: 62, values: (u, ticks) => ticks.map((v) => !known(v) ? "" : Math.abs(v) < 1e5 ? number(v, 3) : SHORT.format(v)) }],
     series: [{ label: options.x || "step", value: (u, v) => options.end > 1 && known(v) ? `${number(v)} to ${number(v + options.end - 1)}` : legend(v) }, ...lines.map((one) => ({
       label: one.name, class: one.faint ? "faint" : undefined, stroke: one.colour, fill: one.bars ? one.colour + "66" : undefined, paths: one.bars ? uPlot.paths.bars({ size: [1, Infinity], align: 1 }) : undefined, width: one.bars || one.faint ? 1 : 2, alpha: one.faint ? +css("--faint") : 1, spanGaps: true, dash: one.dashed ? [5, 4] : undefined,
       points: { show: !one.bars && (one.points || one.y.length < 25), size: one.points ? 8 : 5, fill: one.colour }, value: (u, v) => legend(v, 5) }))],
@@ -287,12 +289,14 @@ const COLUMNS = [["name", "run"], ["state", "state"], ["model", "model"], ["meth
 const SHOWN = { step: (r) => r.steps ? `${r.step}/${r.steps}` : r.step, loss: (r) => fixed(r.loss), best: (r) => r.best_of || "–", tokens_per_second: (r) => number(r.tokens_per_second), peak_memory_bytes: (r) => bytes(r.peak_memory_bytes), seconds: (r) => duration(r.seconds), energy_kwh: (r) => energy(r.energy_kwh), age_seconds: (r) => known(r.age_seconds) ? duration(r.age_seconds).split(" ").slice(0, 2).join(" ") + " ago" : "–" };
 function listView(runs) {
   document.title = "Runs – SFT-Play"; page.classList.add("wide");
-  const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || runs.some((run) => known(run[key])));
+  const same = runs.length > 1 ? ["model", "method", "data"].filter((key) => known(runs[0][key]) && runs.every((run) => run[key] === runs[0][key])) : [];
+  const columns = COLUMNS.filter(([key]) => ["name", "state"].includes(key) || (!same.includes(key) && runs.some((run) => known(run[key]))));
   const value = (run) => { const v = run[sort.key]; return known(v) ? v : sort.down ? -Infinity : Infinity; };
   const shown = runs.filter((run) => JSON.stringify(run).toLowerCase().includes(wanted.toLowerCase())).sort((a, b) => (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) * (sort.down ? -1 : 1));
   const search = el("input", { type: "search", placeholder: "filter: name, state, model, method", value: wanted, "aria-label": "filter", oninput: (event) => { wanted = event.target.value; redraw(); const box = page.querySelector("input[type=search]"); box.focus(); box.setSelectionRange(wanted.length, wanted.length); } });
   return [el("div", { class: "top" }, el("h1", {}, "Runs")), el("div", { class: "tools" }, search,
     el("button", { class: "plain", disabled: ticked.size < 2, onclick: () => { location.hash = "compare=" + [...ticked].map(encodeURIComponent).join(","); } }, ticked.size < 2 ? "tick two or more to compare" : `compare ${ticked.size}`)),
+  same.length ? el("p", { class: "note" }, "In all runs: " + same.map((key) => `${key} ${runs[0][key]}`).join(", ")) : null,
   runs.length ? el("div", { class: "scroll" }, el("table", { class: "list" }, el("thead", {}, el("tr", {}, el("th", {}), columns.map(([key, name]) => el("th", { class: SHOWN[key] ? "n" : null }, el("button", { onclick: () => { sort = { key, down: sort.key === key && !sort.down }; redraw(); } }, name + (sort.key === key ? (sort.down ? " ↓" : " ↑") : "")))))),
     el("tbody", {}, shown.map((run) => el("tr", {}, el("td", {}, el("input", { type: "checkbox", "aria-label": "compare " + run.name, checked: ticked.has(run.name), onchange: (event) => { event.target.checked ? ticked.add(run.name) : ticked.delete(run.name); redraw(); } })),
       columns.map(([key, heading]) => el("td", { class: SHOWN[key] ? "n" : key === "name" ? "name" : null, "data-heading": ["name", "state"].includes(key) ? null : heading }, key === "name" ? el("a", { href: "#run=" + encodeURIComponent(run.name) }, run.name) : key === "state" ? state(run) : SHOWN[key] ? SHOWN[key](run) : run[key] ?? "–"))))))) : el("p", { class: "note" }, "There are no runs yet: make quickstart makes one.")];
