@@ -589,6 +589,9 @@ def test_calls_without_a_result_and_with_other_arguments_are_said() -> None:
     assert doubts({"a": 1}, {"a": 2}, results=1) == (NO_RESULT,)
     assert doubts({"c": 1}, results=1) == doubts({"b": 1}, results=1) == (OTHER_ARGUMENTS,)
     assert doubts({"a": 1, "c": 1}, results=1) == (OTHER_ARGUMENTS,)
+    for wrong in ({"name": ["add"]}, {"parameters": {**parameters, "required": [["a"]]}}):
+        tools[0]["function"] = {"name": "add", "description": "d", "parameters": parameters, **wrong}
+        assert len(doubts({"a": 1}, results=1)) == 1
 
 
 def test_ratings_of_both_answers_ask_for_a_filter_by_that_of_the_learnt_one(tmp_path: Path) -> None:
