@@ -48,7 +48,7 @@ from sft_play.data.layout import (
 )
 from sft_play.data.readers import Placed, placed_rows, read_file
 from sft_play.data.tools import is_filled
-from sft_play.data.values import in_snake_case, is_blank, is_list, json_of, list_of, not_read
+from sft_play.data.values import in_snake_case, is_blank, json_of, list_of, not_read
 from sft_play.errors import DataError, MissingColumn, first_line
 from sft_play.files import NOT_PLAIN, read_json, text_sha256
 from sft_play.plan.architecture import hub_reachable
@@ -526,7 +526,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return renamed
 
 
-AS_JSON = re.compile(r"json\((.+)\)")
+AS_JSON = re.compile(r"\Ajson\((.+)\)\Z")
 
 
 def _column(name: str) -> str:
@@ -534,10 +534,10 @@ def _column(name: str) -> str:
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
-    """Return what `columns` names, or `MISSING`; `json(NAME)` is an object or a list as JSON. Raise `DataError`."""
-    column = name if name in row else _column(name)
+    """Return what `columns` names, or `MISSING`; `json(NAME)` is what is no text as JSON. Raise `DataError`."""
+    column = _column(name)
     value = look_up(row, column)
-    if column == name or not (isinstance(value, Mapping) or is_list(value)):
+    if column == name or value is MISSING or value is None or isinstance(value, str):
         return value
     if is_filled(value, True):
         hint = "write it as JSON in a text, or as JSON lines"
