@@ -76,7 +76,7 @@ def adapter(config: Config) -> Iterator[Conflict]:
             "tuning.mode",
             ", but `model.adapter` names an adapter to train on, which has few of the weights",
             "`tuning.mode: lora` trains it further; `tuning.adapter: merge` merges it into the model whose weights are"
-            " trained; a run with all weights is a MODEL_NAME",
+            " trained; MODEL_NAME= takes a run with a complete model",
         )
 
 
