@@ -28,7 +28,7 @@ from sft_play.data.streams import kind, open_bytes, to_utf8
 from sft_play.data.turns import CALLS, ROLE_NAMES, part_by_name
 from sft_play.data.values import list_of, text_of
 from sft_play.errors import DataError, UserError, raise_all
-from sft_play.files import finite, write_text
+from sft_play.files import finite, typed_path, write_text
 from sft_play.launch.run_folder import find_run
 from sft_play.runs.adapters import run_around
 from sft_play.runs.checkpoints import label_of, plain_model, weights_folder
@@ -73,7 +73,7 @@ def main(call: Call) -> int:
     call.refuse_keys(OF_A_MODEL if plain else SETTINGS, f"a trained {'model' if plain else 'run'}")
     run = None if plain else find_run(options["RUN"])
     folder = weights_folder(run, options.get("CHECKPOINT")) if run else None
-    origin = run or run_around(Path(plain or "").expanduser())
+    origin = run or run_around(typed_path(plain or ""))
     rows = read_questions(Path(options["INPUT"]), _columns(origin) if origin else ()) if "INPUT" in options else None
     asked = [row.messages for row in rows if row.messages] if rows is not None else [[]]
     first = _system_turn(options.get("SYSTEM"), origin, asked)

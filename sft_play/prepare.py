@@ -26,7 +26,7 @@ from sft_play.config.load import read_config
 from sft_play.config.metrics import LIBRARY
 from sft_play.config.schema import Config
 from sft_play.errors import DataError, UserError
-from sft_play.files import make_once, read_json, text_sha256, translate_disk_errors
+from sft_play.files import make_once, read_json, text_sha256, translate_disk_errors, typed_path
 from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
@@ -205,7 +205,7 @@ def _offline_when_unreachable(config: Config) -> None:
     from sft_play.plan.architecture import offline_unless_reachable
 
     names = [name for name in (config.model.name, config.model.tokenizer) if name and name != "train"]
-    needs_hub = any(not Path(name).expanduser().is_dir() for name in names)
+    needs_hub = any(not typed_path(name).is_dir() for name in names)
     with suppress(DataError):  # a missing source is refused when it is read, unless it was prepared before
         needs_hub = needs_hub or any(map(is_hub, sources_of(config)))
     if needs_hub:

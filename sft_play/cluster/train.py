@@ -199,7 +199,7 @@ def supply(task: Task, host: Host, prepared: Prepared) -> None:
     facts = task.facts[host.name]
     if not is_here(host) and not task.shared:
         named = (task.loaded.config.model.name, task.loaded.config.model.tokenizer)
-        folders = [Path(name).expanduser().absolute() for name in named if name]
+        folders = [typed_path(name).absolute() for name in named if name]
         prepared = bring.send_prepared(host, facts, prepared, folders)
         if task.started:
             bring.send_run(host, facts, task.run, newest_valid(task.run)[0])

@@ -18,6 +18,7 @@ from typing import Any
 from sft_play.config.reader import KINDS, Conflict, kind_of, names_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.errors import DataError, MissingColumn
+from sft_play.files import typed_path
 
 NO_CHAT = ("auto", "text", "tokens")
 """Formats that are not conversations, or need not be."""
@@ -47,7 +48,7 @@ PATHS_COUNT = "paths count from the folder in which you typed the command; a hub
 
 def hint_absent(path: str) -> str:
     """Return a hint for a file that is not here."""
-    typed = Path(path).expanduser()
+    typed = typed_path(path)
     close = get_close_matches(typed.name, [other.name for other in typed.parent.glob("*")], n=1, cutoff=0.75)
     if close:
         return f"did you mean `{typed.parent / close[0]}`?"
@@ -75,7 +76,7 @@ def adapter(config: Config) -> Iterator[Conflict]:
             "tuning.mode",
             ", but `model.adapter` names an adapter to train on, which has few of the weights",
             "`tuning.mode: lora` trains it further; `tuning.adapter: merge` merges it into the model whose weights are"
-            " trained; a run with all weights is a MODEL_NAME",
+            " trained; MODEL_NAME= takes a run with a complete model",
         )
 
 

@@ -141,6 +141,7 @@ MEANT: Mapping[str, str] = {
         for mode in ("lora", "qlora", "full")
     },
     **dict.fromkeys(("adapter: ", "adapter: null"), "tuning.mode: full"),
+    **dict.fromkeys(("sample_packing: false", "neat_packing: false"), "train.packing: off"),
     **dict.fromkeys(("use_peft: true", "use_lora: true", "peft_type: lora"), "tuning.mode: lora"),
     "use_peft: false": "tuning.mode: full",
     "use_qlora: true": "tuning.mode: qlora",
@@ -195,8 +196,8 @@ REMOVED: dict[str, str] = {
 STAGES = "`train-distributed LAUNCH_STRATEGY=pipeline` puts consecutive layers on GPUs one after the other"
 OF_ZERO = "`LAUNCH_STRATEGY=zero2` (or `zero1`, `zero3`), or the command says so: `train-deepspeed`"
 PREFERENCES = (
-    "only supervised fine-tuning is here, no training on preferences or rewards; of rows with `chosen` and `rejected`,"
-    " `columns: {completion: chosen}` of a source trains the chosen answers"
+    "training on preferences or rewards is not supported; `columns: {completion: chosen}` of a source learns the chosen"
+    " answers"
 )
 INSTEAD: dict[str, str] = REMOVED | {
     **dict.fromkeys(
@@ -206,8 +207,8 @@ INSTEAD: dict[str, str] = REMOVED | {
     **dict.fromkeys(("pref_beta", "pref_loss", "pref_ftx", "dpo_beta", "rl_beta", "ref_model"), PREFERENCES),
     **dict.fromkeys(
         ("sample_packing", "neat_packing"),
-        "`train.packing: on`; a step then still counts rows, so for as many tokens a step set"
-        " `train.global_batch_size` to the rows in as many packs, instead of `train.grad_accum`",
+        "`train.packing: on`; a step then still counts rows, not packs: for as many tokens, raise"
+        " `train.global_batch_size` to the rows that those packs hold",
     ),
     **dict.fromkeys(
         ("elasticpolicy", "elastic_policy", "kubernetes_elastic_policy"),

@@ -314,7 +314,7 @@ def _shape(config: Config) -> Iterator[Conflict]:
 
 def tokens_of(model: ModelConfig) -> int | None:
     """Return the number of tokens in the `tokenizer.json` of `model.tokenizer`, unless that is not a folder here."""
-    path = Path(model.tokenizer or "").expanduser() / "tokenizer.json"
+    path = typed_path(model.tokenizer or "") / "tokenizer.json"
     try:
         return _tokens_in(path, path.stat().st_mtime_ns)
     except OSError:

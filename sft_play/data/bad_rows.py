@@ -17,8 +17,8 @@ BAD = "bad row"
 """With `data.bad_rows: drop`, why a row is left out, whatever is wrong with it."""
 
 
-NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=: )\w+(?=[^{}`]*\})|(?<=json\()\w+(?=\))")
-"""Names of columns in a message, and in the `columns` of a hint."""
+NAMES = re.compile(r"(?<=`)\w+(?=[`\[.])|(?<=\]\.)\w+(?=`)|(?<=: )\w+(?=[^{}`]*\})|(?<=json\()\w+(?=\))")
+"""Names of columns and of a turn's keys in a message, and in the `columns` of a hint."""
 ADVISED = re.compile(r"(?<=columns: \{)[^{}]*(?=\})")
 
 
@@ -26,8 +26,9 @@ def as_in_file(error: DataError, columns: Mapping[str, str]) -> DataError:
     """Return an error about a renamed row with the file's names of its columns, and with all `columns` in its hint."""
     if error.message.startswith("`columns`"):  # it could not be renamed
         return error
-    texts = (error.message, error.hint or "")
-    message, hint = (NAMES.sub(lambda name: columns.get(name[0], name[0]), text) for text in texts)
+    texts, names = (error.message, error.hint or ""), {new.partition(".")[2]: old for new, old in columns.items()}
+    names |= columns
+    message, hint = (NAMES.sub(lambda name: names.get(name[0], name[0]), text) for text in texts)
 
     def with_others(advised: re.Match[str]) -> str:
         pairs = [pair.split(": ") for pair in advised[0].split(", ")]

@@ -48,9 +48,9 @@ from sft_play.data.layout import (
 )
 from sft_play.data.readers import Placed, placed_rows, read_file
 from sft_play.data.tools import is_filled
-from sft_play.data.values import in_snake_case, is_blank, is_list, json_of, list_of, not_read
+from sft_play.data.values import in_snake_case, is_blank, json_of, list_of, not_read
 from sft_play.errors import DataError, MissingColumn, first_line
-from sft_play.files import NOT_PLAIN, read_json, text_sha256
+from sft_play.files import NOT_PLAIN, read_json, text_sha256, typed_path
 from sft_play.plan.architecture import hub_reachable
 from sft_play.runs.folder import require_inside
 from sft_play.runs.manifest import digests_of
@@ -207,7 +207,7 @@ def files_of(source: DataSource) -> list[Path] | None:
 def _find_files(source: DataSource) -> list[Path] | None:
     if source.path.startswith(BUILTIN):
         return None
-    path = Path(source.path).expanduser()
+    path = typed_path(source.path)
     if path.is_file():  # first, since a file's name may hold `[`
         return [path]
     if path.is_dir():
@@ -229,7 +229,7 @@ def start_of_places(source: DataSource) -> str:
     """Return what the places of all rows of a source begin with: its file or folder, or the hub's name."""
     if source.path.startswith(BUILTIN):
         return ""
-    path = Path(source.path).expanduser()
+    path = typed_path(source.path)
     if is_glob(source.path) and not path.exists():
         path = Path(*takewhile(lambda part: not is_glob(part), path.parts))
     return "" if path == Path() else str(path)
@@ -245,7 +245,7 @@ def identify(source: DataSource, before: str | None = None) -> tuple[list[Any], 
         files = files_of(source)
         content = files_sha256(files) if files else None
     except DataError:
-        if before is None or Path(source.path).expanduser().exists():
+        if before is None or typed_path(source.path).exists():
             raise
         content = before
     # Of a built-in set the rows are the interpreter's own library, and transformers' own code.
@@ -318,7 +318,7 @@ def _all_rows(source: DataSource, skipped: LeftOut) -> Iterator[Placed]:
     if files is None:
         yield from read_hub(source, skipped)
         return
-    folder = Path(source.path).expanduser()
+    folder = typed_path(source.path)
     saved = folder.is_dir() and saved_splits(folder) is not None
     _refuse_hub_options(
         source, *([] if folder.is_file() else ["split"]), *(["config"] if folder.is_dir() and not saved else [])
@@ -526,7 +526,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
     return renamed
 
 
-AS_JSON = re.compile(r"json\((.+)\)")
+AS_JSON = re.compile(r"\Ajson\((.+)\)\Z")
 
 
 def _column(name: str) -> str:
@@ -534,10 +534,10 @@ def _column(name: str) -> str:
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
-    """Return what `columns` names, or `MISSING`; `json(NAME)` is an object or a list as JSON. Raise `DataError`."""
-    column = name if name in row else _column(name)
+    """Return what `columns` names, or `MISSING`; `json(NAME)` is what is no text as JSON. Raise `DataError`."""
+    column = _column(name)
     value = look_up(row, column)
-    if column == name or not (isinstance(value, Mapping) or is_list(value)):
+    if column == name or value is MISSING or value is None or isinstance(value, str):
         return value
     if is_filled(value, True):
         hint = "write it as JSON in a text, or as JSON lines"

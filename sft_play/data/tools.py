@@ -114,8 +114,8 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
     names = [function.get("name") for function in functions]
     if tools and None not in names and any(call["function"]["name"] not in names for call in calls):
         yield OTHER_CALLS
-    schemas = {function.get("name"): function.get("parameters") for function in functions}
-    if any(_is_miscalled(call["function"], schemas.get(call["function"]["name"])) for call in calls):
+    described = ((call["function"], function) for call in calls for function in functions)
+    if any(_is_miscalled(call, function) for call, function in described if call["name"] == function.get("name")):
         yield OTHER_ARGUMENTS
     if names and all(f'"{name}"' in system for name in names):
         yield TWICE
@@ -130,14 +130,14 @@ def doubtful_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any
         waiting = waiting[1:] if turn["role"] == "tool" else [call.get("id") for call in turn.get("tool_calls", ())]
 
 
-def _is_miscalled(call: Mapping[str, Any], schema: Any) -> bool:
-    """Return whether a call's arguments are not those of its JSON schema, by their names."""
-    arguments, properties = call["arguments"], schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping) or not isinstance(arguments, Mapping):
+def _is_miscalled(call: Mapping[str, Any], function: Mapping[str, Any]) -> bool:
+    """Return whether a call's arguments are not those of the function's JSON schema, by their names."""
+    names, schema = [*call["arguments"]], function.get("parameters")
+    if not isinstance(schema, Mapping) or not isinstance(properties := schema.get("properties"), Mapping):
         return False
-    required = schema.get("required")
-    lacking = {*required} - {*arguments} if is_list(required) else set()
-    return bool(lacking or ({*arguments} - {*properties} and not schema.get("additionalProperties")))
+    required = schema.get("required", ())
+    lacks = is_list(required) and any(name not in names for name in required)
+    return lacks or (not schema.get("additionalProperties") and not {*names} <= {*properties})
 
 
 def calls_undescribed(messages: Sequence[Message]) -> bool:

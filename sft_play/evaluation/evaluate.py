@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.metrics import OF_ANSWERS, label_of_metric
 from sft_play.errors import CheckpointError, DataError, UserError
-from sft_play.files import file_sha256, read_json, text_sha256
+from sft_play.files import file_sha256, read_json, text_sha256, typed_path
 from sft_play.launch.run_folder import find_run, has_started
 from sft_play.launch.runs import short_path
 from sft_play.model.resolve import check_trained, weights_sha256
@@ -265,7 +265,7 @@ def read_settings(call: Call) -> LoadedConfig:
     loaded = override_config(loaded, overrides)
     rows = loaded.config.data
     sources = rows.sources
-    if "MODEL" in call.options and (origin := run_around(Path(call.options["MODEL"]).expanduser())):
+    if "MODEL" in call.options and (origin := run_around(typed_path(call.options["MODEL"]))):
         sources = sources or read_config(origin.config).config.data.sources
     if data and isinstance(rows.validation, list) and (form := _read_as(Path(data), sources, task)):
         if form["filter"]:

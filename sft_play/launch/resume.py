@@ -182,7 +182,7 @@ def check_overrides(call: Call) -> None:
         )
     ]
     hint = (
-        "omit it, or start a new run with it (RUN_NAME=), from these weights by MODEL_ADAPTER= or MODEL_NAME="
+        "omit it, or start a new run with it (RUN_NAME=); MODEL_ADAPTER= or MODEL_NAME= starts that from these weights"
         ' (docs/checkpoints.md#resume); docs/launching.md lists under "Resuming" what may change'
     )
     raise_all(

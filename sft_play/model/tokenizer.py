@@ -18,7 +18,7 @@ from typing import Any
 from sft_play.config.names import TEMPLATES, template_names, unknown_template
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError, UserError, first_line
-from sft_play.files import open_plain, read_object, text_sha256
+from sft_play.files import open_plain, read_object, text_sha256, typed_path
 from sft_play.model.resolve import code_not_trusted, is_about_trust, runs_code
 from sft_play.runs.prepared import ChatFormat, ResolvedModel
 
@@ -172,7 +172,7 @@ def _chosen(value: str) -> tuple[str | None, str]:
         return value, _named_text(value)
     if unknown := unknown_template(value):
         raise unknown
-    path = Path(value).expanduser()
+    path = typed_path(value)
     try:
         with open_plain(path, follow=True) as stream:
             text = stream.read().decode("utf-8").replace("\r\n", "\n")

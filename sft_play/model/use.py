@@ -117,7 +117,7 @@ def find_plain(call: Call, name: str) -> tuple[Config, ResolvedModel]:
 
     loaded = load_config(None, [Override(key="model.name", text=name, origin=f"MODEL={name}"), *call.overrides])
     note_consent(loaded)
-    if not Path(name).expanduser().is_dir():
+    if not typed_path(name).is_dir():
         offline_unless_reachable()
     settings = loaded.config.model
     model = resolve_model(settings)

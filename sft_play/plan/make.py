@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from sft_play.config.layers import shipped
@@ -285,10 +285,10 @@ def _other_ways(request: Request, plan: Plan) -> list[tuple[str, Request]]:
     sizes = [size for size in (2, 4, 8) if math.gcd(*request.ranks.nodes) % size == 0]
     layouts: list[dict[str, Any]] = [{"launch.strategy": strategy} for strategy in ("ddp", "fsdp2", "pipeline")]
     layouts += [{"launch.strategy": between, key: size} for key in (TENSOR_KEY, KEY) for size in sizes]
-    now = {f"launch.{name}": value for name, value in asdict(config.launch).items()}
     for layout in layouts:
-        typed = {key: value for key, value in (ALONE | layout).items() if value != now[key]}
-        ways.append((f"with {_typed(typed)}{where}", free.with_keys(typed)))
+        keys = (ALONE | layout).items()
+        if typed := {key: value for key, value in keys if value != getattr(config.launch, key.partition(".")[2])}:
+            ways.append((f"with {_typed(typed)}{where}", free.with_keys(typed)))
     return ways
 
 

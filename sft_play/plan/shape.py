@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -94,7 +95,7 @@ class Counted:
 DEFAULT_ATTENTION = ("sdpa", "flash_attention_2")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder-only transformer."""
 
@@ -138,7 +139,7 @@ class ModelShape:
         """Bits of a linear weight in a checkpoint that is already quantised; otherwise 0."""
         return 0 if not self.quantization else 8 if self.quantization.endswith("int8") else 4
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Matrices, ...]:
         """Every matrix that tokens are multiplied with or looked up in."""
         if self.counted:

@@ -199,16 +199,18 @@ def _whole_model(run: RunFolder, name: str, place: str) -> Path:
     for folder in (run.model, run.path / MERGED):
         if kind_of(folder) == "full":
             return folder
-    run_word = as_typed(name)
-    if "full" in map(kind_of, run.checkpoints.glob("step-*")):
-        what, hint = (
-            "was stopped before it had a model",
-            f"makes one of its newest checkpoint, then MODEL_NAME={run_word} works",
+    run_word, kinds = as_typed(name), {*map(kind_of, (run.model, *run.checkpoints.glob("step-*")))}
+    what, hint = "has neither a model nor a checkpoint yet", f"`make resume RUN={run_word}` continues it"
+    if "full" in kinds:
+        what = "was stopped before it had a model"
+        hint = f"`make merge RUN={run_word}` makes one of its newest checkpoint, then MODEL_NAME={run_word} works"
+    elif "adapter" in kinds:
+        what = "has an adapter, not a complete model"
+        hint = (
+            f"`make merge RUN={run_word}` makes a complete model of it; MODEL_ADAPTER={run_word} trains the adapter"
+            " further"
         )
-    else:
-        what = "has an adapter, not a complete model" if kind_of(run.model) else "has no model yet"
-        hint = f"makes a complete model of it; MODEL_ADAPTER={run_word} trains the adapter further"
-    raise UserError(f"the run `{name}` {what}", place=place, hint=f"`make merge RUN={run_word}` {hint}")
+    raise UserError(f"the run `{name}` {what}", place=place, hint=hint)
 
 
 def find_adapter(config: Config, place: str | None = None) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from sft_play.errors import CheckpointError, UserError
-from sft_play.files import sync_path
+from sft_play.files import sync_path, typed_path
 from sft_play.runs.folder import RunFolder, run_path
 from sft_play.runs.manifest import NAME as MANIFEST
 from sft_play.runs.manifest import is_state_file, verify
@@ -235,7 +235,7 @@ def plain_model(options: Mapping[str, str], command: str) -> str | None:
     if named is not None and "RUN" in options:
         raise UserError("`RUN` and `MODEL` are both given", hint="give one of them")
     name = named or options["RUN"]
-    folder = Path(name).expanduser()
+    folder = typed_path(name)
     of_a_run = (folder / "plan.json").is_file() or NAME.fullmatch(folder.name) or run_path(name) != Path(name)
     if named is None and (of_a_run or kind_of(folder) != "full"):
         return None

@@ -39,7 +39,7 @@ def run_path(name: str) -> Path | None:
 
 def model_folder(name: str) -> Path:
     """Return the folder that a model or an adapter names; of a run, also where all runs have been moved since."""
-    path = Path(name).expanduser()
+    path = typed_path(name)
     if path.is_absolute() and not path.exists():
         for count in (2, 3):  # `RUN/model`, `RUN/checkpoints/step-000040`
             place = runs_folder().joinpath(*path.parts[-count:])
@@ -85,12 +85,12 @@ def accelerate_default() -> Path | None:
 def hub_folder() -> Path:
     """Return the folder of the hub's libraries: `$HF_HOME`, or `~/.cache/huggingface`."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or Path(caches, "huggingface")).expanduser()
+    return typed_path(os.environ.get("HF_HOME") or str(Path(caches, "huggingface")))
 
 
 def hub_cache() -> Path:
     """Return the hub's cache of models: `$HF_HUB_CACHE`, or `hub` in `hub_folder`."""
-    return Path(os.environ.get("HF_HUB_CACHE") or hub_folder() / "hub").expanduser()
+    return typed_path(os.environ.get("HF_HUB_CACHE") or str(hub_folder() / "hub"))
 
 
 def cache_folder() -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from sft_play.config.reader import Count, quoted, record_of
 from sft_play.config.schema import Config, DataSource
 from sft_play.errors import CheckpointError, first_line
-from sft_play.files import file_sha256, read_json, text_sha256, write_json
+from sft_play.files import file_sha256, read_json, text_sha256, typed_path, write_json
 from sft_play.runs.folder import RunFolder, cache_folder
 
 HUB = "hub:"
@@ -196,7 +196,7 @@ def remember(config: Config, prepared: Prepared) -> None:
 def settings_that_matter(config: Config) -> dict[str, Any]:
     """Return every setting, except model and sources, that changes a prepared row."""
     data = {name: value for name, value in asdict(config.data).items() if name not in NO_MATTER}
-    template = Path(config.data.chat_template or "").expanduser()
+    template = typed_path(config.data.chat_template or "")
     sources = sources_of(config)
     return {
         "data": data,
@@ -239,7 +239,7 @@ def _path(config: Config) -> Path | None:
         "files": files,
         # A rewritten model folder may have another tokenizer; a hub id has no files here.
         "model_files": [
-            _stats(Path(name).expanduser().glob("*"))
+            _stats(typed_path(name).glob("*"))
             for name in (config.model.name, config.model.tokenizer, config.model.adapter)
             if name
         ],
@@ -252,7 +252,7 @@ def _path(config: Config) -> Path | None:
 
 
 def _state(source: DataSource) -> list[list[object]] | None:
-    path = Path(source.path).expanduser()
+    path = typed_path(source.path)
     stats: Iterable[Path]
     if any(mark in source.path for mark in "*?["):
         stats = Path(path.anchor).glob(str(path.relative_to(path.anchor)))  # an empty anchor means the working folder

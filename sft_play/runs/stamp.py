@@ -222,8 +222,8 @@ def refuse(differences: Sequence[StampDifference], what: str) -> list[str]:
     if refused:
         raise CheckpointError(
             f"{what} does not match: " + "; ".join(str(difference) for difference in refused),
-            hint="start a new run for what is new (RUN_NAME=...), from these weights by MODEL_ADAPTER= or MODEL_NAME="
-            " (docs/checkpoints.md#resume); the old one is unchanged",
+            hint="start a new run (RUN_NAME=...); MODEL_ADAPTER= or MODEL_NAME= starts it from these weights"
+            " (docs/checkpoints.md#resume); the old run is unchanged",
         )
     return [f"note: {safe_text(str(difference))}" for difference in differences]
 

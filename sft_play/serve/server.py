@@ -29,6 +29,7 @@ from starlette.routing import Route
 from sft_play.access import TOKEN_VARIABLE, App, Guard, Place, place_of
 from sft_play.data.chat import template_sha256
 from sft_play.errors import HardwareError
+from sft_play.files import typed_path
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.plan import Plan
 from sft_play.runs.adapters import run_around
@@ -71,7 +72,7 @@ def main(call: Call) -> int:
             config, folder = use.find_plain(call, plain or "")
             tell(f"loading {name} ...")
             (model, tokenizer), at_once = use.load_plain(config, folder), AT_ONCE
-            origin = run_around(Path(plain or "").expanduser())
+            origin = run_around(typed_path(plain or ""))
             system = common_system(origin) if origin else None
     template_sha256(tokenizer)  # in a request nothing would end a template that never does
     from sft_play.serve.engine import Engine

@@ -207,6 +207,7 @@ def test_a_run_is_planned_as_it_was_launched(in_process: Program, tiny_config: P
             3,
             ["rank 1 (RTX3070) needs ", "nor would they fit so"],
         ),
+        (["MODEL_NAME=~no-user/model"], 4, ["there is no such model folder"]),
         (["MODEL_NAME=nobody/never-was"], 4, ["nobody/never-was: no such folder", "or HF_HOME"]),
     ],
 )

@@ -589,6 +589,9 @@ def test_calls_without_a_result_and_with_other_arguments_are_said() -> None:
     assert doubts({"a": 1}, {"a": 2}, results=1) == (NO_RESULT,)
     assert doubts({"c": 1}, results=1) == doubts({"b": 1}, results=1) == (OTHER_ARGUMENTS,)
     assert doubts({"a": 1, "c": 1}, results=1) == (OTHER_ARGUMENTS,)
+    for wrong in ({"name": ["add"]}, {"parameters": {**parameters, "required": [["a"]]}}):
+        tools[0]["function"] = {"name": "add", "description": "d", "parameters": parameters, **wrong}
+        assert len(doubts({"a": 1}, results=1)) == 1
 
 
 def test_ratings_of_both_answers_ask_for_a_filter_by_that_of_the_learnt_one(tmp_path: Path) -> None:
@@ -616,7 +619,9 @@ def test_an_object_is_learnt_as_json_where_the_columns_say_so(tmp_path: Path) ->
         assert examples(tmp_path, [row], columns=part)[0].messages == [USER, {**ANSWER, "content": "Müller"}]
     text = {"ocr": "q", "expected": words}
     columns = {"prompt": "ocr", "completion": "json(expected)"}
-    assert examples(tmp_path, [text], columns=columns)[0].messages == [USER, {**ANSWER, "content": words}]
+    for value, content in ((words, words), (5, "5"), (False, "false")):
+        row = {"ocr": "q", "expected": value}
+        assert examples(tmp_path, [row], columns=columns)[0].messages == [USER, {**ANSWER, "content": content}]
     with pytest.raises(DataError, match="names `expectd`"):
         examples(tmp_path, [text], columns={**columns, "completion": "json(expectd)"})
 
@@ -625,6 +630,10 @@ def test_the_columns_of_a_hint_are_those_of_the_file() -> None:
     error = refused({"prompt": "q", "completion": "a", "context": "c"})
     hint = as_in_file(error, {"prompt": "frage", "completion": "antwort"}).hint or ""
     assert "`columns: {instruction: frage, input: context, output: antwort}`" in hint
+    columns = {"messages": "thread", "messages.content": "body"}
+    error = as_in_file(refused({"messages": [USER, {**ANSWER, "content": {"a": 1}}]}), columns)
+    assert error.message.startswith("`thread[1].body` is a mapping")
+    assert "`columns: {messages: thread, messages.content: json(body)}`" in (error.hint or "")
 
 
 def test_swapped_columns_are_refused_with_the_right_order(tmp_path: Path) -> None:
