@@ -31,7 +31,7 @@ from sft_play.launch.process import console_may_go, end_by_signals
 from sft_play.launch.run_folder import find_run
 from sft_play.plan.architecture import check_length, positions_in
 from sft_play.plan.epoch import mixture_of
-from sft_play.runs.adapters import made_folder, parent_of, run_around
+from sft_play.runs.adapters import count_trained, made_folder, parent_of, run_around
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.runs.prepared import ChatFormat, ParentAdapter, Prepared, ResolvedModel, day_of, remember, sources_of
 from sft_play.runs.stamp import MADE
@@ -159,6 +159,8 @@ def prepare(
     for name, manifest in manifests.items():
         tell(summary(("evaluation" if scored else "training") if name == "train" else name, manifest))
     prepared = replace(unmodified, adapter=adapter)
+    if prepared.validation and (trained := count_trained(prepared.validation, prepared)):
+        tell(f"validation rows that an earlier run of these weights was trained on: {trained:,}")
     remember(config, prepared)
     return prepared, manifests
 

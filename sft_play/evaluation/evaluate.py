@@ -17,7 +17,7 @@ from sft_play.launch.runs import short_path
 from sft_play.model.resolve import check_trained, weights_sha256
 from sft_play.plan.architecture import shape_of
 from sft_play.plan.plan import Plan, make_stamp
-from sft_play.runs.adapters import run_around
+from sft_play.runs.adapters import count_trained, run_around
 from sft_play.runs.checkpoints import label_of, weights_folder
 from sft_play.runs.folder import (
     LEAST_ROWS,
@@ -30,7 +30,7 @@ from sft_play.runs.folder import (
     runs_folder,
 )
 from sft_play.runs.manifest import is_state_file
-from sft_play.runs.prepared import KEYS, Prepared, PreparedSplit, ResolvedModel, trained_too
+from sft_play.runs.prepared import Prepared, PreparedSplit, ResolvedModel
 from sft_play.runs.stamp import Stamp, compare, own_stamp, refuse
 from sft_play.text import as_typed, tell
 
@@ -456,15 +456,10 @@ def settings_of(config: Config, run: RunFolder, weights: Weights, rows: ScoredRo
         "max_new_tokens": config.train.generation_max_new_tokens,
     }
     key = text_sha256(json.dumps(settings, sort_keys=True))
-    return {**settings, "key": key, "rows_trained": _rows_trained(rows.split, prepared.train) if weights.folder else 0}
-
-
-def _rows_trained(split: PreparedSplit, train: PreparedSplit | None) -> int | None:
-    """Return how many of the rows were trained; `None` if the cache has lost what tells them."""
-    try:
-        return sum(trained_too((Path(split.path) / KEYS).read_bytes(), train.path)) if train else 0
-    except OSError:
-        return None
+    own = prepared.train if weights.folder else None
+    before = prepared if own or config.tuning.adapter == "merge" else replace(prepared, adapter=None)
+    trained = count_trained(rows.split, before, own)
+    return {**settings, "key": key, "rows_trained": trained}
 
 
 def _batch_size(config: Config, plan: Plan, split: PreparedSplit) -> int:

@@ -141,7 +141,7 @@ def with_forecast(plan: Plan, request: Request, division: Division) -> Plan:
     seconds, basis, communication = None, None, None
     if run := most_like(request.runs, work, same_world=link is None):
         seconds = guess * run.work.guess / run.steady_tokens_per_second
-        basis = f"by run `{run.name}`: {run.steady_tokens_per_second:,.0f} tokens/s"
+        basis = f"by run `{run.name}`: {run.steady_tokens_per_second:,.0f} tokens/s in its median step"
     elif (setup.device == "cpu" or all(device.peak_flops for device in devices)) and link and not work.offload:
         seconds, basis = guess, _arithmetic(request, setup, row)
     if len(devices) == 1:

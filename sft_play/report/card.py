@@ -162,7 +162,7 @@ def card_of(run: RunFolder, weights: Path) -> str:
     config = read_config(run.config).config
     adapter = kind_of(weights) == "adapter"
     base, on_hub = _plain(stamp.public_base[0]), stamp.public_base[1]
-    ancestors = ancestors_of(run)
+    ancestors = ancestors_of(prepared)
     first, first_on_hub = ancestors[0][1].public_base if ancestors else (base, on_hub)
     chain = [(older.name, taken.step, Prepared.load(older.prepared)) for older, taken in ancestors]
     chain.append((run.name, stamp.step, prepared))

@@ -18,7 +18,7 @@ from sft_play.errors import CheckpointError, UserError, first_line
 from sft_play.files import file_sha256, read_json, text_sha256
 from sft_play.runs.checkpoints import kind_of, weights_folder
 from sft_play.runs.folder import RunFolder, cache_folder, meant_model, model_folder, run_path
-from sft_play.runs.prepared import ParentAdapter, Prepared
+from sft_play.runs.prepared import KEYS, ParentAdapter, Prepared, PreparedSplit, trained_too
 from sft_play.runs.stamp import MADE, Stamp, own_stamp
 from sft_play.text import as_typed
 
@@ -180,19 +180,31 @@ def run_around(weights: Path) -> RunFolder | None:
     return next((run for run in runs if run.prepared.is_file() and run.config.is_file()), None)
 
 
-def ancestors_of(run: RunFolder, below: Sequence[Path] = ()) -> list[tuple[RunFolder, Stamp]]:
+def ancestors_of(prepared: Prepared, below: Sequence[Path] = ()) -> list[tuple[RunFolder, Stamp]]:
     """Return the runs that made what a run starts from, the oldest first, each with the stamp of the weights that were
     taken, as far as they are here. `below`: folders of runs that come after it.
     """
-    chain, prepared = dict[Path, tuple[RunFolder, Stamp]](), Prepared.load(run.prepared)
+    chain = dict[Path, tuple[RunFolder, Stamp]]()
     for place in [prepared.model.path, *([prepared.adapter.path] if prepared.adapter else [])]:
         weights = model_folder(place)
         with contextlib.suppress(CheckpointError):  # of a run that was damaged since
             parent, stamp = run_around(weights), own_stamp(weights)
             if parent and stamp and parent.path not in below:
-                older = ancestors_of(parent, [*below, parent.path])
+                older = ancestors_of(Prepared.load(parent.prepared), [*below, parent.path])
                 chain |= {ancestor.path: (ancestor, taken) for ancestor, taken in [*older, (parent, stamp)]}
     return list(chain.values())
+
+
+def count_trained(split: PreparedSplit, prepared: Prepared, own: PreparedSplit | None = None) -> int | None:
+    """Return how many rows of a split are in `own`, or were trained by the runs that made what a run starts from;
+    `None` if the cache has lost what tells them.
+    """
+    trains = [own, *(Prepared.load(older.prepared).train for older, _ in ancestors_of(prepared))]
+    try:
+        keys = (Path(split.path) / KEYS).read_bytes()
+        return sum(map(any, zip(*(trained_too(keys, train.path) for train in trains if train), strict=True)))
+    except OSError:
+        return None
 
 
 def _whole_model(run: RunFolder, name: str, place: str) -> Path:

@@ -80,6 +80,19 @@ def test_its_first_evaluation_is_the_last_of_its_parent(place: Place, second: Pa
     assert stamp["parent"]["name"] == "first" and stamp["parent"]["use"] == "continue" and stamp["lora"]["r"] == 4
 
 
+def test_rows_that_a_parent_was_trained_on_are_counted(place: Place, second: Path) -> None:
+    mixed = place.folder / "mixed.jsonl"
+    mixed.write_text(question_rows(20, 2, longest=6) + question_rows(50, 2, longest=6))
+    trained = {
+        name: place.scores(*words.split(), f"DATA={mixed}")["settings"]["rows_trained"]
+        for name, words in {"first": "RUN=first", "second": "RUN=second", "base": "RUN=second CHECKPOINT=base"}.items()
+    }
+    assert trained == {"first": 2, "second": 2, "base": 0}
+    words = (f"CONFIG={place.config}", "MODEL_ADAPTER=first", f"DATA_TRAIN_PATH={place.folder}/held.jsonl")
+    done = place.run("data", *words, f"DATA_VAL_PATH={mixed}")
+    assert "an earlier run of these weights was trained on: 2" in done.stderr
+
+
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=pytest.mark.long if way in ("ddp", "zero2") else []) for way in WAYS if way != "single"],
