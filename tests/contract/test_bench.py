@@ -39,7 +39,10 @@ def test_bench_shows_its_steps_next_to_the_plan_and_corrects_it(
     assert report["plan"]["basis"].startswith("a guess: ") and report["plan"]["peak_memory_bytes"] > 0
     assert (tmp_path / run / "training_metrics.json").is_file() and not (tmp_path / run / "checkpoints").exists()
     after = call("plan", "JSON=1").json
-    assert after["speed_basis"] == f"by run `{run.name}`: {measured['steady_tokens_per_second']:,.0f} tokens/s"
+    assert (
+        after["speed_basis"]
+        == f"by run `{run.name}`: {measured['steady_tokens_per_second']:,.0f} tokens/s in its median step"
+    )
     assert after["tokens_per_second"] == pytest.approx(measured["steady_tokens_per_second"], rel=0.35)
     assert [rank["micro_batch"] for rank in after["ranks"]] == [rank["micro_batch"] for rank in before["ranks"]]
     assert "a guess: " in call("plan", "TUNING_MODE=full").out

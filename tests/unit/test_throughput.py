@@ -83,7 +83,7 @@ def test_a_complete_run_on_such_devices_teaches_the_forecast() -> None:
     run = run_of(guess, 0.5 * guess.work.guess)
     taught = plan_of("2xRTX4090", mode="qlora", request_fields={"runs": (run,)}, max_seq_len=256)
     assert taught.work and taught.tokens_per_second == pytest.approx(0.5 * taught.work.guess)
-    assert taught.speed_basis == f"by run `before`: {run.steady_tokens_per_second:,.0f} tokens/s"
+    assert taught.speed_basis == f"by run `before`: {run.steady_tokens_per_second:,.0f} tokens/s in its median step"
     for other in ({"mode": "lora"}, {"hardware": "2xRTX3090"}, {"name": SMALL}):
         case = {"hardware": "2xRTX4090", "mode": "qlora", "request_fields": {"runs": (run,)}} | other
         assert (plan_of(case.pop("hardware"), **case).speed_basis or "").startswith("a guess: "), other
