@@ -241,7 +241,8 @@ def accuracy(reference: str, answer: str) -> float:
 def _mean_f1(references: Sequence[str], answers: Sequence[str]) -> Callable[[Any], float]:
     """Return a function of answer indices: the mean F1 over their references' labels.
 
-    It equals scikit-learn's `average="macro"` over these labels. Raise `DataError` if the references are not labels.
+    It equals scikit-learn's `average="macro"` over these labels. A label that a resample misses keeps its F1 over all
+    answers: without it the mean would be that of other labels. Raise `DataError` if the references are not labels.
     """
     labels = _labels(references)
     if len(labels) > MOST_LABELS:
@@ -250,14 +251,15 @@ def _mean_f1(references: Sequence[str], answers: Sequence[str]) -> Callable[[Any
     reference_labels = np.array([number[label_of(text)] for text in references])
     answer_labels = np.array([number.get(label_of(text), len(labels)) for text in answers])
 
-    def mean(picks: Any) -> float:
+    def each(picks: Any) -> Any:
         counts = np.zeros((len(labels), len(labels) + 1), dtype=np.int64)
         np.add.at(counts, (reference_labels[picks], answer_labels[picks]), 1)
         sizes = counts.sum(axis=1) + counts.sum(axis=0)[:-1]
-        present = counts.sum(axis=1) > 0  # a resample may miss a label
-        return float((2 * counts.diagonal()[present] / sizes[present]).mean())
+        missing = counts.sum(axis=1) == 0
+        return np.where(missing, np.nan, 2 * counts.diagonal() / np.maximum(sizes, 1))
 
-    return mean
+    whole = each(np.arange(len(references)))
+    return lambda picks: float(np.where(np.isnan(scores := each(picks)), whole, scores).mean())
 
 
 def confusion(pairs: Sequence[tuple[str, str]]) -> dict[str, Any] | None:

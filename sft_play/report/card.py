@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -287,29 +287,43 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any], seconds: float | Non
 
 
 def _results(run: RunFolder, step: int) -> Iterator[str]:
+    """Yield the scores on the run's held-out rows, and on other rows that these weights answered."""
     before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(step)) or {}
     losses = {row["step"]: row.get("eval_loss") for row in metric_rows(run.metrics) if row.get("kind") == "eval"}
     losses = {at: loss for at, loss in losses.items() if at <= step and loss is not None}
-    if not after and losses.keys() - {0}:
+    if after:
+        yield from _scores("held-out rows", before or {"loss": losses.get(0)}, after)
+    elif losses.keys() - {0}:
         at = max(losses)
         start = f", {losses[0]:.4f} before training" if 0 in losses else ""
         yield f"Loss on held-out rows, measured while training: {losses[at]:.4f} at step {at}{start}."
-        return
-    if not after:
+    else:
         yield "This model was not scored on the rows that its run held out."
-        return
-    before = before or {"loss": losses.get(0)}
-    if warning := of_memory(after["settings"] if isinstance(after.get("settings"), dict) else {}):
+    for folder in sorted(run.evaluation(step).parent.glob(f"{run.evaluation(step).name}-*")):
+        if other := read_scores(folder):
+            start = folder.name.replace(run.evaluation(step).name, run.evaluation(0).name)
+            name = _plain(Path(str(_settings(other).get("data"))).name)
+            yield ""
+            yield from _scores(f"`{name}`", read_scores(folder.with_name(start)) or {}, other)
+
+
+def _settings(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = scores.get("settings")
+    return settings if isinstance(settings, dict) else {}
+
+
+def _scores(rows: str, before: Mapping[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    if warning := of_memory(_settings(after)):
         yield f"**{warning}.**\n"
 
-    def cell(scores: dict[str, Any], name: str) -> str:
+    def cell(scores: Mapping[str, Any], name: str) -> str:
         value = scores.get(name)
         if isinstance(value, dict):
             return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
         return f"{value:.4f}" if isinstance(value, (int, float)) else "–"
 
     answers = max((score["n"] for score in metrics_of(after).values()), default=0)
-    yield "On held-out rows" + (f", with 95 % intervals over {plural(answers, 'answer')}:\n" if answers else ":\n")
+    yield f"On {rows}" + (f", with 95 % intervals over {plural(answers, 'answer')}:\n" if answers else ":\n")
     yield "| | before | after |\n|---|---:|---:|"
     for name in ("loss", *metrics_of(after)):
         yield f"| {_plain(label_of_metric(name))} | {cell(before, name)} | {cell(after, name)} |"

@@ -56,13 +56,16 @@ def test_the_card_describes_the_training(runs: Path, tmp_path: Path) -> None:
     assert str(runs) not in text and "/tmp/" not in text, "no path of this machine"
 
 
-def test_scores_on_other_rows_are_no_results_of_the_card(runs: Path, tmp_path: Path) -> None:
+def test_scores_on_other_rows_are_named_by_their_file_in_the_card(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "tuned", tmp_path / "tuned")
     scores = tmp_path / "tuned" / "eval" / "step-000005"
-    scores.rename(scores.with_name("step-000005-other-0123abcd"))
+    other = scores.rename(scores.with_name("step-000005-other-0123abcd")) / "scores.json"
+    write(other, json.loads(other.read_text()) | {"settings": {"data": "/home/me/other.jsonl", "rows_trained": 1}})
     done = typed(runs, "card", f"RUN={tmp_path / 'tuned'}", f"OUT={tmp_path / 'card.md'}")
     assert done.code == 0, done.err
-    assert "was not scored on the rows that its run held out" in (tmp_path / "card.md").read_text()
+    card = (tmp_path / "card.md").read_text()
+    assert "was not scored on the rows that its run held out" in card
+    assert "On `other.jsonl`, with" in card and "/home" not in card and "**1 of these rows was trained" in card
 
 
 def write(path: Path, value: Any) -> None:
