@@ -18,7 +18,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import HardwareError, UserError
 from sft_play.plan.hardware import GIB, Device
 from sft_play.plan.memory import ADAM_MOMENTS, LOGIT_BYTES, logit_bytes, trainable_parameters, trained_bytes
-from sft_play.plan.plan import Layout, Precision, Setup, Strategy
+from sft_play.plan.plan import DTYPE_BYTES, Layout, Precision, Setup, Strategy
 from sft_play.plan.request import Request
 from sft_play.plan.shape import (
     BY_LENGTHS,
@@ -101,6 +101,9 @@ def _refused_precision(request: Request, precision: str, why: str, hint: str) ->
     return HardwareError(f"{asked}, but {why}", place=key, hint=hint)
 
 
+ROUNDED = "without an fp32 copy, so that small updates are lost to rounding"
+
+
 def choose_weights_dtype(config: Config, kind: str, strategy: Strategy, precision: Precision, reasons: Reasons) -> str:
     """Return the type of the base's weights. Raise `UserError` for trained weights in float16."""
     if config.model.dtype == "float16" and config.tuning.mode == "full":
@@ -122,7 +125,8 @@ def choose_weights_dtype(config: Config, kind: str, strategy: Strategy, precisio
         reasons["weights"] = f"weights in {dtype}: {why}{despite}"
         return dtype
     if typed != "auto":
-        reasons["weights"] = f"weights in {typed}: as configured"
+        rounded = config.tuning.mode == "full" and DTYPE_BYTES[typed] < 4
+        reasons["weights"] = f"weights in {typed}: as configured" + (f", {ROUNDED}" if rounded else "")
         return typed
     if kind == "cpu" or precision == "fp32" or config.tuning.mode == "full":
         why = "trained weights need its precision" if config.tuning.mode == "full" else "what is computed in"

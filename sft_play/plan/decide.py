@@ -146,6 +146,8 @@ def _notices(request: Request, setup: Setup) -> Iterator[str]:
     if train.loss != "nll" or train.label_smoothing_factor:
         smoothed = f", smoothed by {train.label_smoothing_factor:g}" if train.label_smoothing_factor else ""
         yield f"what is minimised is `{train.loss}`{smoothed}; evaluation measures the cross-entropy"
+    if request.config.tuning.mode == "full" and setup.weight_bytes < 4 and not setup.zero:
+        yield f"weights in {setup.weights_dtype} {choices.ROUNDED}"
     yield from other_optimizer(request, setup)
 
 

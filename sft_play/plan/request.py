@@ -277,6 +277,7 @@ class Remedy:
             host += f" (enough: HARDWARE=...+{math.ceil(self.host_bytes / HOST_SHARE / GIB)}GB-RAM)"
         typed = f"{self.command} CONFIG=... {self.variables}".strip() if self.command else self.variables
         host += " with recomputation" if self.recomputes else ""
+        host += ", weights without an fp32 copy" if "MODEL_DTYPE=" in self.variables else ""
         return f"{typed}: {self.need_bytes / GIB:.1f} GiB{host} ({self.saving_bytes / GIB:.1f} less)" + (
             "" if self.fits else ", still too much"
         )

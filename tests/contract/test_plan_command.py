@@ -252,7 +252,7 @@ def test_a_way_to_share_the_work_that_is_clearly_faster_is_named(in_process: Pro
     [
         ("fsdp2", "bfloat16", "in float32: fsdp2 updates them in it, and .*, whatever `model.dtype` says .bfloat16."),
         ("zero3", "float32", "in bfloat16: DeepSpeed .* an fp32 copy .*, whatever `model.dtype` says .float32."),
-        ("ddp", "bfloat16", "in bfloat16: as configured"),
+        ("ddp", "bfloat16", "in bfloat16: as configured, without an fp32 copy, .*"),
     ],
 )
 def test_the_type_of_the_weights_is_the_one_that_the_engine_holds(

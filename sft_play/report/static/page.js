@@ -246,7 +246,6 @@ function answersThatAreLabels(splits) {
 function runView(record, home) {
   metrics = record.labels;
   const s = record.summary, final = record.final, plan = record.plan, prepared = record.prepared.splits, train = prepared.train || {};
-  const last = record.curves.train, at = last.step.length - 1, speed = at >= 0 && last.tokens_per_second ? last.tokens_per_second[at] : null;
   const [whole, each] = curves(record);
   const weighted = Object.values(prepared).some((split) => split.sources.some((source) => known(source.weight)));
   const left = s.state === "running" ? record.seconds_left : null;
@@ -262,7 +261,7 @@ function runView(record, home) {
     (record.findings || []).map((one) => el("p", { class: "warning" }, `${one.text} – ${one.remedy}`)),
     record.model ? el("p", { class: "note" }, `model/ is ${record.model}`) : null,
     el("div", { class: "cards" }, record.outcomes.slice(0, 4).map((one) => card(...outcome(one, record.model_step), one.points.length > 1)), card("step", s.steps ? `${number(s.step)} / ${number(s.steps)}` : number(s.step), left ? "about " + duration(left) + " left" : null), card("training loss", fixed(s.loss), "of the last step"),
-      card("tokens/s", number(final.tokens_per_second ?? speed)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
+      card("tokens/s", number(s.tokens_per_second)), card("peak memory", bytes(s.peak_memory_bytes), known(final.forecast && final.forecast.peak_memory_bytes) ? "planned " + bytes(final.forecast.peak_memory_bytes) : null),
       card("time", duration(s.seconds), [known(final.training_seconds) && `${duration(final.training_seconds)} of steps`, final.restarts && final.restarts.length && `${final.restarts.length} restarts`].filter(Boolean).join(", ")), card("global batch", number(plan.global_batch_size) + " rows"), card("training data", number(train.rows) + " rows", train.tokens ? `${number(train.tokens)} tokens, ${number(train.label_tokens)} trained` : null)),
     el("h2", {}, "Scores"), scoresTable(record), otherRows(record),
     record.samples.length ? [el("h2", {}, "Answers"), samples(record), record.samples.length > 4 ? fold("More answers", samples({ samples: record.samples.slice(4) }, 99)) : null] : null,
