@@ -186,6 +186,7 @@ def test_muon_updates_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_pat
 
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     named = dict(model.named_parameters())
+    begin = {name: value.detach().clone() for name, value in named.items()}
     layers = {name for name, value in named.items() if ".layers." in name and value.dim() == 2}
     ends = {"weight_decay": 0.1, "params": [v for n, v in named.items() if n not in layers and v.dim() == 2]}
     norms = {"weight_decay": 0.0, "params": [value for value in named.values() if value.dim() == 1]}
@@ -201,8 +202,10 @@ def test_muon_updates_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_pat
     assert column(run, "loss") == pytest.approx(losses, rel=1e-5)
     saved = weights(run)
     for name, value in named.items():
-        # Muon's iterations are in bf16, where the last bit of a gradient can be 0.4 % of an update.
-        torch.testing.assert_close(saved[name], value.detach(), rtol=1e-3, atol=2e-4)
+        # Muon's iterations are in bf16, where the last bit of a gradient can be 0.4 % of an update, and more of a single
+        # element's; on which ones that falls depends on the processor.
+        torch.testing.assert_close(saved[name], value.detach(), rtol=1e-3, atol=1e-3)
+        assert (saved[name] - value.detach()).norm() <= 0.05 * (value.detach() - begin[name]).norm(), name
 
     same_to_the_bit(resume_from(run, tmp_path / "again", 4, trial), run)
     two = Trial(settings=settings, plan=trial.plan, strategy="ddp", ranks=((2, 2), (2, 2)))

@@ -249,14 +249,14 @@ def test_a_merged_base_answers_like_the_adapter_and_stays_with_its_run(place: Pl
         "TRAIN_EVAL_ON_START=true",
     )
     assert losses(again)[0] == pytest.approx(losses(full)[-1], abs=1e-6)
-    stopped = shutil.copytree(full, full.parent / "stopped", symlinks=True)
-    shutil.rmtree(stopped / "model")
-    words = ("plan", f"CONFIG={place.config}", "MODEL_NAME=stopped", "TUNING_MODE=full")
-    place.call(*words).refused(2, "was stopped before it had a model", "make merge RUN=stopped")
-    assert place.run("merge", "RUN=stopped").returncode == 0 and place.call(*words).code == 0
+    halted = shutil.copytree(full, full.parent / "halted", symlinks=True)
+    shutil.rmtree(halted / "model")
+    words = ("plan", f"CONFIG={place.config}", "MODEL_NAME=halted", "TUNING_MODE=full")
+    place.call(*words).refused(2, "was stopped before it had a model", "make merge RUN=halted")
+    assert place.run("merge", "RUN=halted").returncode == 0 and place.call(*words).code == 0
     for folder in ("merged", "checkpoints"):
-        shutil.rmtree(stopped / folder)
-    place.call(*words).refused(2, "has neither a model nor a checkpoint yet", "make resume RUN=stopped")
+        shutil.rmtree(halted / folder)
+    place.call(*words).refused(2, "has neither a model nor a checkpoint yet", "make resume RUN=halted")
 
 
 def test_a_third_training_is_on_a_base_with_a_merged_adapter(place: Place) -> None:

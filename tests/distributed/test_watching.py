@@ -153,11 +153,13 @@ def test_causes_of_a_slow_run_are_explained(lists: dict[str, Any], named: str | 
 def test_a_loss_far_above_its_start_is_a_finding(
     losses: list[float | None], held_out: list[float], named: str | None
 ) -> None:
-    train = [{"kind": "train", "step": step, "loss": loss, "learning_rate": 0.5} for step, loss in enumerate(losses)]
+    train = [{"kind": "train", "step": step, "loss": loss, "learning_rate": 0.05} for step, loss in enumerate(losses)]
     rows = [*train, *({"kind": "eval", "step": step, "eval_loss": loss} for step, loss in enumerate(held_out))]
     texts = {finding.text: finding.remedy for finding in findings(rows)}
     assert list(texts) == [named] * (named is not None)
-    assert all("TRAIN_LEARNING_RATE=0.05" in remedy for remedy in texts.values())
+    assert all("TRAIN_LEARNING_RATE=0.005" in remedy for remedy in texts.values())
+    high = [row | {"learning_rate": 5.0} for row in rows]
+    assert all("TRAIN_LEARNING_RATE=auto" in finding.remedy for finding in findings(high))
 
 
 def test_the_panel_shows_empty_and_torn_runs(tmp_path: Path) -> None:
