@@ -202,8 +202,8 @@ def test_muon_updates_the_layers_matrices_and_adamw_the_rest(tiny: Path, tmp_pat
     assert column(run, "loss") == pytest.approx(losses, rel=1e-5)
     saved = weights(run)
     for name, value in named.items():
-        # Muon's iterations are in bf16, where the last bit of a gradient can be 0.4 % of an update, and more of a single
-        # element's; on which ones that falls depends on the processor.
+        # Muon's iterations are in bf16, where the last bit of a gradient can be 0.4 % of an update, or more of a single
+        # element's; which these are depends on the processor.
         torch.testing.assert_close(saved[name], value.detach(), rtol=1e-3, atol=1e-3)
         assert (saved[name] - value.detach()).norm() <= 0.05 * (value.detach() - begin[name]).norm(), name
 
