@@ -288,7 +288,8 @@ def _facts(stamp: Stamp, plan: Plan, final: dict[str, Any], seconds: float | Non
 
 def _results(run: RunFolder, step: int) -> Iterator[str]:
     """Yield the scores on the run's held-out rows, and on other rows that these weights answered."""
-    before, after = read_scores(run.evaluation(0)) or {}, read_scores(run.evaluation(step)) or {}
+    begin, end = run.evaluation(0), run.evaluation(step)
+    before, after = read_scores(begin) or {}, read_scores(end)
     losses = {row["step"]: row.get("eval_loss") for row in metric_rows(run.metrics) if row.get("kind") == "eval"}
     losses = {at: loss for at, loss in losses.items() if at <= step and loss is not None}
     if after:
@@ -299,21 +300,17 @@ def _results(run: RunFolder, step: int) -> Iterator[str]:
         yield f"Loss on held-out rows, measured while training: {losses[at]:.4f} at step {at}{start}."
     else:
         yield "This model was not scored on the rows that its run held out."
-    for folder in sorted(run.evaluation(step).parent.glob(f"{run.evaluation(step).name}-*")):
+    for folder in sorted(end.parent.glob(f"{end.name}-*")):
         if other := read_scores(folder):
-            start = folder.name.replace(run.evaluation(step).name, run.evaluation(0).name)
-            name = _plain(Path(str(_settings(other).get("data"))).name)
+            name = _plain(Path(str(other["settings"].get("data"))).name)
             yield ""
-            yield from _scores(f"`{name}`", read_scores(folder.with_name(start)) or {}, other)
-
-
-def _settings(scores: Mapping[str, Any]) -> Mapping[str, Any]:
-    settings = scores.get("settings")
-    return settings if isinstance(settings, dict) else {}
+            yield from _scores(
+                f"`{name}`", read_scores(begin.with_name(folder.name.replace(end.name, begin.name))) or {}, other
+            )
 
 
 def _scores(rows: str, before: Mapping[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    if warning := of_memory(_settings(after)):
+    if warning := of_memory(after["settings"]):
         yield f"**{warning}.**\n"
 
     def cell(scores: Mapping[str, Any], name: str) -> str:

@@ -46,7 +46,7 @@ LOG_BYTES = 24_000
 """Bytes shown from the end of each rank's log."""
 LOGS = 16
 USES = ("infer", "serve", "merge")
-"""Commands about a run; `eval` needs held-out rows."""
+"""Commands about a run, besides `eval`, which needs held-out rows."""
 TRAIN_FACTS = frozenset({"kind", "step", "epoch"})
 SCRIPTS = ("uPlot.iife.min.js", "rows.js", "page.js")
 STYLES = ("uPlot.min.css", "page.css")
@@ -120,11 +120,10 @@ def record_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _evaluation(step: int, scores: Mapping[str, Any]) -> dict[str, Any]:
-    settings = scores["settings"] if isinstance(scores.get("settings"), dict) else {}
     return {
         "step": step,
-        "data": short_path(str(settings.get("data", ""))),
-        "warning": of_memory(settings),
+        "data": short_path(str(scores["settings"].get("data", ""))),
+        "warning": of_memory(scores["settings"]),
         "loss": scores.get("loss"),
         "labels": scores.get("classification"),
         "scores": {label_of_metric(name): value for name, value in metrics_of(scores).items()},

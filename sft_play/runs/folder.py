@@ -373,9 +373,14 @@ def metrics_of(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
-    """Return an evaluation's scores, or `None` if none was finished or its answers are missing."""
+    """Return an evaluation's scores, with `settings` in any case, or `None` if none was finished or its answers are
+    missing.
+    """
     scores = read_object(folder / SCORES)
-    return scores if scores and (not scores.get("answers") or (folder / PREDICTIONS).is_file()) else None
+    if not scores or (scores.get("answers") and not (folder / PREDICTIONS).is_file()):
+        return None
+    settings = scores.get("settings")
+    return scores | {"settings": settings if isinstance(settings, dict) else {}}
 
 
 def of_memory(settings: Mapping[str, Any]) -> str | None:

@@ -53,7 +53,8 @@ def risen_losses(rows: Sequence[Row]) -> list[Finding]:
     )
     rate = max((row.get("learning_rate") or 0.0 for row in losses), default=0.0)
     lower = f"TRAIN_LEARNING_RATE={rate / 10:.2g}, a tenth, or a longer warm-up" if rate else "a lower learning rate"
-    lower = "TRAIN_LEARNING_RATE=auto, the usual one" if rate >= NEVER_USUAL else lower
+    if rate >= NEVER_USUAL:
+        lower = "TRAIN_LEARNING_RATE=auto, the usual one"
     last = _median([row["loss"] for row in losses[-LEAST:]])
     if last is not None and len(losses) > LEAST and _is_far_above(last, losses[0]["loss"]):
         of_last = f"the median of steps {losses[-LEAST]['step']} to {losses[-1]['step']}"

@@ -24,7 +24,6 @@ function number(value, digits = 4) {
   return Math.abs(value) < 0.001 && value ? (+value.toPrecision(3)).toExponential() : String(+value.toPrecision(digits));
 }
 const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
-const large = (value, digits) => Math.abs(value) < 1e6 ? value.toFixed(digits) : value.toExponential(2);
 function bytes(value) { return known(value) ? (value >= 2 ** 30 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(0) + " MiB") : "–"; }
 function duration(seconds) {
   if (!known(seconds)) return "–";
@@ -37,7 +36,7 @@ function energy(kwh) {
   return `${number(kwh * size)} ${unit}`;
 }
 const share = (value) => known(value) ? (100 * value).toFixed(1) + " %" : "–";
-const fixed = (value) => typeof value === "number" ? large(value, 4) : "–";
+const fixed = (value) => typeof value !== "number" ? "–" : Math.abs(value) < 1e6 ? value.toFixed(4) : value.toExponential(2);
 const clock = (time) => known(time) ? new Date(1000 * time).toLocaleString() : "–";
 const score = (value) => value ? value.mean.toFixed(4) + (value.low < value.high ? ` [${value.low.toFixed(4)}, ${value.high.toFixed(4)}]` : "") : "–";
 const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(4);
