@@ -268,3 +268,10 @@ def test_scores_of_all_answers_together_are_paired_too(metric: str) -> None:
     scores = [score_answers([metric], references, answers).intervals[metric] for answers in (worse, references)]
     assert difference.mean == pytest.approx(scores[1].mean - scores[0].mean) and difference.verdict == "better"
     assert difference.high - difference.low < 2 * (scores[0].high - scores[0].low)
+
+
+def test_a_label_that_resamples_miss_stays_in_the_interval_of_macro_f1() -> None:
+    references = ["a"] * 20 + ["b"] * 20 + ["rare"]
+    answers = ["a"] * 15 + ["b"] * 5 + ["b"] * 15 + ["a"] * 5 + ["a"]
+    interval = score_answers(["macro_f1"], references, answers).intervals["macro_f1"]
+    assert interval.high < 2 / 3, "two labels of three can be right; without the third all could be"
